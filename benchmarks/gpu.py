@@ -7,7 +7,7 @@ for which no time is left, or a package is missing, are named as left out. Nothi
 
   make gpu                                   everything, in 8 minutes at most
   make gpu ARGS='--minutes 20'               with more time
-  make gpu ARGS='--only attention "1.4B, engine"'    some parts; a table of the same day keeps its others
+  make gpu ARGS='--only attention "1.4B, native"'    some parts; a table of the same day keeps its others
   make gpu ARGS=--ablate                     what each key costs or gives in a step of the 1.4B shape
   make gpu-rehearsal                         every part on a CPU, with gloo, at tiny size
 

@@ -174,11 +174,10 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
-    from megatron.training.deepspeed.engine import DeepSpeedEngine
     from megatron.training.preference.reference_cache import read_scores
 
     clock, taken, losses = CLOCKS[options.clock], [0.0], []
-    prepare, step = setup.resume_with_reference, DeepSpeedEngine.train_step
+    prepare = setup.resume_with_reference
 
     def timed(*given: Any) -> Any:
         begun = clock()
@@ -195,7 +194,9 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     # TRL would take what is set there for a run of several processes.
     with mock.patch.dict(os.environ), mock.patch.object(setup, "resume_with_reference", timed):
         training = start(args, process_info(env={}))
-        with mock.patch.object(DeepSpeedEngine, "train_step", noted):
+        engine = type(training.engine)
+        step = engine.train_step
+        with mock.patch.object(engine, "train_step", noted):
             begun = clock()
             train(training)
             wait(options.device)

@@ -1,4 +1,4 @@
-"""Speed of a training step: the engine, bare torch and transformers, on one shape and batch, in one process.
+"""Speed of a training step: our engines, bare torch and transformers, on one shape, in one process.
 
 The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device
 gives at that moment, and are compared within a round: what else the machine does then falls on all alike.
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 512, "micro_batch": 2},
+    "micro": {"layers": 4, "hidden": 128, "heads": 4, "ffn": 512, "vocab": 1024, "seq": 128, "micro_batch": 2},
     "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "seq": 64, "micro_batch": 2},
     "1.4B": {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "seq": 2048, "micro_batch": 8},
     # Blocks of a 7B model, as many as fit on one GPU with all their optimizer state.
@@ -61,13 +62,13 @@ STYLES: dict[str, dict[str, Any]] = {
     },
 }
 BARE = "bare torch"
-CONTESTANTS = ("bare", "engine", "transformers")
+CONTESTANTS = ("bare", "native", "deepspeed", "transformers")
 Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just
-    before it."""
+    """One turn of a contestant. seconds: of a step, on a CPU of its processors' time, which other programs
+    do not lengthen; ceiling: FLOP/s of the matrix product measured just before it."""
 
     seconds: float
     ceiling: float
@@ -123,9 +124,9 @@ def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
     return values
 
 
-def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
+def settings(options: argparse.Namespace, zero: int, engine: str = "auto") -> NeoXArgs:
     """The run that the command line describes; raises ConfigError."""
-    return NeoXArgs.from_dict(keys_of(options, zero)).for_world(1)
+    return NeoXArgs.from_dict({**keys_of(options, zero), "engine": engine}).for_world(1)
 
 
 def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) -> Batch:
@@ -243,8 +244,10 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
     batch, found = random_batch(args, device, options.documents), dict[str, Step]()
     if "bare" in options.only:
         found[BARE] = bare_step(args, groups, batch, dtype)
-    for stage in options.zero if "engine" in options.only else ():
-        found[f"engine, ZeRO {stage}"] = engine_step(settings(options, stage), groups, batch)
+    if "native" in options.only:
+        found["native"] = engine_step(settings(options, 0, "native"), groups, batch)
+    for stage in options.zero if "deepspeed" in options.only else ():
+        found[f"DeepSpeed, ZeRO {stage}"] = engine_step(settings(options, stage, "deepspeed"), groups, batch)
     if "transformers" in options.only:
         found["transformers"], count = transformers_step(args, options.style, batch, dtype)
         ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
@@ -252,6 +255,11 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
             raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
     kernels = choose_backends(args, device, [attention_spec(args, 0)])
     return found, args, kernels[args.attention_backend].name
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """What measures seconds: the wall on a GPU, this process's time on a CPU."""
+    return time.perf_counter if device.type == "cuda" else time.process_time
 
 
 def wait(device: torch.device) -> None:
@@ -264,14 +272,14 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large square matrix product, the best of several, as the device is now."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 1)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
+    best, clock = 0.0, clock_of(device)
     for _ in range(4):
         wait(device)
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(repeats):
             a @ b
         wait(device)
-        best = max(best, 2.0 * size**3 * repeats / (time.perf_counter() - begun))
+        best = max(best, 2.0 * size**3 * repeats / (clock() - begun))
     return best
 
 
@@ -286,7 +294,7 @@ def measure(
         # Near log(vocabulary), and lower on the second sight of the same batch.
         if not second < first:
             raise RuntimeError(f"{name} does not learn: its loss went from {first} to {second}")
-    names = list(steps)
+    names, clock = list(steps), clock_of(device)
     for turn in range(rounds):
         first_up = turn % len(names)  # nobody always follows the same one
         for name in names[first_up:] + names[:first_up]:
@@ -295,11 +303,11 @@ def measure(
             ceiling = matmul_ceiling(device, dtype)
             step()  # warm caches again
             wait(device)
-            begun = time.perf_counter()
+            begun = clock()
             for _ in range(count):
                 step()
             wait(device)
-            found[name].append(Round((time.perf_counter() - begun) / count, ceiling))
+            found[name].append(Round((clock() - begun) / count, ceiling))
         yield found
 
 
@@ -359,7 +367,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more keys of our model and engine")
     parser.add_argument("--backend", default="auto", help="attention_backend of our model (auto)")
     parser.add_argument("--compile", action="store_true", help="compile every block, also those of transformers")
-    parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of the engine; default: 1 on a GPU, 0 1 else")
+    parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of DeepSpeed; default: 1 on a GPU, 0 1 else")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=int, help="steps a turn; default: 5 on a GPU, 2 on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
@@ -369,7 +377,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if options.kv_heads is not None and options.style != "llama":
         parser.error("--kv-heads needs --style llama: GPT-NeoX of transformers has no grouped queries")
     if options.documents is not None and "transformers" in options.only:
-        parser.error("--documents needs --only bare engine: transformers does not keep documents apart")
+        parser.error("--documents needs --only bare native deepspeed: transformers does not keep documents apart")
     on_gpu = options.device == "cuda"
     for key, value in SHAPES[options.shape or ("1.4B" if on_gpu else "tiny")].items():
         if getattr(options, key) is None:

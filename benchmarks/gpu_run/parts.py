@@ -33,13 +33,16 @@ class Part:
     env: dict[str, str] = field(default_factory=dict)
 
 
-def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float, needs: tuple[str, ...]) -> Part:
+def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float) -> Part:
     words = ("-m", "pytest", "-p", "tests.gpu.outcomes", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider")
-    command = (*words, "--outcomes", "{folder}/" + OUTCOMES, f"tests/gpu/{file}")
-    return Part(name, about, command, typical_s, limit_s, ("pytest", *needs), tests=True)
+    files = [f"tests/gpu/{name}" for name in file.split()]
+    command = (*words, "--outcomes", "{folder}/" + OUTCOMES, *files)
+    return Part(name, about, command, typical_s, limit_s, ("pytest",), tests=True)
 
 
-def _speed(name: str, shape: str, contestant: str, needs: tuple[str, ...], *more: str, typical_s: float = 45) -> Part:
+def _speed(
+    name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = (), typical_s: float = 45
+) -> Part:
     """A contestant of the training step, alone in its process."""
     style, preset = _SHAPE_OF[shape]
     command = (
@@ -61,37 +64,38 @@ def _dpo() -> Part:
     return Part("DPO", about, command, 60, 150, ("deepspeed", "transformers"))
 
 
-_ENGINE = ("deepspeed",)  # with all that imports megatron.training: the count of FLOP, too
 CORRECTNESS: tuple[Part, ...] = (
     Part(
         FACTS, "what the machine is; the largest rates of products and copies",
         ("-m", "benchmarks.gpu_run.facts", "{folder}/" + RESULT), 10, 60,
     ),
-    _tests("device", "driver, doctor, collectives of NCCL with one rank", "test_device_gpu.py", 10, 60, _ENGINE),
-    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 15, 60, _ENGINE),
+    _tests("device", "driver, doctor, collectives of NCCL with one rank", "test_device_gpu.py", 10, 60),
+    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 15, 60),
     _tests(
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
-        "test_layers_gpu.py", 15, 90, _ENGINE,
+        "test_layers_gpu.py", 15, 90,
     ),
-    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 25, 90, _ENGINE),
-    _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 30, 90, _ENGINE),
+    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 25, 90),
+    _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 30, 90),
     _tests(
         "checkpoints", "resumed bit for bit; written there, read on a CPU",
-        "test_checkpoints_gpu.py", 20, 90, _ENGINE,
+        "test_checkpoints_gpu.py test_host_copies_gpu.py", 25, 120,
     ),
     _tests(
-        "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 15, 60, _ENGINE
+        "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 15, 60
     ),
-    _tests("two GPUs", "NCCL over two ranks beside one process", "test_two_gpus.py", 15, 120, _ENGINE),
+    _tests("two GPUs", "NCCL over two ranks beside one process", "test_two_gpus.py", 15, 120),
 )  # fmt: skip
-_PACKED = ("--documents", "512")
+_PACKED, _DEEPSPEED = ("--documents", "512"), ("deepspeed",)
 SPEED: tuple[Part, ...] = (
-    _speed("1.4B, bare torch", "1.4B", "bare", _ENGINE),
-    _speed("1.4B, engine", "1.4B", "engine", _ENGINE),
-    _speed("1.4B, transformers", "1.4B", "transformers", (*_ENGINE, "transformers")),
-    _speed("1.4B, engine, packed", "1.4B", "engine", _ENGINE, *_PACKED),
-    _speed("7B shape, bare torch", "7B shape", "bare", _ENGINE),
-    _speed("7B shape, engine", "7B shape", "engine", _ENGINE),
+    _speed("1.4B, bare torch", "1.4B", "bare"),
+    _speed("1.4B, native", "1.4B", "native"),
+    _speed("1.4B, DeepSpeed", "1.4B", "deepspeed", needs=_DEEPSPEED),
+    _speed("1.4B, transformers", "1.4B", "transformers", needs=("transformers",)),
+    _speed("1.4B, native, packed", "1.4B", "native", *_PACKED),
+    _speed("7B shape, bare torch", "7B shape", "bare"),
+    _speed("7B shape, native", "7B shape", "native"),
+    _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", needs=_DEEPSPEED),
 )
 BASE = "as it is"
 _NO_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
@@ -101,10 +105,14 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "compile: false": (("compile=false",), {}),
     "attention_backend: flash": (("attention_backend=flash",), {}),
     "without expandable segments": ((), _NO_EXPANDABLE),
-    "overlap_comm: true": (("zero_optimization.overlap_comm=true",), {}),
-    "ZeRO 2": (("zero_optimization.stage=2",), {}),
-    "ZeRO 3": (("zero_optimization.stage=3",), {}),
-    "ZeRO 3, overlap_comm: false": (("zero_optimization.stage=3", "zero_optimization.overlap_comm=false"), {}),
+    "DeepSpeed, ZeRO 1": (("zero_optimization.stage=1",), {}),
+    "DeepSpeed, ZeRO 1, overlap_comm: true": (("zero_optimization.overlap_comm=true",), {}),
+    "DeepSpeed, ZeRO 2": (("zero_optimization.stage=2",), {}),
+    "DeepSpeed, ZeRO 3": (("zero_optimization.stage=3",), {}),
+    "DeepSpeed, ZeRO 3, overlap_comm: false": (
+        ("zero_optimization.stage=3", "zero_optimization.overlap_comm=false"),
+        {},
+    ),
     "checkpoint_activations: true": (("checkpoint_activations=true",), {}),
     "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
     "gradient_clipping: 0": (("gradient_clipping=0",), {}),
@@ -113,7 +121,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 def parts() -> list[Part]:
     """What `make gpu` runs: correctness in the order in which one thing needs another, then speed."""
-    last = _speed("7B shape, transformers", "7B shape", "transformers", (*_ENGINE, "transformers"))
+    last = _speed("7B shape, transformers", "7B shape", "transformers", needs=("transformers",))
     return [*CORRECTNESS, *SPEED, _dpo(), last]
 
 
@@ -121,7 +129,9 @@ def ablations() -> list[Part]:
     """The 1.4B shape's step with one thing changed at a time."""
     made = []
     for name, (keys, env) in _ABLATIONS.items():
-        part = _speed(name, "1.4B", "engine", _ENGINE, *(("--set", *keys) if keys else ()), typical_s=35)
+        engine = "deepspeed" if "zero_optimization" in " ".join(keys) else "native"
+        needs = ("deepspeed",) if engine == "deepspeed" else ()
+        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), needs=needs, typical_s=35)
         made.append(replace(part, beside=None if name == BASE else BASE, about="the engine's step", env=env))
     return [CORRECTNESS[0], *made]
 

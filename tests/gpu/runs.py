@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -83,8 +84,13 @@ def assert_gradients(
 
 @contextmanager
 def run(values: Mapping[str, Any]) -> Iterator[Training]:
-    """A run up to its first step; gives back what it holds."""
-    training = begin({"distributed_backend": "nccl", **values})  # which is gloo where there is no GPU
+    """A run up to its first step, on the native engine unless told otherwise or in fp16; gives back what it
+    holds."""
+    engine = "deepspeed" if values.get("precision") == "fp16" else "native"
+    values = {"engine": engine, "distributed_backend": "nccl", **values}  # which is gloo where there is no GPU
+    if values["engine"] == "deepspeed":
+        pytest.importorskip("deepspeed")
+    training = begin(values)
     try:
         yield training
     finally:

@@ -9,11 +9,12 @@ import torch
 from megatron.training import train
 from megatron.training.checkpoint import host_copies as module
 from megatron.training.checkpoint.host_copies import HostCopies, host_copies
-from tests.gpu.runs import CPU, GPU, run
+from tests.gpu.runs import CPU, run
 from tests.training.checkpoint.test_host_copies import saved, sums, tensors
 from tests.training.runs import ADAMW, NEOX, config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.only_gpu("memory is page-locked for CUDA")]
+GPU = torch.device("cuda", 0)
 
 
 def test_copies_are_those_of_the_cpu() -> None:

@@ -15,11 +15,17 @@ from tests.training.test_nonfinite import poison
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+# The native engine cuts nothing on one rank.
+KINDS = [("native", 0), *(("deepspeed", stage) for stage in range(4))]
+
+
+@pytest.mark.parametrize(("engine", "zero"), KINDS)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_it_learns(precision: str, zero: int, device: torch.device) -> None:
+def test_it_learns(precision: str, engine: str, zero: int, device: torch.device) -> None:
+    if precision == "fp16" and engine == "native":
+        pytest.skip("fp16 is DeepSpeed's")
     values = config(LLAMA, PRECISIONS[precision], train_micro_batch_size_per_gpu=4, zero_optimization={"stage": zero})
-    with run(values) as training:
+    with run({**values, "engine": engine}) as training:
         batch = next(batches_of(training))
         results = [training.engine.train_step(batch, 1e-3) for _ in range(10)]
         assert not any(result.skipped for result in results)
@@ -53,11 +59,27 @@ def test_a_scale_that_never_fits_ends_the_run() -> None:
 
 
 @pytest.mark.only_gpu("torch watches waits for CUDA alone")
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lion", "Muon"])
+def test_native_steps_do_not_wait(optimizer: str) -> None:
+    changes = {"precision": "bfloat16", "hidden_dropout": 0.1, "optimizer": {"type": optimizer, "params": {"lr": 1e-3}}}
+    with run(config(NEOX, changes, train_micro_batch_size_per_gpu=2)) as training:
+        batches, engine = batches_of(training), training.engine
+        for _ in range(2):
+            engine.train_step(next(batches), 1e-3)
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            losses = [engine.train_step(next(batches), 1e-3).loss for _ in range(2)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(math.isfinite(float(loss)) for loss in losses)
+
+
+@pytest.mark.only_gpu("torch watches waits for CUDA alone")
 @pytest.mark.parametrize("changes", [{}, {"precision": "bfloat16"}, {"precision": "bfloat16", "hidden_dropout": 0.1}])
-def test_steps_do_not_wait_for_the_device(changes: dict[str, Any]) -> None:
-    """Outside the optimizer step, whose norm and overflow are the engine's own."""
+def test_deepspeeds_steps_wait_in_the_update_alone(changes: dict[str, Any]) -> None:
+    """Its norm and overflow are its own."""
     values = config(NEOX, changes, train_micro_batch_size_per_gpu=2, zero_optimization={"stage": 1})
-    with run(values) as training:
+    with run({**values, "engine": "deepspeed"}) as training:
         batches, engine = batches_of(training), training.engine
         for _ in range(2):
             engine.train_step(next(batches), 1e-3)

@@ -1,5 +1,6 @@
 """Two ranks on GPUs of their own, over NCCL, beside one process. In a rehearsal two processes over gloo."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,14 +16,20 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp": (LLAMA, {**TP2, "sequence_parallel": True}),
     "dp2": (NEOX, {}),
     "dp2 zero1": (NEOX, {"zero_optimization": {"stage": 1}}),
+    "dp2 zero2": (NEOX, {"zero_optimization": {"stage": 2}}),
     "dp2 zero3": (NEOX, {"zero_optimization": {"stage": 3}}),
-    "pp2": (NEOX, {"pipe_parallel_size": 2}),
 }
+if find_spec("deepspeed") is not None:
+    DEEPSPEED = {"engine": "deepspeed"}
+    LAYOUTS["pp2"] = (NEOX, {"pipe_parallel_size": 2, **DEEPSPEED})
+    LAYOUTS["dp2 zero1, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 1}, **DEEPSPEED})
+    LAYOUTS["dp2 zero3, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 3}, **DEEPSPEED})
 STEPS = 4
 
 
 def configuration(name: str, layout: dict[str, Any]) -> dict[str, Any]:
-    return config(LAYOUTS[name][0], SGD, layout, train_micro_batch_size_per_gpu=4, distributed_backend="nccl")
+    more = {"train_micro_batch_size_per_gpu": 4, "distributed_backend": "nccl", "engine": "native"}
+    return config(LAYOUTS[name][0], SGD, more, layout)
 
 
 @pytest.fixture(scope="module")
