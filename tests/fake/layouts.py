@@ -34,7 +34,8 @@ class Case:
 
     values: configuration keys beside `MODEL`'s. documents: for each step the document starts of its rows;
     none: one step of whole rows. pairs: rows are chosen and rejected answers. inference: after the step,
-    texts are scored and generated. mistake: a name of `mistakes.MISTAKES`.
+    texts are scored and generated. native: the step is the native engine's, with its optimizer; else all but
+    the update, by hand. mistake: a name of `mistakes.MISTAKES`.
     """
 
     world: int = 1
@@ -43,6 +44,7 @@ class Case:
     documents: list[list[list[int]]] = field(default_factory=list)
     pairs: bool = False
     inference: bool = False
+    native: bool = False
     mistake: str = ""
 
 
@@ -68,4 +70,16 @@ BIG: dict[str, Any] = {
     "sequence_parallel": True,
     "num_layers": 8,
     "checkpoint_activations": True,
+}
+LLAMA_13B: dict[str, Any] = {
+    "num_layers": 40,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "intermediate_size": 13824,
+    "padded_vocab_size": 32000,
+    "seq_length": 4096,
+    "max_position_embeddings": 4096,
+    "train_micro_batch_size_per_gpu": 1,
+    "checkpoint_activations": True,
+    "checkpoint_num_layers": 1,
 }

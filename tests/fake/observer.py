@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -47,7 +48,7 @@ class Observer(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()
         self.varlen: list[dict[str, Any]] = []
         self.live = self.peak = 0
-        self._storages = WeakIdKeyDictionary()
+        self._storages = WeakIdKeyDictionary()  # [bytes] of each
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -55,6 +56,8 @@ class Observer(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes back with the tensors it is made of
         kwargs = kwargs or {}
         name = func.name().split(".")[0].replace("::", ".")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -125,19 +128,21 @@ class Observer(TorchDispatchMode):
     # -- memory ----------------------------------------------------------------------------------------------
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.device.type != "cuda":
-            return
         storage = tensor.untyped_storage()
-        if storage in self._storages:
-            return
-        size = storage.nbytes()
-        self._storages[storage] = True
-        weakref.finalize(storage, self._freed, size)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        if tensor.device.type == "cuda" and storage not in self._storages:
+            size = self._storages[storage] = [0]
+            weakref.finalize(storage, self._set, size, 0)
+            self._set(size, storage.nbytes())
 
-    def _freed(self, size: int) -> None:
-        self.live -= size
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has got another size, as those of `fully_shard` do without an operation."""
+        if storage in self._storages:
+            self._set(self._storages[storage], storage.nbytes())
+
+    def _set(self, size: list[int], now: int) -> None:
+        self.live += now - size[0]
+        size[0] = now
+        self.peak = max(self.peak, self.live)
 
 
 def _members(args: Any) -> tuple[int, int, int]:

@@ -1,15 +1,20 @@
-"""Prints what a rank of a 70B model at tp8 pp4 dp8 holds at most: the model's part, without optimizer.
+"""Prints what a rank of a large model holds at most. `python -m tests.fake.peak`, in GiB:
 
-`python -m tests.fake.peak`: of a rank of each pipeline stage, one micro-batch forwards and backwards with
-sequence parallelism and recomputation, GiB of parameters, of the peak while they are made, and of the peak
-of both passes (parameters, gradients and activations), all in bf16. What kernels reserve within is not seen.
+A 70B model at tp8 pp4 dp8, the model's part without optimizer: of a rank of each pipeline stage, one
+micro-batch forwards and backwards with sequence parallelism and recomputation, parameters, the peak while
+they are made, and the peak of both passes (parameters, gradients and activations), all in bf16.
+
+A 13B model at dp8 under the native engine, a whole step in bf16 with recomputation: the peak while it is
+built, what is kept between steps, and the peak of a step.
+
+What kernels reserve within is not seen.
 """
 
 import sys
 from typing import Any
 
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import BIG, Case
+from tests.fake.layouts import BIG, LLAMA_13B, Case
 from tests.fake.shim import build, compiler
 
 LLAMA_70B: dict[str, Any] = {
@@ -42,6 +47,13 @@ def main() -> None:
             sizes = [seen[name] / 2**30 for name in ("parameters", "construction", "passes")]
             kind = "compiled" if blocks else "eager"
             print(f"{rank:<14}{kind:<10}{sizes[0]:>12.2f}{sizes[1]:>14.2f}{sizes[2]:>8.2f}")
+    print(f"\n{'13B, rank of 8':<24}{'construction':>12}{'kept':>14}{'step':>8}   GiB")
+    for stage in (1, 2, 3):
+        seen = process.run(Case(8, 0, {**LLAMA_13B, "zero_optimization": {"stage": stage}}, native=True))
+        if seen["error"]:
+            sys.exit(seen["error"])
+        sizes = [seen[name] / 2**30 for name in ("construction", "kept", "peak")]
+        print(f"{f'ZeRO {stage}':<24}{sizes[0]:>12.2f}{sizes[1]:>14.2f}{sizes[2]:>8.2f}")
     process.close()
 
 

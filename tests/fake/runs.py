@@ -2,7 +2,7 @@
 it, as far as fake tensors go."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, partialmethod
 from typing import Any
@@ -12,9 +12,12 @@ import numpy as np
 import torch
 import torch._dynamo.utils
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
 from megatron.data import Batch
@@ -25,6 +28,7 @@ from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
 from megatron.training.engine import PipelineSchedule
+from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm
 from megatron.training.setup import build_engine
@@ -41,13 +45,16 @@ def run(case: Case) -> dict[str, Any]:
     """What the observer saw of a case; `error` names what stopped it and our line."""
     observer, seen = Observer(), dict[str, Any](error=None)
     mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
-    with fake_cuda(), process_group(case), mistake:
+    with fake_cuda(), resizes_seen(observer), process_group(case), mistake:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
             groups = megatron.mpu.build_groups(**sizes, device=DEVICE)
             with FakeTensorMode():
-                _run(case, args, groups, observer, seen)
+                if case.native:
+                    _run_native(args, groups, observer, seen)
+                else:
+                    _run(case, args, groups, observer, seen)
         except Exception as problem:
             seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
     return seen | {
@@ -56,6 +63,30 @@ def run(case: Case) -> dict[str, Any]:
         "kernels": observer.kernels,
         "varlen": observer.varlen,
     }
+
+
+def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
+    """Two whole steps: the first makes gradients and optimizer states, the second is what is seen. kept,
+    peak: bytes before it, and at most within it; parts: bytes that the engine says it keeps."""
+    batches = [make_batch(args, Case(), None)] * args.gradient_accumulation_steps
+    with observer:
+        engine = build_engine(args, groups, engine=NativeEngine)
+        seen["construction"] = observer.peak
+        # What is copied to the device once; in steps nothing is.
+        observer.findings.clear()
+        if not args.compile:
+            engine.train_step(batches, 1e-4)
+    if args.compile:
+        engine.train_step(batches, 1e-4)
+        seen["compiled"] = compiled()
+    observer.begin_step(args.seq_length)
+    with observer:
+        seen["kept"] = observer.live
+        engine.train_step(batches, 1e-4)
+        seen["peak"] = observer.peak
+    seen["parts"] = {part: sum(map(local_bytes, tensors)) for part, tensors in engine.tensors().items()}
+    if args.compile:
+        seen["compiled again"], seen["calls compiled"] = compiled(), calls_compiled()
 
 
 def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
@@ -79,13 +110,24 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         if case.inference:
             score_and_generate(engine, batches[0])
     if args.compile:
-        seen["compiled again"] = compiled()
+        seen["compiled again"], seen["calls compiled"] = compiled(), calls_compiled()
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Of this rank's part of a tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
 
 
 def compiled() -> dict[str, int]:
     """How many graphs dynamo has compiled, and how often it has broken one."""
     counters = torch._dynamo.utils.counters
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+
+def calls_compiled() -> int:
+    """How many calls dynamo has put into graphs."""
+    return torch._dynamo.utils.counters["stats"]["calls_captured"]
 
 
 # -- the machine ---------------------------------------------------------------------------------------------
@@ -101,14 +143,60 @@ def fake_cuda() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
+        for name, stub in {"Stream": FakeStream, "Event": FakeStream, "current_stream": FakeStream}.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, stub))
+        stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()))
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
         # Seeds are numbers, and generators real.
         stack.enter_context(mock.patch("megatron.mpu.random.fork_seed", lambda seed, device: contextlib.nullcontext()))
         compiler = partialmethod(nn.Module.compile, backend="aot_eager")
         stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
+        # A mesh is a tensor of ranks on the host, which is made before the first step.
+        from_group = staticmethod(real(DeviceMesh.from_group))
+        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", from_group))
+        # torch.tensor(.., device=) would copy before a fake tensor is made of it.
+        torch._C._set_only_lift_cpu_tensors(True)
+        stack.callback(torch._C._set_only_lift_cpu_tensors, False)
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
+        yield
+
+
+def real(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is run without fake tensors, unseen."""
+
+    def run_real(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return run_real
+
+
+class FakeStream:
+    """A stream or an event, which is there at once."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        pass
+
+    def record(self, *given: Any) -> "FakeStream":
+        return self
+
+    def wait(self, *given: Any) -> None:
+        pass
+
+    record_event, wait_event, wait_stream, synchronize = record, wait, wait, wait
+
+
+@contextlib.contextmanager
+def resizes_seen(observer: Observer) -> Iterator[None]:
+    """`fully_shard` gives weights memory and takes it back without an operation."""
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        torch._C.StorageBase.resize_(storage, size)
+        observer.resized(storage)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", resize):
         yield
 
 

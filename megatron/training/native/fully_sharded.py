@@ -47,13 +47,15 @@ class CutWeights:
 
         blocks = {spec.index for spec in stage.blocks}
 
-        def cut_layer(layer: int, _: list[nn.Parameter]) -> None:
+        def cut_layer(layer: int, params: list[nn.Parameter]) -> None:
             if layer in blocks:
                 block = stage.layers[str(layer)]
                 for module in _shared_modules(stage):  # each by itself, because no block has it alone
                     if not isinstance(module, FSDPModule):
                         cut(module)
                 cut(block)
+                for param in params:  # `init_stage` refers to them until the last layer is there
+                    param.data = param.new_empty(0)
 
         init_stage(stage, args, groups, torch.float32, cut_layer)
         cut(stage)

@@ -1,0 +1,120 @@
+"""A whole step of the native engine as any rank, on fake CUDA: no wait for the device, nothing on the host,
+no more memory than derived, and compiled blocks that are one graph within `fully_shard`."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.fake.checks import assert_clean
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import COMPILE, LLAMA_13B, RECOMPUTE, Case
+from tests.marks import with_more
+
+# Blocks so large and tokens so few that weights are all that counts.
+LAYERS, HIDDEN, FFN, VOCAB, SEQ = 6, 512, 2048, 512, 16
+SHAPE: dict[str, Any] = {
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "intermediate_size": FFN,
+    "padded_vocab_size": VOCAB,
+    "seq_length": SEQ,
+    "max_position_embeddings": SEQ,
+    "train_micro_batch_size_per_gpu": 1,
+}
+DATA = 8
+
+
+def native(stage: int, tensor: int = 1, micro_batches: int = 1, **more: Any) -> Case:
+    """One rank of eight data ranks, of each of `tensor` tensor ranks."""
+    values = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": micro_batches, **more}
+    if tensor > 1:
+        values["model_parallel_size"] = tensor
+    return Case(DATA * tensor, 3 * tensor + tensor // 2, values, native=True)
+
+
+def elements(tensor: int) -> tuple[int, int]:
+    """Parameters of a tensor rank: of the whole model, of a block."""
+    block = (4 * HIDDEN**2 + 3 * HIDDEN * FFN) // tensor + 2 * HIDDEN
+    return LAYERS * block + 2 * VOCAB * HIDDEN // tensor + HIDDEN, block
+
+
+def derived(stage: int, tensor: int, micro_batches: int) -> tuple[int, int, int]:
+    """Bytes that are kept between steps; those that a step has at once beside them, at least; and how many
+    more there may be at that time."""
+    whole, block = elements(tensor)
+    tokens = SEQ * LAYERS * (12 * HIDDEN + 6 * FFN) * 2  # activations, of one tensor rank or of more
+    if stage == 0:  # bf16 weights, fp32 gradients, master weights and two moments; a block's bf16 gradients
+        return 18 * whole, 0, 2 * block + tokens
+    kept = 12 * whole // DATA  # fp32 master weights and two moments
+    # Of a block: its weights, those of the next as they come, its bf16 gradients; fp32 ones of the one before
+    # as they leave.
+    buffers = (2 + 2 + 2 + 4) * block
+    gradients = 4 * whole // DATA
+    if stage == 3:
+        return kept, gradients, buffers + tokens
+    if micro_batches == 1:  # from backward's begin on, weights go faster than gradients come
+        return kept, 2 * whole, buffers + tokens
+    return kept, 2 * whole + (4 * whole if stage == 1 else gradients), buffers + tokens
+
+
+LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1)]
+MORE_LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 1, 2), *((stage, 8, 1) for stage in range(4))]
+
+
+@pytest.mark.parametrize(
+    ("stage", "tensor", "micro_batches"),
+    [*LAYOUTS, *(pytest.param(*layout, marks=pytest.mark.more) for layout in MORE_LAYOUTS)],
+)
+def test_a_step(stage: int, tensor: int, micro_batches: int, fake_cuda: FakeCuda) -> None:
+    seen = fake_cuda.run(native(stage, tensor, micro_batches, **SHAPE))
+    assert_clean(seen)
+    kept, more, air = derived(stage, tensor, micro_batches)
+    scalars = 64 * 1024  # steps, learning rates, marks of the watch
+    assert kept <= seen["kept"] <= kept + scalars
+    assert sum(seen["parts"].values()) <= seen["kept"] <= sum(seen["parts"].values()) + scalars
+    assert kept + more <= seen["peak"] <= kept + more + air + scalars, (seen["peak"] - kept - more) / air
+    if stage > 0:  # what is being made: a block or the rest, whole in fp32, and the values of two parameters
+        whole, block = elements(tensor)
+        values = 4 * 2 * FFN * HIDDEN
+        assert seen["construction"] <= 4 * whole // DATA + 4 * max(block, whole - LAYERS * block) + 2 * values
+
+
+def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
+    case = native(2)
+    with pytest.raises(AssertionError, match="the host waits for a value"):
+        assert_clean(fake_cuda.run(replace(case, mistake="item in the loss")))
+
+
+COMPILED: dict[str, Case] = {
+    "ZeRO 0": native(0, **COMPILE),
+    "ZeRO 1": native(1, **COMPILE),
+    "ZeRO 2": native(2, **COMPILE),
+    "ZeRO 3": native(3, **COMPILE),
+    "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
+    "ZeRO 2, tp8": native(2, 8, **COMPILE),
+    "ZeRO 3, tp8": native(3, 8, **COMPILE),
+}
+
+
+@pytest.mark.parametrize("name", with_more(COMPILED, *(name for name in COMPILED if name != "ZeRO 3")))
+def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
+    """`fully_shard` gathers weights outside of the graph, which has all of a block in it: as many calls as
+    where weights are whole."""
+    case = COMPILED[name]
+    seen = fake_cuda.run(case)
+    assert_clean(seen)
+    assert seen["compiled"] == seen["compiled again"] == {"graphs": 1, "breaks": 0}
+    whole = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": {"stage": 0}}))
+    assert seen["calls compiled"] == whole["calls compiled"] > 20
+
+
+@pytest.mark.more
+def test_13b_fits_80_gb(fake_cuda: FakeCuda) -> None:
+    """Eight GPUs at ZeRO 2, with recomputation: weights are whole in bf16, gradients and states cut."""
+    seen = fake_cuda.run(native(2, **LLAMA_13B))
+    assert_clean(seen)
+    assert max(seen["construction"], seen["peak"]) < 80e9 * 0.9  # the rest is the context's, and fragments
+    whole = sum(seen["parts"].values()) / 12 * DATA
+    assert 12.9e9 < whole < 13.1e9
+    assert seen["peak"] > (2 + 12 / DATA) * whole
