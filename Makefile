@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-more test-real test-slurm test-install soak fake gpu lint bench docs clean
+.PHONY: help env train test test-more test-real test-slurm test-install soak fake gpu gpu-rehearsal lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -69,16 +69,18 @@ soak: $(ENV)  ## runs killed at random moments, many times
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or cpu" tests/fake
 
-gpu: $(ENV)  ## the tests that need a GPU, and the speed of a 1.4B model's training step beside bare torch
-	@$(RUN) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu: torch finds no GPU here")'
-	$(RUN) -m pytest -m gpu tests
-	$(RUN) benchmarks/train_throughput.py --shape 1.4B --compile
+gpu: $(ENV)  ## one GPU, 8 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
+	@$(RUN) benchmarks/gpu.py $(ARGS)
+
+gpu-rehearsal: $(ENV)  ## every part of make gpu on a CPU, at tiny size
+	@$(RUN) benchmarks/gpu.py --rehearse --minutes 20 $(ARGS)
 
 lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to date
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/docs/config_reference.py --check
 	$(RUN) tools/docs/package_map.py --check
+	$(RUN) tools/docs/gpu_results.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
 	$(RUN) benchmarks/train_throughput.py
@@ -88,6 +90,7 @@ bench: $(ENV)  ## speed of a training step beside bare torch and transformers, a
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py
 	$(RUN) tools/docs/package_map.py
+	$(RUN) tools/docs/gpu_results.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay
 	rm -rf .venv .venv-torch* build *.egg-info .mypy_cache .pytest_cache .ruff_cache .coverage

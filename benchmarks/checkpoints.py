@@ -1,9 +1,10 @@
 """How long a save holds up training, waited for and beside the steps in one run, and what cutting it anew
 takes.
 
-A model of a few hundred MB trains on the quickstart data in this process; saves of both kinds take turns, and
-steps made while one is written are timed beside the others. Then its last checkpoint is resharded by another
-process, whose peak memory is told (file pages that it maps included).
+A model of a few hundred MB trains on the quickstart data in this process. What a save copies is copied file
+by file, into ordinary memory and into memory that is used again (page-locked where there is a GPU), in turns;
+saves of both kinds take turns, and steps made while one is written are timed beside the others. Then the last
+checkpoint is resharded by another process, whose peak memory is told (file pages that it maps included).
 """
 
 import argparse
@@ -55,13 +56,41 @@ def begin(folder: Path, options: argparse.Namespace) -> Any:
         return start(args, process_info())
 
 
+def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], float]:
+    """Measure the seconds in which all that a save writes is copied to the host; and its GB."""
+    from megatron.checkpointing.tensor_files import named_tensors
+    from megatron.training.checkpoint.host_copies import HostCopies, PageLocking
+
+    checkpointer, device = training.checkpointer, training.groups.device
+    own = again = checkpointer._copies
+    if device.type == "cpu":
+        again = HostCopies(device, PageLocking(lambda address, size: None, lambda address: None, lambda: None))
+    kinds = {"copy, ordinary memory": HostCopies(device, None), "copy, memory used again": again}
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    copied = 0
+    for turn in range(turns + 1):
+        for name, copies in kinds.items():
+            checkpointer._copies = copies
+            copied, begun = 0, time.monotonic()
+            for _, state in checkpointer._states(training.progress, False):
+                copied += sum(tensor.nbytes for _, tensor in named_tensors(state))
+            if turn > 0:  # the first makes the memory
+                found[name].append(time.monotonic() - begun)
+    checkpointer._copies = own
+    return found, copied / 1e9
+
+
 def measure(training: Any, saves: int) -> dict[str, list[float]]:
     """Measure the seconds of saves of both kinds, of their writing, and of steps beside it and alone."""
     from megatron.training.loop import batches_of
 
     found: dict[str, list[float]] = {
-        name: [] for name in ("save, waited for", "save, beside", "until whole, beside", "step, alone", "step, beside")
-    }
+        name: []
+        for name in (
+            "save, waited for", "save, beside", "until whole, beside", "step, alone", "step, beside",
+            "first save, beside",
+        )
+    }  # fmt: skip
     batches, checkpointer, progress = batches_of(training), training.checkpointer, training.progress
 
     def step(name: str) -> None:
@@ -73,12 +102,15 @@ def measure(training: Any, saves: int) -> dict[str, list[float]]:
 
     step("step, alone")
     found["step, alone"].clear()  # the first one warms up
-    for number in range(2 * saves):
+    for number in range(2 * saves + 2):
         step("step, alone")
         beside = number % 2 == 1
         begun = time.monotonic()
         checkpointer.save(progress, beside=beside)
-        found["save, beside" if beside else "save, waited for"].append(time.monotonic() - begun)
+        if number > 1:
+            found["save, beside" if beside else "save, waited for"].append(time.monotonic() - begun)
+        elif beside:  # on a GPU it also locks the memory that later ones use
+            found["first save, beside"].append(time.monotonic() - begun)
         if beside:
             while checkpointer.writing:
                 step("step, beside")
@@ -112,6 +144,7 @@ def main() -> int:
         folder = Path(name)
         training = begin(folder, options)
         found = measure(training, options.saves)
+        copies, copied = measure_copies(training, options.saves)
         training.close()
         checkpoints = sorted((folder / "run").glob("global_step*"), key=lambda path: path.stat().st_mtime)
         size = sum(file.stat().st_size for file in checkpoints[-1].rglob("*") if file.is_file()) / 1e9
@@ -121,13 +154,22 @@ def main() -> int:
             sys.stderr.write(f"checkpoints.py: error: {problem}\n")
             return 1
     print(f"checkpoint of {size:.2f} GB, median of {options.saves} saves of each kind, in turns")
-    numbers = {name: statistics.median(values) for name, values in found.items() if values}
+    numbers = {name: statistics.median(values) for name, values in {**found, **copies}.items() if values}
     for what, value in numbers.items():
-        print(f"{what:22} {value:8.3f} s")
-    print(f"{'reshard to tensor ' + str(options.tp):22} {seconds:8.3f} s, {memory:.2f} GB of memory")
+        rate = f", {copied:.2f} GB, {copied / value:.2f} GB/s" if what in copies else ""
+        print(f"{what:23} {value:8.3f} s{rate}")
+    ratios = [one / other for one, other in zip(*copies.values(), strict=True)]
+    print(f"{'ordinary / used again':23} {statistics.median(ratios):8.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+    print(f"{'reshard to tensor ' + str(options.tp):23} {seconds:8.3f} s, {memory:.2f} GB of memory")
     if options.json:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-        more = {"checkpoint GB": size, "reshard": seconds, "reshard GB": memory, "peak GB of the run": own}
+        more = {
+            "checkpoint GB": size,
+            "reshard": seconds,
+            "reshard GB": memory,
+            "peak GB of the run": own,
+            "copied GB": copied,
+        }
         options.json.write_text(json.dumps({**numbers, **more}, indent=1) + "\n")
     return 0
 

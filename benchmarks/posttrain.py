@@ -10,6 +10,7 @@ says what the columns mean.
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -30,6 +31,7 @@ import torch
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 704, "vocab": 4096, "scale": 16},
+    "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "scale": 64},
     "400M": {"layers": 24, "hidden": 1024, "heads": 16, "ffn": 2816, "vocab": 50304, "scale": 1},
 }
 MEDIAN, P95, CUT = 2138, 15433, 8192  # tokens of a prompt with an answer
@@ -47,13 +49,15 @@ TRL: dict[str, dict[str, Any]] = {
     "TRL, precomputed": {"precompute_ref_log_probs": True},
     "TRL, precomputed, no checkpointing": {"precompute_ref_log_probs": True, "gradient_checkpointing": False},
 }
+RIVALS: dict[str, int | None] = {"all": None, "best": 1, "none": 0}  # how many of them take part
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 Pair = tuple[list[int], list[int], list[int]]  # prompt, chosen, rejected
 
 
 class Turn(NamedTuple):
     """One pass. reference: seconds before the first step; padding: share of places; first, last: losses;
-    score: mean log-probability of an answer under the reference, NaN where it was not made before."""
+    score: mean log-probability of an answer under the reference, NaN where it was not made before; peak:
+    bytes of the GPU's memory, 0 on a CPU."""
 
     seconds: float
     reference: float
@@ -64,6 +68,7 @@ class Turn(NamedTuple):
     first: float
     last: float
     score: float
+    peak: int = 0
 
 
 def law(count: int, median: float, sigma: float, z: np.ndarray) -> np.ndarray:
@@ -169,11 +174,10 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
-    from megatron.training.deepspeed.engine import DeepSpeedEngine
     from megatron.training.preference.reference_cache import read_scores
 
     clock, taken, losses = CLOCKS[options.clock], [0.0], []
-    prepare, step = setup.resume_with_reference, DeepSpeedEngine.train_step
+    prepare = setup.resume_with_reference
 
     def timed(*given: Any) -> Any:
         begun = clock()
@@ -190,7 +194,9 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
     # TRL would take what is set there for a run of several processes.
     with mock.patch.dict(os.environ), mock.patch.object(setup, "resume_with_reference", timed):
         training = start(args, process_info(env={}))
-        with mock.patch.object(DeepSpeedEngine, "train_step", noted):
+        engine = type(training.engine)
+        step = engine.train_step
+        with mock.patch.object(engine, "train_step", noted):
             begun = clock()
             train(training)
             wait(options.device)
@@ -281,6 +287,18 @@ def wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
+def reset_peak(device: str) -> None:
+    """Let go of what is left of the run before, so that the next one's peak is its own."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak_bytes(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     said = io.StringIO()
@@ -298,20 +316,21 @@ def measure(options: argparse.Namespace, pairs: list[Pair], folder: Path) -> dic
     """Turns of all by name, each round in another order; the first, with a few pairs, is not counted."""
     model = folder / "model"
     llama(vars(options)).save_pretrained(model)
-    names = [OURS, *TRL]
+    names = [OURS, *list(TRL)[: RIVALS[options.trl]]]
     found: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in range(-1, options.rounds):
         own = pairs if turn >= 0 else pairs[: options.batch]
         first = max(0, turn) % len(names)
         for name in names[first:] + names[:first]:
             with tempfile.TemporaryDirectory(dir=folder) as place, quiet():
+                reset_peak(options.device)
                 if name == OURS:
                     keys = settings(options, own, model, write_pairs(own, Path(place)))
                     result = run_ours(options, keys, Path(place))
                 else:
                     result = run_trl(options, TRL[name], own, model, Path(place))
             if turn >= 0:
-                found[name].append(result)
+                found[name].append(result._replace(peak=peak_bytes(options.device)))
     return found
 
 
@@ -365,7 +384,7 @@ def report(found: dict[str, list[Turn]], pairs: list[Pair], shape: dict[str, int
             "ratio": statistics.median(steps), "ratio_range": (min(steps), max(steps)),
             "ratio_with_reference": statistics.median(total), "ratio_with_reference_range": (min(total), max(total)),
             "arithmetic": own[0] / ideal[0], "arithmetic_with_reference": own[1] / ideal[1],
-            "last_loss": turns[0].last,
+            "last_loss": turns[0].last, "peak_bytes": max(t.peak for t in turns),
         })  # fmt: skip
     return rows
 
@@ -399,6 +418,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.add_argument(f"--{key}", type=int, help="lengths are divided by it" if key == "scale" else None)
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--pairs", type=int, help="default: 512 on a GPU, 48 on a CPU")
+    parser.add_argument("--trl", choices=RIVALS, default="all", help="TRL's settings beside ours (all)")
     parser.add_argument("--batch", type=int, default=8, help="pairs a step; TRL's default (8)")
     parser.add_argument("--accumulation", type=int, default=1, help="TRL's gradient_accumulation_steps (1)")
     parser.add_argument("--micro-rows", type=int, help="our rows a micro-batch; default: 1 on a GPU, all on a CPU")
@@ -426,15 +446,18 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("DS_ACCELERATOR", options.device)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     torch.set_num_threads(options.threads)
-    try:
-        import trl
-    except ImportError:
-        sys.stderr.write("posttrain.py: needs TRL to compare with; pip install trl==1.16.0\n")
-        return 1
+    rival = "TRL left out"
+    if options.trl != "none":
+        try:
+            import trl
+        except ImportError:
+            sys.stderr.write("posttrain.py: needs TRL to compare with; pip install trl==1.16.0, or --trl none\n")
+            return 1
+        rival = f"TRL {trl.__version__}"
     shape = {key: getattr(options, key) for key in SHAPES["tiny"]}
     machine = torch.cuda.get_device_name() if options.device == "cuda" else f"{options.threads} CPU threads"
     print(
-        f"{machine}, torch {torch.__version__}, TRL {trl.__version__}, {options.precision}, {options.pairs} pairs\n"
+        f"{machine}, torch {torch.__version__}, {rival}, {options.precision}, {options.pairs} pairs\n"
         + ", ".join(f"{key} {value}" for key, value in shape.items()),
         flush=True,
     )
@@ -446,7 +469,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{table(rows)}\n\nmedians of {options.rounds} rounds, least and largest ratio in them")
     if options.json is not None:
         about = {"date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__,
-                 "trl": trl.__version__, "shape": shape, "precision": options.precision}  # fmt: skip
+                 "trl": rival, "shape": shape, "precision": options.precision}  # fmt: skip
         options.json.write_text(json.dumps({**about, "pairs": options.pairs, "rows": rows}, indent=1) + "\n")
     return 0
 

@@ -1,7 +1,8 @@
-"""Speed of a training step: the engine, bare torch and transformers, on one shape and batch, in one process.
+"""Speed of a training step: our engines, bare torch and transformers, on one shape, in one process.
 
 The contestants take turns in rounds, each after a measurement of the largest matrix product rate the device
 gives at that moment, and are compared within a round: what else the machine does then falls on all alike.
+With `--only` and one name there is one model in memory, whose peak is told; `make gpu` measures so.
 docs/benchmarks.md says what the columns mean.
 """
 
@@ -12,19 +13,22 @@ import gc
 import json
 import logging
 import os
+import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.reading.files import parse_overrides
 
 if TYPE_CHECKING:
     from megatron.data import Batch
@@ -32,7 +36,19 @@ if TYPE_CHECKING:
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 512, "micro_batch": 2},
+    "micro": {"layers": 4, "hidden": 128, "heads": 4, "ffn": 512, "vocab": 1024, "seq": 128, "micro_batch": 2},
+    "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "seq": 64, "micro_batch": 2},
     "1.4B": {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "seq": 2048, "micro_batch": 8},
+    # Blocks of a 7B model, as many as fit on one GPU with all their optimizer state.
+    "7B-8layers": {
+        "layers": 8,
+        "hidden": 4096,
+        "heads": 32,
+        "ffn": 11008,
+        "vocab": 32000,
+        "seq": 4096,
+        "micro_batch": 4,
+    },
 }
 # NeoX's architecture as Pythia has it, and Llama's.
 STYLES: dict[str, dict[str, Any]] = {
@@ -46,12 +62,13 @@ STYLES: dict[str, dict[str, Any]] = {
     },
 }
 BARE = "bare torch"
+CONTESTANTS = ("bare", "native", "deepspeed", "transformers")
 Step = Callable[[], Tensor]  # one optimizer step; its loss, still on the device
 
 
 class Round(NamedTuple):
-    """One turn of a contestant. seconds: of a step; ceiling: FLOP/s of the matrix product measured just
-    before it."""
+    """One turn of a contestant. seconds: of a step, on a CPU of its processors' time, which other programs
+    do not lengthen; ceiling: FLOP/s of the matrix product measured just before it."""
 
     seconds: float
     ceiling: float
@@ -60,7 +77,8 @@ class Round(NamedTuple):
 class ThroughputRow(NamedTuple):
     """A contestant's medians over rounds.
 
-    *_flops: FLOP/s; of_ceiling: share of the round's ceiling; beside_bare: speed relative to the bare loop.
+    *_flops: FLOP/s; of_ceiling: share of the round's ceiling; beside_bare: speed relative to the bare loop,
+    if it took part; peak_bytes: of the device's memory (on a CPU the process's), if no other model was in it.
     """
 
     name: str
@@ -69,11 +87,12 @@ class ThroughputRow(NamedTuple):
     model_flops: float
     neox_flops: float
     of_ceiling: float
-    beside_bare: float
+    beside_bare: float | None
+    peak_bytes: int | None
 
 
-def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
-    """The run that the command line describes; raises ConfigError."""
+def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
+    """The configuration keys that the command line stands for."""
     values: dict[str, Any] = {
         **STYLES[options.style],
         "pos_emb": "rotary",
@@ -97,18 +116,32 @@ def settings(options: argparse.Namespace, zero: int) -> NeoXArgs:
     }
     if options.kv_heads is not None:
         values["num_kv_heads"] = options.kv_heads
-    return NeoXArgs.from_dict(values).for_world(1)
+    if options.documents is not None:
+        values |= {"reset_attention_mask": True, "reset_position_ids": True}
+    for key, value, _ in parse_overrides(options.set, "--set"):
+        section, _, name = key.rpartition(".")
+        (values[section] if section else values)[name] = value
+    return values
 
 
-def random_batch(args: NeoXArgs, device: torch.device) -> Batch:
-    """Tokens of the whole vocabulary, every one predicted."""
-    from megatron.data import Batch
+def settings(options: argparse.Namespace, zero: int, engine: str = "auto") -> NeoXArgs:
+    """The run that the command line describes; raises ConfigError."""
+    return NeoXArgs.from_dict({**keys_of(options, zero), "engine": engine}).for_world(1)
+
+
+def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) -> Batch:
+    """Tokens of the whole vocabulary, every one predicted; documents: mean length of those that rows are made
+    of, which attention then keeps apart, and whose first tokens are not predicted."""
+    from megatron.data.batch import collate
 
     assert args.train_micro_batch_size_per_gpu is not None and args.padded_vocab_size is not None
-    shape = (args.train_micro_batch_size_per_gpu, args.seq_length + 1)
-    window = torch.randint(0, args.padded_vocab_size, shape, generator=torch.Generator().manual_seed(1)).to(device)
-    tokens, labels = window[:, :-1].contiguous(), window[:, 1:].contiguous()
-    return Batch(tokens, labels, torch.ones_like(tokens))
+    shape, random = (args.train_micro_batch_size_per_gpu, args.seq_length + 1), np.random.default_rng(1)
+    windows = random.integers(0, args.padded_vocab_size, shape)
+    if documents is None:
+        return collate(windows).to(device)
+    begins = random.random(shape) < 1 / documents
+    begins[:, 0] = True
+    return collate(windows, begins=begins, reset_attention_mask=True, reset_position_ids=True).to(device)
 
 
 def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
@@ -150,12 +183,16 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
     from megatron.mpu import HeadInput
     from megatron.objectives import LANGUAGE_MODELLING
 
-    stage = build_stage(args, groups)
+    stage, weight = build_stage(args, groups), LANGUAGE_MODELLING.weight(batch)
+    if args.compile:
+        stage.compiled = True
+        for spec in stage.blocks:
+            stage.layers[str(spec.index)].compile()
     init_stage(stage, args, groups)
     stage.to(dtype).train()
 
     def loss(head: HeadInput) -> Tensor:
-        return LANGUAGE_MODELLING.loss_sum(head, batch, None)[0] / batch.tokens.numel()
+        return LANGUAGE_MODELLING.loss_sum(head, batch, None)[0] / weight
 
     return plain_step(stage, dtype, args, lambda: stage(None, batch, loss))
 
@@ -203,16 +240,26 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
 
     args = settings(options, options.zero[0])
     groups = init_model_parallel(args, process_info(env={}), logging.getLogger("benchmark"))
-    batch, dtype = random_batch(args, device), {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
-    found = {BARE: bare_step(args, groups, batch, dtype)}
-    for stage in options.zero:
-        found[f"engine, ZeRO {stage}"] = engine_step(settings(options, stage), groups, batch)
-    found["transformers"], count = transformers_step(args, options.style, batch, dtype)
-    ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
-    if count != ours:
-        raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.precision]
+    batch, found = random_batch(args, device, options.documents), dict[str, Step]()
+    if "bare" in options.only:
+        found[BARE] = bare_step(args, groups, batch, dtype)
+    if "native" in options.only:
+        found["native"] = engine_step(settings(options, 0, "native"), groups, batch)
+    for stage in options.zero if "deepspeed" in options.only else ():
+        found[f"DeepSpeed, ZeRO {stage}"] = engine_step(settings(options, stage, "deepspeed"), groups, batch)
+    if "transformers" in options.only:
+        found["transformers"], count = transformers_step(args, options.style, batch, dtype)
+        ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
+        if count != ours:
+            raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
     kernels = choose_backends(args, device, [attention_spec(args, 0)])
     return found, args, kernels[args.attention_backend].name
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """What measures seconds: the wall on a GPU, this process's time on a CPU."""
+    return time.perf_counter if device.type == "cuda" else time.process_time
 
 
 def wait(device: torch.device) -> None:
@@ -225,28 +272,29 @@ def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of one large square matrix product, the best of several, as the device is now."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 1)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    best = 0.0
+    best, clock = 0.0, clock_of(device)
     for _ in range(4):
         wait(device)
-        begun = time.perf_counter()
+        begun = clock()
         for _ in range(repeats):
             a @ b
         wait(device)
-        best = max(best, 2.0 * size**3 * repeats / (time.perf_counter() - begun))
+        best = max(best, 2.0 * size**3 * repeats / (clock() - begun))
     return best
 
 
 def measure(
     steps: dict[str, Step], device: torch.device, dtype: torch.dtype, rounds: int, count: int
-) -> dict[str, list[Round]]:
-    """`rounds` turns of `count` steps for each contestant, after two steps that do not count."""
+) -> Iterator[dict[str, list[Round]]]:
+    """`rounds` turns of `count` steps for each contestant, after two steps that do not count; what is known
+    after each round."""
     found: dict[str, list[Round]] = {name: [] for name in steps}
     for name, step in steps.items():
         first, second = float(step()), float(step())
         # Near log(vocabulary), and lower on the second sight of the same batch.
         if not second < first:
             raise RuntimeError(f"{name} does not learn: its loss went from {first} to {second}")
-    names = list(steps)
+    names, clock = list(steps), clock_of(device)
     for turn in range(rounds):
         first_up = turn % len(names)  # nobody always follows the same one
         for name in names[first_up:] + names[:first_up]:
@@ -255,16 +303,23 @@ def measure(
             ceiling = matmul_ceiling(device, dtype)
             step()  # warm caches again
             wait(device)
-            begun = time.perf_counter()
+            begun = clock()
             for _ in range(count):
                 step()
             wait(device)
-            found[name].append(Round((time.perf_counter() - begun) / count, ceiling))
-    return found
+            found[name].append(Round((clock() - begun) / count, ceiling))
+        yield found
 
 
-def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[ThroughputRow]:
-    """The medians of each contestant; comparisons are made within rounds first."""
+def peak_bytes(device: torch.device) -> int:
+    """The most that was taken of the device's memory, on a CPU by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def summary(found: dict[str, list[Round]], args: NeoXArgs, peak: int | None) -> list[ThroughputRow]:
+    """The medians of each contestant; comparisons are made within rounds first. peak: of the only one."""
     from megatron.training.metrics.flops import model_flops, neox_flops
 
     tokens, flops, neox = args.train_batch_size * args.seq_length, model_flops(args), neox_flops(args, 3)
@@ -272,8 +327,12 @@ def summary(found: dict[str, list[Round]], args: NeoXArgs) -> list[ThroughputRow
     for name, rounds in found.items():
         seconds = statistics.median(turn.seconds for turn in rounds)
         share = statistics.median(flops / turn.seconds / turn.ceiling for turn in rounds)
-        beside = statistics.median(bare.seconds / own.seconds for own, bare in zip(rounds, found[BARE], strict=True))
-        rows.append(ThroughputRow(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside))
+        pairs = zip(rounds, found.get(BARE, ()), strict=False)
+        ratios = [bare.seconds / own.seconds for own, bare in pairs]
+        beside = statistics.median(ratios) if ratios else None
+        rows.append(
+            ThroughputRow(name, seconds, tokens / seconds, flops / seconds, neox / seconds, share, beside, peak)
+        )
     return rows
 
 
@@ -286,7 +345,8 @@ def table(rows: list[ThroughputRow]) -> str:
     for row in rows:
         lines.append(
             f"| {row.name} | {row.seconds * 1e3:.1f} | {row.tokens:,.0f} | {row.model_flops / 1e12:.4g} | "
-            f"{row.neox_flops / 1e12:.4g} | {row.of_ceiling:.1%} | {row.beside_bare:.3f} |"
+            f"{row.neox_flops / 1e12:.4g} | {row.of_ceiling:.1%} | "
+            f"{'' if row.beside_bare is None else f'{row.beside_bare:.3f}'} |"
         )
     return "\n".join(lines)
 
@@ -302,9 +362,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, help="grouped queries, --style llama only")
     parser.add_argument("--style", choices=STYLES, default="neox")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument("--only", nargs="+", choices=CONTESTANTS, default=CONTESTANTS, help="default: all of them")
+    parser.add_argument("--documents", type=int, metavar="MEAN", help="rows of documents of this mean length")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more keys of our model and engine")
     parser.add_argument("--backend", default="auto", help="attention_backend of our model (auto)")
     parser.add_argument("--compile", action="store_true", help="compile every block, also those of transformers")
-    parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of the engine; default: 1 on a GPU, 0 1 else")
+    parser.add_argument("--zero", type=int, nargs="+", help="ZeRO stages of DeepSpeed; default: 1 on a GPU, 0 1 else")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each contestant (5)")
     parser.add_argument("--steps", type=int, help="steps a turn; default: 5 on a GPU, 2 on a CPU")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
@@ -313,6 +376,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--device cuda: there is no GPU")
     if options.kv_heads is not None and options.style != "llama":
         parser.error("--kv-heads needs --style llama: GPT-NeoX of transformers has no grouped queries")
+    if options.documents is not None and "transformers" in options.only:
+        parser.error("--documents needs --only bare native deepspeed: transformers does not keep documents apart")
     on_gpu = options.device == "cuda"
     for key, value in SHAPES[options.shape or ("1.4B" if on_gpu else "tiny")].items():
         if getattr(options, key) is None:
@@ -339,20 +404,23 @@ def main(argv: list[str] | None = None) -> int:
     shape = {key: getattr(options, key) for key in SHAPES["tiny"]}
     print(
         f"{machine}, torch {torch.__version__}, {options.precision}, {options.style}, attention {attention}, "
-        f"{'compiled blocks' if options.compile else 'eager'}\n" + ", ".join(f"{k} {v}" for k, v in shape.items()),
+        f"{'compiled blocks' if args.compile else 'eager'}\n" + ", ".join(f"{k} {v}" for k, v in shape.items()),
         flush=True,
     )
-    found = measure(steps, device, dtype, options.rounds, options.steps)
-    rows = summary(found, args)
-    ceiling = statistics.median(turn.ceiling for rounds in found.values() for turn in rounds)
-    print(f"{table(rows)}\n\nmatmul ceiling {ceiling / 1e12:.4g} TFLOP/s; medians of {options.rounds} rounds")
-    if options.json is not None:
-        report = {
-            "date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__, "shape": shape,
-            "style": options.style, "precision": options.precision, "attention": attention,
-            "compile": options.compile, "ceiling_flops": ceiling, "rows": [row._asdict() for row in rows],
-        }  # fmt: skip
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "machine": machine, "torch": torch.__version__, "shape": shape,
+        "style": options.style, "precision": options.precision, "attention": attention,
+        "compile": bool(args.compile), "documents": options.documents, "set": options.set,
+    }  # fmt: skip
+    rows: list[ThroughputRow] = []
+    for found in measure(steps, device, dtype, options.rounds, options.steps):
+        rows = summary(found, args, peak_bytes(device) if len(steps) == 1 else None)
+        report["rounds"] = len(next(iter(found.values())))
+        report["ceiling_flops"] = statistics.median(turn.ceiling for turns in found.values() for turn in turns)
+        if options.json is not None:
+            options.json.write_text(json.dumps({**report, "rows": [row._asdict() for row in rows]}, indent=1) + "\n")
+    ceiling = f"matmul ceiling {report['ceiling_flops'] / 1e12:.4g} TFLOP/s"
+    print(f"{table(rows)}\n\n{ceiling}; medians of {options.rounds} rounds")
     torch.distributed.destroy_process_group()
     return 0
 

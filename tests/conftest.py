@@ -23,8 +23,10 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.fsync = lambda fd: None  # each waits for the disk, thousands of times; no test takes the power away
     config.pluginmanager.register(BudgetPlugin(), "budget")
-    # With pytest-xdist every worker has its own pool, and the process that hands out the tests none.
-    if ADDRESS_VARIABLE not in os.environ and not config.getoption("numprocesses", None):
+    # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on
+    # GPUs alone have no use for ranks on CPUs.
+    alone = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
+    if ADDRESS_VARIABLE not in os.environ and alone:
         config.stash[SERVER] = start_server()
 
 
@@ -47,7 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item not in on_gpu:
             item.add_marker("cpu")
-    if on_gpu and not _cuda():
+    if on_gpu and not config.getoption("rehearse", False) and not _cuda():
         items[:] = [item for item in items if item not in on_gpu]
         config.hook.pytest_deselected(items=on_gpu)
 

@@ -23,7 +23,7 @@ class RunEngine(Protocol):
     def stage(self) -> Stage:
         """This rank's layers."""
 
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32
         values."""
 

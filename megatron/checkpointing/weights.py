@@ -181,10 +181,12 @@ def local_layer_state(
     tensor_rank: int,
     tensor_size: int,
     naming: str | None = None,
+    copy: bool = True,
 ) -> dict[str, Tensor]:
     """The content of this tensor rank's file of one layer, by the names of `to_file_names`.
 
-    tensors: this rank's parameters by our names. The result is on the CPU, each tensor with its own storage.
+    tensors: this rank's parameters by our names. The result is on the CPU, each tensor contiguous and with
+    its own storage. copy: false for tensors that are so already, and may be kept.
     A bias that is a sum over ranks is divided by tensor_size; the last rank writes the rest, so that the sum
     is exact where the division is not. Raises CheckpointError when `tensors` are not exactly the layer's
     parameters.
@@ -202,7 +204,7 @@ def local_layer_state(
             share = tensor / tensor_size
             rest = tensor - share.double() * (tensor_size - 1)
             tensor = rest.to(tensor.dtype) if tensor_rank == tensor_size - 1 else share
-        state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        state[name] = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format) if copy else tensor
     return to_file_names(layer, state, args, naming)
 
 

@@ -19,6 +19,10 @@ PipelineSchedule = Literal["1F1B", "none"]
 """How micro-batches pass through the pipeline's stages: one forward, one backward in turns, or there
 is one stage."""
 
+HostCopy = Callable[[Tensor], Tensor]
+"""Makes a copy on the CPU, with its own storage, of a tensor that goes on changing; it may still be on its
+way."""
+
 State = dict[str, Tensor]
 """A parameter's optimizer state by key (`exp_avg`), and its number of updates, `step`."""
 
@@ -91,13 +95,16 @@ class Engine(Protocol):
         """Give parameters of this stage their values (local part, any float type), fp32 master weights
         included."""
 
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if
-        asked for. keep: false takes part in the gathering (ZeRO 3) and returns {}."""
+        asked for."""
 
-    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) of the layers that this
-        data rank writes, on CPU, one after another. writer_of: layer -> data rank; all iterate to the end."""
+    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """(layer, weights by name; {} for one without) of the layers that this data rank writes, one after
+        another, each tensor made by `copy`. writer_of: layer -> data rank; all iterate to the end."""
+
+    def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) likewise."""
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         """Set moments and step counts. read: state of a parameter's local part by layer and name, `MASTER`

@@ -1,6 +1,6 @@
 """Parameter groups, optimizers, the gradient norm, and updates that are left out."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -59,8 +59,12 @@ def _adam_8bit(groups: list[dict[str, Any]], args: NeoXArgs) -> torch.optim.Opti
 
 
 class Lion(torch.optim.Optimizer):
-    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm
-    2)."""
+    """The sign of an interpolated momentum as update, decoupled weight decay (arXiv 2302.06675, algorithm 2).
+
+    `grad_scale` divides gradients and `found_inf` leaves everything as it is, as in torch's fused optimizers.
+    """
+
+    _step_supports_amp_scaling = True
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
@@ -72,12 +76,32 @@ class Lion(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
                 continue
-            grads = [param.grad for param in params]
             momenta = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in params]
-            lr, (beta1, beta2) = group["lr"], group["betas"]
+            grads = scaled_gradients(self, [param.grad for param in params], momenta)
+            lr, (beta1, beta2) = group["lr"] * kept(self), group["betas"]
+            updates = torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1))
             torch._foreach_mul_(params, 1.0 - lr * group["weight_decay"])
-            torch._foreach_add_(params, torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1)), alpha=-lr)
+            torch._foreach_mul_(updates, -lr)
+            torch._foreach_add_(params, updates)
             torch._foreach_lerp_(momenta, grads, 1.0 - beta2)
+
+
+def scaled_gradients(
+    optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], momenta: Sequence[Tensor]
+) -> list[Tensor]:
+    """The gradients divided by `grad_scale`; momenta in their place where `found_inf` is 1, which then move
+    towards themselves."""
+    scale, skip = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    scaled = list(grads) if scale is None else list(torch._foreach_div(list(grads), scale))
+    if skip is None:
+        return scaled
+    return [torch.where(skip > 0, momentum, grad) for momentum, grad in zip(momenta, scaled, strict=True)]
+
+
+def kept(optimizer: torch.optim.Optimizer) -> Tensor | float:
+    """By what the learning rate of a step is multiplied: 0 where `found_inf` is 1."""
+    skip = getattr(optimizer, "found_inf", None)
+    return 1.0 if skip is None else 1.0 - skip
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -118,7 +142,7 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: Tensor, max_norm: float
 
 def leave_out(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], skip: Tensor) -> None:
     """Let the next update change nothing if `skip`. The host does not wait for it where the optimizer reads
-    such a flag on the device; else (SGD, Lion, 8-bit Adam) it drops the gradients."""
+    such a flag on the device; else (unfused SGD, 8-bit Adam) it drops the gradients."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
     elif bool(skip):

@@ -74,7 +74,7 @@ def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> No
     values = golden_config(
         "ckpt_neox", run, cache=str(tmp_path), load=str(checkpoint(run).parent), iteration=3, train_iters=5,
         train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1,
-        zero_optimization={"stage": stage},
+        zero_optimization={"stage": stage}, engine="deepspeed",
     )  # fmt: skip
     args = golden_args(run)
     path = copied(run, tmp_path, lambda rank, state: state.update(optimizer=None))

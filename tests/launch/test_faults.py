@@ -24,13 +24,13 @@ STEPS = 24
 CRASHING = """\
 import os, sys
 import train
-from megatron.training.deepspeed.engine import DeepSpeedEngine
-def broken(self, *given, count=[0], step=DeepSpeedEngine.train_step):
+from megatron.training.native.engine import NativeEngine
+def broken(self, *given, count=[0], step=NativeEngine.train_step):
     count[0] += 1
     if count[0] == 7 and os.environ["RANK"] == "1":
         raise ValueError("rank one is ill")
     return step(self, *given)
-DeepSpeedEngine.train_step = broken
+NativeEngine.train_step = broken
 sys.exit(train.main())
 """
 # train.py, but in step 3 nothing more goes onto the disk.
@@ -38,14 +38,14 @@ FILLING = """\
 import os, sys
 from pathlib import Path
 import train
-from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.native.engine import NativeEngine
 from tests.disks import fill
-def filled(self, *given, count=[0], step=DeepSpeedEngine.train_step):
+def filled(self, *given, count=[0], step=NativeEngine.train_step):
     count[0] += 1
     if count[0] == 3 and os.environ["RANK"] == "1":
         fill(Path("disk"))
     return step(self, *given)
-DeepSpeedEngine.train_step = filled
+NativeEngine.train_step = filled
 sys.exit(train.main())
 """
 # train.py, but at first rank 1 waits in step 13, so that the next checkpoint does not come before a signal
@@ -53,13 +53,13 @@ sys.exit(train.main())
 WAITING = """\
 import os, sys, time
 import train
-from megatron.training.deepspeed.engine import DeepSpeedEngine
-def waiting(self, *given, count=[0], step=DeepSpeedEngine.train_step):
+from megatron.training.native.engine import NativeEngine
+def waiting(self, *given, count=[0], step=NativeEngine.train_step):
     count[0] += 1
     if count[0] == 13 and os.environ["RANK"] == "1" and os.environ["NEOX_RESTARTS"] == "0":
         time.sleep(120)
     return step(self, *given)
-DeepSpeedEngine.train_step = waiting
+NativeEngine.train_step = waiting
 sys.exit(train.main())
 """
 

@@ -27,7 +27,7 @@ CASES = [
     ({"te_fp8_mha": True}, "te_fp8_mha", "FP8 is not built yet"),
     ({"ga_dataset": "x"}, "ga_dataset", "unlearning is not built yet"),
     ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
-    ({"deepspeed": False}, "deepspeed", "there is no other engine"),
+    ({"deepspeed": False}, "deepspeed", "write engine: native instead"),
     ({"norm_placement": "post"}, "norm_placement", "the geodesic fork trained pre under this name"),
     ({"soft_prompt_tuning": {"enabled": True}}, "soft_prompt_tuning", "not built yet"),
 ]

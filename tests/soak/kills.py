@@ -87,7 +87,10 @@ def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: 
 
     # This process is the pool's throw-away fork.
     if moment == "copy":
-        training.engine.weights = second(training.engine.weights, always, before=False)  # type: ignore[method-assign]
+        gather = training.engine.gather_weights
+        training.engine.gather_weights = second(  # type: ignore[method-assign]
+            lambda *given: iter(list(gather(*given))), always, before=False
+        )
     elif moment in ("write", "half a file"):
         saving.save_tensors = second(saving.save_tensors, always, before=False)
     elif moment == "rename":
@@ -120,7 +123,7 @@ def run_and_die_at(rank: int, world_size: int, run: dict[str, Any], nth: int) ->
     # This process is the pool's throw-away fork.
     os.fsync, os.rename, os.replace = counted(os.fsync), counted(os.rename), counted(os.replace)
     saving.save_tensors = counted(saving.save_tensors)
-    training.engine.weights = counted(training.engine.weights)  # type: ignore[method-assign]
+    training.engine.gather_weights = counted(training.engine.gather_weights)  # type: ignore[method-assign]
     OptimizerParts._collect = counted(OptimizerParts._collect)  # type: ignore[method-assign]
     train(training)
     return done[0]

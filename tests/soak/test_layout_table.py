@@ -18,7 +18,11 @@ def test_layout_equals_one_process(name: str) -> None:
     for model, optimizer, tied in product(MODELS, OPTIMIZERS, (False, True)):
         alone = cell_config(model, optimizer, tied, 8, {})
         reference = whole([run_ranks(curves, 1, [alone], timeout=120)[0][0]], alone)
-        configs = [cell_config(model, optimizer, tied, micro_batch, layout) for micro_batch in (1, 2, 4)]
+        configs = [
+            cell_config(model, optimizer, tied, micro_batch, layout)
+            for micro_batch in (1, 2, 4)
+            if not (micro_batch == 4 and name.startswith("dp4"))
+        ]
         everyone = run_ranks(curves, ranks, configs, timeout=600)
         for i, values in enumerate(configs):
             loss, norm, weights = furthest(whole([parts[i] for parts in everyone], values), reference)

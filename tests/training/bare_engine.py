@@ -15,7 +15,7 @@ from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import (
     build_optimizer,
@@ -115,16 +115,21 @@ class BareEngine:
             if name in weights.get(layer, {}):
                 param.copy_(weights[layer][name])
 
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         weights_by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
             weights_by_layer.setdefault(layer, {})[name] = param.detach().clone()
         return weights_by_layer
 
-    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
+    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        params = stage_parameters(self.stage, copies=True)
+        for layer in writer_of:
+            yield layer, {name: copy(param) for at, name, param in params if at == layer}
+
+    def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
         for layer in writer_of:
             states = {name: self._optimizer.state[param] for at, name, param in self._params if at == layer}
-            yield layer, {name: {key: value.clone() for key, value in state.items()} for name, state in states.items()}
+            yield layer, {name: {key: copy(value) for key, value in state.items()} for name, state in states.items()}
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         for layer, name, param in self._params:

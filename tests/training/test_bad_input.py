@@ -220,17 +220,17 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
 
 def cut_off(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int, str]:
     """For the pool: train.py, whose data ends in step 2."""
-    from megatron.training.deepspeed.engine import DeepSpeedEngine
+    from megatron.training.native.engine import NativeEngine
 
-    step, count = DeepSpeedEngine.train_step, [0]
+    step, count = NativeEngine.train_step, [0]
 
-    def then_cut(self: DeepSpeedEngine, *given: Any) -> Any:
+    def then_cut(self: NativeEngine, *given: Any) -> Any:
         count[0] += 1
         if count[0] == 2:
             os.truncate(file, 0)
         return step(self, *given)
 
-    DeepSpeedEngine.train_step = then_cut  # type: ignore[method-assign]
+    NativeEngine.train_step = then_cut  # type: ignore[method-assign]
     return call_train(rank, world_size, argv)
 
 

@@ -34,6 +34,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 x tp2 +sp zero3": (4, TP2 | SP | {"zero_optimization": {"stage": 3}}),
 }
 ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for name in LAYOUTS}
+LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
+ENGINES["dp4 zero3 by twos"] = ("native",)
 ROWS = [f"{name}, {engine}" for name in LAYOUTS for engine in ENGINES[name]]
 MORE_ROWS = [
     *(f"{name}, deepspeed" for name in ("dp2", "tp2", "dp2 x tp2", "dp4", "dp4 zero1", "dp4 zero2", "dp4 zero3")),
@@ -98,7 +100,11 @@ def check_cells(
     """Losses, norms and weights of a layout's cells are those of one process."""
     name, engine = row.rsplit(", ", 1)
     ranks, layout = LAYOUTS[name]
-    configs = [cell_config(model, opt, tied, micro, {**layout, "engine": engine}) for micro, model, opt, tied in cells]
+    most = 2 if name.startswith("dp4") else 4  # of a step's 8 samples
+    configs = [
+        cell_config(model, opt, tied, min(micro, most), {**layout, "engine": engine})
+        for micro, model, opt, tied in cells
+    ]
     everyone = run_ranks(curves, ranks, configs, STEPS, timeout=240)
     worst = (0.0, 0.0, 0.0)
     for i, (_, *key) in enumerate(cells):

@@ -125,7 +125,10 @@ class ZeroOptimization:
     )
     use_multi_rank_bucket_allreduce: bool = key(True, "Stage 1 and 2: reduce the buckets of several ranks together")
     zero_hpz_partition_size: int = key(
-        1, "Stage 3: ranks of one machine that keep a copy of the weights (ZeRO++)", ge=1
+        1,
+        "Stage 3: ranks of one machine that keep a copy of the weights (ZeRO++); native engine: over which weights, "
+        "gradients and states are cut, with a copy in every such group",
+        ge=1,
     )
     stage3_use_all_reduce_for_fetch_params: bool = key(False, "Stage 3: fetch weights by all-reduce")
     stage3_allgather_sequential: bool = key(False, "Stage 3: fetch weights one after another")

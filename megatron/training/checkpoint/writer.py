@@ -58,19 +58,16 @@ from megatron.data import Datasets, data_fingerprint
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
-from megatron.mpu.memory import free_host_memory
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
+from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
 from megatron.training.checkpoint.same_run import data_record
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.engine import Engine
 from megatron.training.metrics.run_metadata import local_sizes
 from megatron.training.schedules import Schedule
-
-# Of the memory that is free: a copy that would need more is not made, and that save is waited for.
-_COPY_AT_MOST = 0.8
 
 
 @dataclass
@@ -119,6 +116,7 @@ class CheckpointWriter:
         self._lock: Any = None
         self._said: set[str] = set()
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
+        self._copies = host_copies(groups.device)
         self._temporary = Path()
         self._store: ObjectStore | None = object_store_of(args)
         # NeoX's numbering of mp_rank files: pipeline and tensor ranks together.
@@ -164,13 +162,17 @@ class CheckpointWriter:
         if beside:
             assert self._writer is not None
             begun = time.monotonic()
-            copies = list(states)
-            self.logger.info(f"copied a checkpoint in {time.monotonic() - begun:.2f} s; it is written beside the steps")
-            self._writer.start(lambda: self._write(temporary, iter(copies)), finish)
+            copied, held = list(states), self._copies.held
+            kept = f", from {readable_size(held)} of page-locked memory that later saves use again" if held else ""
+            self.logger.info(
+                f"copied a checkpoint in {time.monotonic() - begun:.2f} s; it is written beside the steps{kept}"
+            )
+            self._writer.start(lambda: self._write(temporary, iter(copied)), finish)
         else:
             with self._no_half_checkpoint(temporary):
                 records = run_on_all_ranks(self.groups, lambda: self._write(temporary, states))
                 on_rank_zero(self.groups, lambda: finish(records))
+        self._say_unlocked(platform.node(), self._copies.problem)  # the other ranks' with the next save
         self.saved_at = progress.iteration
 
     def _say_once(self, text: str) -> None:
@@ -292,10 +294,8 @@ class CheckpointWriter:
         written beside the steps: where that was asked for, and the copy fits into the memory that every
         machine has free."""
         optimizer = not self.args.no_save_optim
-        per_rank = run_on_all_ranks(
-            self.groups, lambda: (platform.node(), self._bytes(optimizer), free_host_memory(unknown=1 << 62))
-        )
-        needed = sum(size for _, size, _ in per_rank)
+        per_rank = run_on_all_ranks(self.groups, lambda: self._copies.room_for(self._bytes(optimizer)))
+        needed = sum(rank.size for rank in per_rank)
 
         def check(needed: int) -> None:
             save.mkdir(parents=True, exist_ok=True)
@@ -309,20 +309,20 @@ class CheckpointWriter:
         if self._store is None:
             on_rank_zero(self.groups, lambda: check(needed))
         else:
-            needed_here = sum(size for machine, size, _ in per_rank if machine == platform.node())
+            needed_here = sum(rank.size for rank in per_rank if rank.machine == platform.node())
             run_on_all_ranks(self.groups, lambda: check(needed_here))
+        for rank in per_rank:
+            self._say_unlocked(rank.machine, rank.problem)
         if self._writer is None:
             return False
-        for machine in sorted({machine for machine, _, _ in per_rank}):
-            needed = sum(size for other, size, _ in per_rank if other == machine)
-            free = min(memory for other, _, memory in per_rank if other == machine)
-            if needed > _COPY_AT_MOST * free:
-                self.logger.warning(
-                    f"async_save: {machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
-                    f"{readable_size(needed)}: this one is waited for"
-                )
-                return False
-        return True
+        lacks = lacks_memory(per_rank)
+        if lacks is not None:
+            self.logger.warning(f"async_save: {lacks}: this one is waited for")
+        return lacks is None
+
+    def _say_unlocked(self, machine: str, problem: str | None) -> None:
+        if problem is not None:
+            self._say_once(f"{machine}: {problem}")
 
     def _bytes(self, optimizer: bool) -> int:
         """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32
@@ -367,7 +367,8 @@ class CheckpointWriter:
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # Every data rank writes some of them.
             writers = {layer: i % groups.size("data") for i, layer in enumerate(layers)}
-            for layer, states in engine.gather_state(writers):
+            for layer, states in engine.gather_state(writers, self._copies.copy):
+                self._copies.wait()
                 yield optimizer_file(layer, tensor_rank), states
         elif not args.no_save_optim and (layout_state := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
@@ -378,11 +379,12 @@ class CheckpointWriter:
     def _model_states(self) -> Iterator[tuple[str, Any]]:
         """Those of the model alone: weights, tokenizer, and what was imported with them."""
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        first = self.groups.rank("data") == 0
-        weights = self.engine.weights(keep=first)
-        for layer in self._own_layers() if first else ():
-            tensors = weights.pop(layer, {})
-            state = local_layer_state(layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size)
+        first_writes = dict.fromkeys(self._own_layers(), 0)
+        for layer, tensors in self.engine.gather_weights(first_writes, self._copies.copy):
+            self._copies.wait()
+            state = local_layer_state(
+                layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size, copy=False
+            )
             yield layer_file(layer, tensor_rank), state
         if self.groups.world_rank == 0:
             for name, content in self.tokenizer.files().items():

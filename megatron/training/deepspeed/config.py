@@ -85,8 +85,9 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _native_only(args: NeoXArgs) -> Iterator[str]:
-    if args.optimizer_name == "muon":
-        yield f"{args.origin('optimizer.type')}: optimizer.type Muon runs on the native engine alone; use AdamW here"
+    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion", "cpu_adam", "cpu_torch_adam"):
+        name = f"optimizer.type {args.optimizer['type']}"
+        yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; use AdamW here"
 
 
 def _offload_problems(args: NeoXArgs) -> Iterator[str]:

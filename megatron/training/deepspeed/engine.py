@@ -37,7 +37,7 @@ from megatron.training.deepspeed.pipeline import PipeStage, cut_backward, leave_
 from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
-from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
 from megatron.training.step_loss import StepLoss
@@ -274,14 +274,13 @@ class DeepSpeedEngine:
                 self._parts.set_master(param, 0, value)
 
     @torch.no_grad()
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
             with self._gathered([param]):
                 has_master = master and self.zero_stage > 0 and param.requires_grad
                 value = safe_get_full_fp32_param(param) if has_master else param
-                if keep:
-                    by_layer.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
+                by_layer.setdefault(layer, {})[name] = value.detach().to("cpu", copy=True)
         return by_layer
 
     def _gathered(self, params: list[nn.Parameter], modifier_rank: int | None = None) -> Any:
@@ -291,8 +290,22 @@ class DeepSpeedEngine:
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        return self._parts.gather(writer_of)
+    @torch.no_grad()
+    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        by_layer: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for layer, name, param in stage_parameters(self.stage, copies=True):
+            by_layer.setdefault(layer, []).append((name, param))
+        for layer, writer in writer_of.items():
+            mine, tensors = writer == self.groups.rank("data"), {}
+            for name, param in by_layer.get(layer, []):
+                with self._gathered([param]):
+                    if mine:
+                        tensors[name] = copy(param)
+            if mine:
+                yield layer, tensors
+
+    def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        return self._parts.gather(writer_of, copy)
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self._parts.restore(read)

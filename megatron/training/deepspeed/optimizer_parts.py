@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megatron.checkpointing import MASTER
 from megatron.mpu import ParallelGroups
 from megatron.training.deepspeed.optimizers import fitting_step
-from megatron.training.engine import State
+from megatron.training.engine import HostCopy, State
 
 Named = tuple[int, str, nn.Parameter]
 
@@ -29,8 +29,9 @@ class OptimizerParts:
 
     # -- out -------------------------------------------------------------------------------------------------
 
-    def gather(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        """(layer, state by name) of the layers that this data rank writes, on the CPU, one after another.
+    def gather(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        """(layer, state by name) of the layers that this data rank writes, one after another, each tensor
+        made by `copy`.
 
         writer_of: layer -> data rank; layers that are not in it are left out. All ranks of a data group
         iterate to the end together. A rank holds no more than one layer that it writes, and one parameter on
@@ -41,11 +42,11 @@ class OptimizerParts:
             by_layer.setdefault(item[0], []).append(item)
         for layer, writer in writer_of.items():
             mine = writer == self.groups.rank("data")
-            states = {name: self._collect(param, writer) for _, name, param in by_layer.get(layer, [])}
+            states = {name: self._collect(param, writer, copy) for _, name, param in by_layer.get(layer, [])}
             if mine:
                 yield layer, states
 
-    def _collect(self, param: nn.Parameter, writer: int) -> State:
+    def _collect(self, param: nn.Parameter, writer: int, copy: HostCopy) -> State:
         """The whole of this tensor rank's part; {} on other data ranks than the writer."""
         shape = tuple(getattr(param, "ds_shape", param.shape))
         mine, state = writer == self.groups.rank("data"), {}
@@ -54,7 +55,7 @@ class OptimizerParts:
             if self._stage == 0 or self.groups.group("data") is None:
                 if mine:
                     assert part is not None
-                    state[key] = part[1].detach().reshape(shape).to("cpu", copy=True)
+                    state[key] = copy(part[1].reshape(shape))
                 continue
             whole = torch.zeros(torch.Size(shape).numel(), dtype=torch.float32, device=self.groups.device)
             if part is not None:
@@ -64,10 +65,11 @@ class OptimizerParts:
             to = self.groups.members["data"][writer]
             dist.reduce(whole.view(torch.int32), to, group=self.groups.group("data"))
             if mine:
-                state[key] = whole.view(shape).to("cpu", copy=True)
+                state[key] = copy(whole.view(shape))
         step = self._step(param)
         if mine and step is not None:
-            state["step"] = torch.tensor(float(step))
+            # A fused optimizer counts on the device: a number would wait for it, once for each parameter.
+            state["step"] = copy(step.float().reshape(())) if isinstance(step, Tensor) else torch.tensor(float(step))
         return state
 
     def _holder(self, param: Any) -> Tensor | None:

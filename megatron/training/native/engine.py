@@ -15,9 +15,9 @@ from megatron.model.init import stage_parameters
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
-from megatron.training.engine import OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.limits import limits
+from megatron.training.native.limits import hybrid_problems, limits
 from megatron.training.native.optimizer_state import OptimizerState
 from megatron.training.native.shards import Weights, WholeWeights
 from megatron.training.native.update import Update
@@ -47,10 +47,13 @@ class NativeEngine:
         else:
             self.shards = WholeWeights(stage, args, groups, self.dtype)
         trained = self.shards.trained
+        # While its weights are gathered a stage has other parameters than these.
+        shard_of = {shard.param: shard for shard in (*trained, *self.shards.frozen)}
+        self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
         self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
         self._loss = StepLoss(objective, groups, self.watch)
         self._update = Update(self.shards, args, groups, self.watch)
-        self._state = OptimizerState(self.shards, self._update.optimizer, groups, self.dtype)
+        self._state = OptimizerState(self.shards, self._update.optimizer, self.dtype)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
         self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
 
@@ -58,6 +61,7 @@ class NativeEngine:
     def check(args: NeoXArgs) -> None:
         fix = "write engine: deepspeed, or remove it"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.why}; {fix}" for limit in limits(args)]
+        problems += hybrid_problems(args)
         if problems:
             raise ConfigError(problems)
 
@@ -139,22 +143,22 @@ class NativeEngine:
         self.shards.publish()
 
     @torch.no_grad()
-    def weights(self, *, master: bool = False, keep: bool = True) -> dict[int, dict[str, Tensor]]:
-        by_param = {shard.param: shard for shard in (*self.shards.trained, *self.shards.frozen)}
+    def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         by_layer: dict[int, dict[str, Tensor]] = {}
-        for layer, name, param in stage_parameters(self.stage, copies=True):
-            shard = by_param[param]
-            dtype = torch.float32 if master and param.requires_grad else self.dtype
+        for layer, name, shard in self._shard_of:
+            dtype = torch.float32 if master and shard.local.requires_grad else self.dtype
             whole = self.shards.gather(shard, shard.local.detach().to(dtype))
-            if keep:
-                assert whole is not None
-                by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
+            assert whole is not None
+            by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
         return by_layer
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def gather_state(self, writer_of: Mapping[int, int]) -> Iterator[tuple[int, dict[str, State]]]:
-        return self._state.gather(writer_of)
+    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        return self._state.gather_weights(self._shard_of, writer_of, copy)
+
+    def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        return self._state.gather(writer_of, copy)
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
         self._state.restore(read)
@@ -179,8 +183,9 @@ class NativeEngine:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         shards = [*self.shards.trained, *self.shards.frozen]
-        params = [shard.local if self.shards.cut else shard.param for shard in shards]
-        masters = [s.local for s in self.shards.trained if not self.shards.cut and s.local is not s.param]
+        is_cut = self.zero_stage > 0
+        params = [shard.local if is_cut else shard.param for shard in shards]
+        masters = [s.local for s in self.shards.trained if not is_cut and s.local is not s.param]
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
             "weights": list[Tensor](params),
@@ -190,9 +195,8 @@ class NativeEngine:
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
         """Of one tensor for each trained shard those that this rank owns."""
-        cut, groups = self.shards.cut, self.groups
-        pairs = zip(self.shards.trained, tensors, strict=True)
-        return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_owned(groups, cut)]
+        pairs = zip(self.shards.trained, tensors, strict=True) if self.shards.is_first_copy else ()
+        return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 
     def sharded_weights(self) -> Parts:
         return self._parts([shard.local for shard in self.shards.trained])

@@ -24,18 +24,21 @@ class CutWeights:
     passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it:
     in stage 1 in the last micro-batch alone, so that until then each rank holds whole fp32 gradients.
     Embedding, last norm and head, which a tied weight joins, are gathered together.
-    """
 
-    cut = True
+    With `zero_hpz_partition_size` weights, gradients and states are cut over that many neighbouring data
+    ranks alone, which gather weights among themselves; gradients are then summed over the groups.
+    """
 
     def __init__(
         self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype, zero_stage: int
     ) -> None:
         self._stage, self._zero_stage, self._device = stage, zero_stage, groups.device
-        self._group, self._members = groups.group("data"), groups.members["data"]
-        self._rank, self._size = groups.rank("data"), groups.size("data")
-        assert self._group is not None
-        mesh = DeviceMesh.from_group(self._group, groups.device.type, mesh=list(self._members))
+        mesh = _mesh(groups, args.zero_optimization["zero_hpz_partition_size"] if zero_stage == 3 else 1)
+        self._group = mesh.get_group(-1)
+        self._members = dist.get_process_group_ranks(self._group)
+        self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
+        self.is_first_copy = groups.rank("data") < self._size
+        self._first = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes: biases of attention may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
@@ -118,6 +121,10 @@ class CutWeights:
             got = torch.cat(parts)
         return got[: shard.shape.numel()].view(shard.shape)
 
+    def worker_of(self, data_rank: int) -> int | None:
+        worker = data_rank - self._first
+        return worker if 0 <= worker < self._size else None
+
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
         row = shard.shape.numel() // shard.shape[0]
         part = torch.empty(self._rows(shard.shape) * row, device=self._device)
@@ -128,6 +135,19 @@ class CutWeights:
             parts = list(padded.chunk(self._size))
         dist.scatter(part, parts, src=self._members[source], group=self._group)
         return part[: shard.local.numel()].view(shard.local.shape)
+
+
+def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
+    """The data ranks, in one dimension, or in groups of so many neighbours; all ranks call it together."""
+    data, kind = groups.group("data"), groups.device.type
+    assert data is not None
+    if neighbours in (1, groups.size("data")):
+        return DeviceMesh.from_group(data, kind, mesh=list(groups.members["data"]))
+    grid = torch.tensor(groups.members["data"]).view(-1, neighbours)
+    row, column = divmod(groups.rank("data"), neighbours)
+    copies = dist.new_group(grid[:, column].tolist(), use_local_synchronization=True, group_desc="data copies")
+    shards = dist.new_group(grid[row].tolist(), use_local_synchronization=True, group_desc="data shards")
+    return DeviceMesh.from_group([copies, shards], kind, mesh=grid, mesh_dim_names=("copies", "shards"))
 
 
 def _local(value: Tensor) -> Tensor:

@@ -26,9 +26,7 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
             yield Limit(f"zero_optimization.{key}", "keeps state off the device on DeepSpeed alone")
     if zero["cpu_offload"]:
         yield Limit("zero_optimization.cpu_offload", "keeps state off the device on DeepSpeed alone")
-    if zero["zero_hpz_partition_size"] != 1:
-        yield Limit("zero_optimization.zero_hpz_partition_size", "is DeepSpeed's second copy of the weights")
-    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion", "muon"):
+    if args.optimizer_name in ("cpu_adam", "cpu_torch_adam"):
         yield Limit("optimizer.type", f"{args.optimizer['type']} is DeepSpeed's")
     if args.use_bnb_optimizer:
         yield Limit("use_bnb_optimizer", "runs on DeepSpeed")
@@ -41,3 +39,13 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
     for key in ("deepspeed_extra_args", "comms_logger", "dump_state"):
         if getattr(args, key):
             yield Limit(key, "is DeepSpeed's")
+
+
+def hybrid_problems(args: NeoXArgs) -> Iterator[str]:
+    """What is wrong with `zero_hpz_partition_size` in this world."""
+    key = "zero_optimization.zero_hpz_partition_size"
+    neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
+    if neighbours > 1 and args.zero_stage != 3:
+        yield f"{args.origin(key)}: {key} {neighbours} needs zero_optimization.stage 3, not {args.zero_stage}"
+    elif data % neighbours:
+        yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.mpu import ParallelGroups, ParamSpec, shard, unshard
 from megatron.training.native.shards import Shard, Weights
+from megatron.training.optimizers import kept, scaled_gradients
 
 _COEFFICIENTS, _EPSILON = (3.4445, -4.7750, 2.0315), 1e-7
 
@@ -65,6 +66,8 @@ class Muon(torch.optim.Optimizer):
     leaves everything as it is, as in torch's fused optimizers.
     """
 
+    _step_supports_amp_scaling = True
+
     def __init__(
         self,
         weights: Weights,
@@ -94,12 +97,9 @@ class Muon(torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):
                 setattr(self._adamw, name, getattr(self, name, None))
             self._adamw.step()
-        skip: Tensor | None = getattr(self, "found_inf", None)
-        keep = 1.0 if skip is None else 1.0 - skip
-        rank, size = self._groups.rank("data"), self._groups.size("data")
-        moved = [
-            (i % size, m, self._momentum(m, skip)) for i, m in enumerate(self._matrices) if m.local.grad is not None
-        ]
+        keep = kept(self)
+        rank, size = self._weights.workers
+        moved = [(i % size, m, self._momentum(m)) for i, m in enumerate(self._matrices) if m.local.grad is not None]
         gathered = [(owner, m, self._weights.gather(m, update, owner)) for owner, m, update in moved]
         made = [(owner, m, self._update(m, whole) if owner == rank else None) for owner, m, whole in gathered]
         group = self.param_groups[0]
@@ -108,15 +108,12 @@ class Muon(torch.optim.Optimizer):
             matrix.local.mul_(1.0 - keep * (group["lr"] * group["weight_decay"]))
             matrix.local.sub_(part * (keep * group["lr"]))
 
-    def _momentum(self, matrix: Shard, skip: Tensor | None) -> Tensor:
+    def _momentum(self, matrix: Shard) -> Tensor:
         """The elements kept here of what is to be made orthogonal."""
-        grad, scale, decay = matrix.local.grad, getattr(self, "grad_scale", None), self._params["momentum"]
+        grad, decay = matrix.local.grad, self._params["momentum"]
         assert grad is not None
         buffer = self.state[matrix.local].setdefault("momentum_buffer", torch.zeros_like(matrix.local))
-        if scale is not None:
-            grad = grad / scale
-        if skip is not None:
-            grad = torch.where(skip > 0, buffer, grad)
+        (grad,) = scaled_gradients(self, [grad], [buffer])
         buffer.lerp_(grad, 1.0 - decay)
         return grad.lerp(buffer, decay) if self._params["nesterov"] else buffer
 

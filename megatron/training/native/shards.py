@@ -36,11 +36,9 @@ class Shard:
         """Name in the weight map."""
         return self.spec.name
 
-    def is_owned(self, groups: ParallelGroups, cut: bool) -> bool:
-        """Whether these elements count on this rank, when every element of the model is counted once. cut:
-        data ranks hold different ones."""
-        whole_once = self.spec.axis is not None or groups.rank("tensor") == 0
-        return whole_once and self.spec.is_first_copy(groups) and (cut or groups.rank("data") == 0)
+    def is_first_copy(self, groups: ParallelGroups) -> bool:
+        """Whether these elements count on this tensor and pipeline rank, when every one is counted once."""
+        return (self.spec.axis is not None or groups.rank("tensor") == 0) and self.spec.is_first_copy(groups)
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """The elements of this shard in a value of the parameter's tensor-parallel part."""
@@ -50,12 +48,15 @@ class Shard:
 class Weights(Protocol):
     """A stage's weights on this data rank, and its gradients.
 
-    trained, frozen: every parameter once, in the order of the stage. cut: data ranks hold different elements.
+    trained, frozen: every parameter once, in the order of the stage. is_first_copy: whether this data rank's
+    elements count, when every one is counted once. workers: (this rank's number, how many): of data ranks
+    that can share out work on whole values.
     """
 
     trained: list[Shard]
     frozen: list[Shard]
-    cut: bool
+    is_first_copy: bool
+    workers: tuple[int, int]
 
     def begin_micro_batch(self, last: bool) -> None:
         """Before each forward of a step."""
@@ -74,10 +75,13 @@ class Weights(Protocol):
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all of them
-        call it together. writer: the data rank that gets it, others get None; None: all get it."""
+        call it together. writer: the worker that gets it, others get None; None: all get it."""
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
-        """What `shard.local` has of a value that the data rank `source` has `whole`; all call it together."""
+        """What `shard.local` has of a value that the worker `source` has `whole`; all call it together."""
+
+    def worker_of(self, data_rank: int) -> int | None:
+        """The worker that a data rank is; None where it is one of other workers than this rank."""
 
 
 class WholeWeights:
@@ -88,11 +92,10 @@ class WholeWeights:
     needs none of this.
     """
 
-    cut = False
-
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
         self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
+        self.is_first_copy, self.workers = self._rank == 0, (self._rank, groups.size("data"))
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
@@ -165,6 +168,9 @@ class WholeWeights:
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         return part if writer in (None, self._rank) else None
+
+    def worker_of(self, data_rank: int) -> int | None:
+        return data_rank
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
         part = torch.empty_like(shard.local) if whole is None else whole.contiguous()

@@ -11,7 +11,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import Weights
 from megatron.training.nonfinite_guard import GradientWatch
-from megatron.training.optimizers import set_learning_rate
+from megatron.training.optimizers import clip_gradients, leave_out, set_learning_rate
 
 
 class Update:
@@ -21,7 +21,7 @@ class Update:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
         self.optimizer = build_optimizer(weights, args, groups)
-        owned = [float(shard.is_owned(groups, weights.cut)) for shard in weights.trained]
+        owned = [float(weights.is_first_copy and shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._none = torch.zeros((), device=groups.device)
 
@@ -41,13 +41,18 @@ class Update:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
-        """Clip by dividing inside of the update, and change nothing where `skip` says so."""
+        """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
+        that cannot do so inside, the host waits for `skip`."""
         for shard, gradient in zip(self._weights.trained, gradients, strict=True):
             shard.local.grad = gradient
         set_learning_rate(self.optimizer, lr)
-        if self._max_norm > 0.0:
+        held = [shard.local for shard in self._weights.trained]
+        inside = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        if self._max_norm > 0.0 and inside:
             self.optimizer.grad_scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-        self.optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
+        elif self._max_norm > 0.0:
+            clip_gradients(held, norm, self._max_norm)
+        leave_out(self.optimizer, held, skip)
         self.optimizer.step()
         for shard in self._weights.trained:
             shard.local.grad = None

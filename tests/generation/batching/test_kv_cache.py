@@ -45,7 +45,9 @@ def random_model(values: dict[str, Any], world_size: int = 1) -> Model:
     args = for_inference(small(**values).for_world(world_size))
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.params_dtype]
-    return Model(args, groups, Few(), stage_with(args, random_weights(args), groups).to(dtype), dtype)
+    stage = stage_with(args, random_weights(args), groups).to(dtype)
+    stage.dtype = dtype
+    return Model(args, groups, Few(), stage, dtype)
 
 
 def texts_of(completions: list[Completion]) -> list[tuple[list[int], bool]]:

@@ -40,7 +40,7 @@ def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
     for trace in traces:
         assert len(annotated_steps(trace)) == 2, "iterations 4 and 5"
         text = trace.read_text()
-        assert "aten::mm" in text and "[memory]" in text and "gloo:all_reduce" in text
+        assert "aten::mm" in text and "[memory]" in text and (ranks == 1 or "gloo:all_reduce" in text)
         assert "python_function" not in text, "hooks into Python crash where gloo's threads enter it"
 
 

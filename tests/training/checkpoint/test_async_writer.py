@@ -122,9 +122,9 @@ def train_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> t
     import io
     import logging
 
-    from megatron.training.checkpoint import writer as saving
+    from megatron.training.checkpoint import host_copies
 
-    saving.free_host_memory = lambda unknown: 1000
+    host_copies.free_host_memory = lambda unknown: 1000
     log_stream = io.StringIO()
     logging.getLogger("megatron").addHandler(logging.StreamHandler(log_stream))
     warned: list[str] = []

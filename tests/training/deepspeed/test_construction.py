@@ -13,6 +13,7 @@ from megatron.model import layer_params, trained_parameters
 from megatron.model.init import initial_rows, parameters_with_specs, stage_parameters
 from megatron.mpu import unshard
 from megatron.training.deepspeed.attach import name_device
+from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
 from megatron.training.setup import build_engine
 from tests.live_bytes import LiveBytes
@@ -38,7 +39,7 @@ def construct(values: dict[str, Any], world_size: int) -> tuple[Engine, int]:
         return initialize(**keys)
 
     with mock.patch("deepspeed.initialize", given), mock.patch("megatron.model.init._PIECE", PIECE), live:
-        engine = build_engine(args, groups_of(args, world_size))
+        engine = build_engine(args, groups_of(args, world_size), engine=DeepSpeedEngine)
     return engine, peaks[0]
 
 

@@ -1,0 +1,118 @@
+"""What this machine is: GPU, driver, libraries, and the rates that its matrix products and copies reach.
+
+`python -m benchmarks.gpu_run.facts FILE` writes an object of JSON; `--rehearse`: of the CPU.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "deepspeed", "transformers", "trl", "datasets", "accelerate", "triton", "numpy", "tokenizers", "pytest",
+)  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of the packages that parts ask for; None for one that is not there."""
+    found: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def gpu_facts() -> dict[str, Any]:
+    """Of the first GPU. Raises RuntimeError where torch finds none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise RuntimeError(
+            f"torch {torch.__version__} finds no GPU here; `python deepy.py doctor` says why, and `make gpu-rehearsal` "
+            "runs every part on a CPU"
+        )
+    about = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info(0)
+    return {
+        "device": about.name,
+        "gpus": torch.cuda.device_count(),
+        "capability": list(torch.cuda.get_device_capability(0)),
+        "multiprocessors": about.multi_processor_count,
+        "memory_bytes": total,
+        "free_bytes": free,
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "architectures": torch.cuda.get_arch_list(),
+    }
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
+
+
+def copy_rate(device: Any, size: int) -> float:
+    """Bytes read and written a second by copies on the device, the best of several."""
+    import torch
+
+    from benchmarks.train_throughput import wait
+
+    source = torch.empty(size, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(5):
+        wait(device)
+        begun = time.perf_counter()
+        target.copy_(source)
+        wait(device)
+        best = max(best, 2 * size / (time.perf_counter() - begun))
+    return best
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    options = parser.parse_args()
+    import torch
+
+    from benchmarks.train_throughput import matmul_ceiling
+
+    on_gpu = not options.rehearse
+    try:
+        found = gpu_facts() if on_gpu else {"device": "CPU", "gpus": 0}
+    except RuntimeError as problem:
+        sys.stderr.write(f"{problem}\n")
+        return 1
+    found |= {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "compiler": next(filter(None, map(shutil.which, ("gcc", "clang"))), None) is not None,
+        "packages": versions(),
+    }
+    options.file.write_text(json.dumps(found))
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} if on_gpu else {"fp32": torch.float32}
+    found["product_flops"] = {name: matmul_ceiling(device, dtype) for name, dtype in dtypes.items()}
+    found["copy_bytes_per_second"] = copy_rate(device, 4 * 2**30 if on_gpu else 2**24)
+    options.file.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""The parts of `make gpu`, in order: what is run, for how long at most, and what it needs. No torch."""
+
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+
+# What a part may need beside torch. Those the project itself requires: a run without them is no success.
+REQUIRED = frozenset({"deepspeed"})
+OUTCOMES = "outcomes.jsonl"  # what tests write as they end
+RESULT = "result.json"  # what the others write, and write again as they go on
+FACTS = "facts"
+_THROUGHPUT = "benchmarks/train_throughput.py"
+_SHAPE_OF = {"1.4B": ("neox", "1.4B"), "7B shape": ("llama", "7B-8layers")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the run.
+
+    command: words after the interpreter; `{folder}` stands for the part's own folder.
+    typical_s: it is begun only where so much time is left. limit_s: it is ended after that.
+    needs: packages without which it is left out. tests: it is a file of tests, which write OUTCOMES, not
+    RESULT. beside: the part whose speed its own is divided by. env: variables to set for it.
+    """
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    typical_s: float
+    limit_s: float
+    needs: tuple[str, ...] = ()
+    tests: bool = False
+    beside: str | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float) -> Part:
+    words = ("-m", "pytest", "-p", "tests.gpu.outcomes", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider")
+    files = [f"tests/gpu/{name}" for name in file.split()]
+    command = (*words, "--outcomes", "{folder}/" + OUTCOMES, *files)
+    return Part(name, about, command, typical_s, limit_s, ("pytest",), tests=True)
+
+
+def _speed(
+    name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = (), typical_s: float = 45
+) -> Part:
+    """A contestant of the training step, alone in its process."""
+    style, preset = _SHAPE_OF[shape]
+    command = (
+        _THROUGHPUT, "--shape", preset, "--style", style, "--compile", "--only", contestant, "--zero", "1",
+        "--rounds", "3", "--json", "{folder}/" + RESULT, *more,
+    )  # fmt: skip
+    beside = None if name == f"{shape}, bare torch" else f"{shape}, bare torch"
+    return Part(name, f"a training step of the {shape}", command, typical_s, 120, needs, beside=beside)
+
+
+def _dpo() -> Part:
+    """DPO, beside TRL where it is installed."""
+    beside = all(map(find_spec, ("trl", "datasets", "accelerate")))
+    command = (
+        "benchmarks/posttrain.py", "--shape", "400M", "--trl", "best" if beside else "none", "--pairs", "64",
+        "--rounds", "1", "--json", "{folder}/" + RESULT,
+    )  # fmt: skip
+    about = f"a pass of DPO over 64 pairs, {'beside TRL at its best' if beside else 'TRL is not installed'}"
+    return Part("DPO", about, command, 60, 150, ("deepspeed", "transformers"))
+
+
+CORRECTNESS: tuple[Part, ...] = (
+    Part(
+        FACTS, "what the machine is; the largest rates of products and copies",
+        ("-m", "benchmarks.gpu_run.facts", "{folder}/" + RESULT), 10, 60,
+    ),
+    _tests("device", "driver, doctor, collectives of NCCL with one rank", "test_device_gpu.py", 10, 60),
+    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 15, 60),
+    _tests(
+        "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
+        "test_layers_gpu.py", 15, 90,
+    ),
+    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 25, 90),
+    _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 30, 90),
+    _tests(
+        "checkpoints", "resumed bit for bit; written there, read on a CPU",
+        "test_checkpoints_gpu.py test_host_copies_gpu.py", 25, 120,
+    ),
+    _tests(
+        "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 15, 60
+    ),
+    _tests("two GPUs", "NCCL over two ranks beside one process", "test_two_gpus.py", 15, 120),
+)  # fmt: skip
+_PACKED, _DEEPSPEED = ("--documents", "512"), ("deepspeed",)
+SPEED: tuple[Part, ...] = (
+    _speed("1.4B, bare torch", "1.4B", "bare"),
+    _speed("1.4B, native", "1.4B", "native"),
+    _speed("1.4B, DeepSpeed", "1.4B", "deepspeed", needs=_DEEPSPEED),
+    _speed("1.4B, transformers", "1.4B", "transformers", needs=("transformers",)),
+    _speed("1.4B, native, packed", "1.4B", "native", *_PACKED),
+    _speed("7B shape, bare torch", "7B shape", "bare"),
+    _speed("7B shape, native", "7B shape", "native"),
+    _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", needs=_DEEPSPEED),
+)
+BASE = "as it is"
+_NO_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+# What is changed, from the engine's step as it is: configuration keys, or variables.
+_ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
+    BASE: ((), {}),
+    "compile: false": (("compile=false",), {}),
+    "attention_backend: flash": (("attention_backend=flash",), {}),
+    "without expandable segments": ((), _NO_EXPANDABLE),
+    "DeepSpeed, ZeRO 1": (("zero_optimization.stage=1",), {}),
+    "DeepSpeed, ZeRO 1, overlap_comm: true": (("zero_optimization.overlap_comm=true",), {}),
+    "DeepSpeed, ZeRO 2": (("zero_optimization.stage=2",), {}),
+    "DeepSpeed, ZeRO 3": (("zero_optimization.stage=3",), {}),
+    "DeepSpeed, ZeRO 3, overlap_comm: false": (
+        ("zero_optimization.stage=3", "zero_optimization.overlap_comm=false"),
+        {},
+    ),
+    "checkpoint_activations: true": (("checkpoint_activations=true",), {}),
+    "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
+    "gradient_clipping: 0": (("gradient_clipping=0",), {}),
+}
+
+
+def parts() -> list[Part]:
+    """What `make gpu` runs: correctness in the order in which one thing needs another, then speed."""
+    last = _speed("7B shape, transformers", "7B shape", "transformers", needs=("transformers",))
+    return [*CORRECTNESS, *SPEED, _dpo(), last]
+
+
+def ablations() -> list[Part]:
+    """The 1.4B shape's step with one thing changed at a time."""
+    made = []
+    for name, (keys, env) in _ABLATIONS.items():
+        engine = "deepspeed" if "zero_optimization" in " ".join(keys) else "native"
+        needs = ("deepspeed",) if engine == "deepspeed" else ()
+        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), needs=needs, typical_s=35)
+        made.append(replace(part, beside=None if name == BASE else BASE, about="the engine's step", env=env))
+    return [CORRECTNESS[0], *made]
+
+
+def rehearsed(part: Part) -> Part:
+    """The part on a CPU, at tiny size, compiled only where that is what it is about."""
+    small = {"--shape": "rehearsal", "--rounds": "1", "--pairs": "8", "--documents": "16"}
+    words, command = iter(part.command), []
+    for word in words:
+        if word == "--compile":
+            continue
+        command.append(word)
+        if word in small:
+            next(words)
+            command.append(small[word])
+    if part.tests or part.name == FACTS:
+        command.append("--rehearse")
+    else:
+        command += ["--device", "cpu"]
+        command += ["--steps", "1"] if _THROUGHPUT in command else []
+    return replace(part, command=tuple(command), limit_s=4 * part.limit_s)

@@ -1,0 +1,94 @@
+"""The results of `make gpu` as a file of JSON, written again after every part, and as lines on a screen."""
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_run.parts import Part
+from benchmarks.gpu_run.process import ROOT, Outcome
+
+FORMAT = 1  # of the file, for who reads it later
+
+
+def commit() -> str:
+    """The commit of this tree, with + where files differ from it; "" where git does not say."""
+    if shutil.which("git") is None:
+        return ""
+    asked = [
+        subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True)
+        for words in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
+    ]
+    if any(one.returncode for one in asked):
+        return ""
+    return asked[0].stdout.strip() + ("+" if asked[1].stdout.strip() else "")
+
+
+def write(path: Path, about: Mapping[str, Any], parts: Sequence[Part], outcomes: Mapping[str, Outcome]) -> None:
+    """Write the table of what has run until now; whoever reads the file sees a whole one."""
+    rows = []
+    for part in parts:
+        if part.name in outcomes:
+            rows.append({"about": part.about, "beside": part.beside, **asdict(outcomes[part.name])})
+    text = json.dumps({"format": FORMAT, **about, "parts": rows}, indent=1) + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `write` wrote. Raises ValueError for a file of another format."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if found.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a results file of format {FORMAT}")
+    return found
+
+
+def earlier(path: Path) -> dict[str, Outcome]:
+    """The outcomes of a file, by name."""
+    names = Outcome.__dataclass_fields__
+    rows = [{key: row[key] for key in names if key in row} for row in read(path)["parts"]]
+    return {row["name"]: Outcome(**row) for row in rows}
+
+
+def seconds_of(result: Mapping[str, Any] | None) -> float | None:
+    """Seconds of a step of the one contestant that a part has timed."""
+    rows = (result or {}).get("rows", [])
+    return rows[0]["seconds"] if len(rows) == 1 and "seconds" in rows[0] else None
+
+
+def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | None) -> str:
+    """What a part found, in a line."""
+    if outcome.tests:
+        counts = Counter(row["outcome"] for row in outcome.tests)
+        return ", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped") if counts[state])
+    found = outcome.result or {}
+    if "product_flops" in found:
+        rates = [f"{name} {flops / 1e12:.4g} TFLOP/s" for name, flops in found["product_flops"].items()]
+        return (
+            f"{found['device']}: products {', '.join(rates)}; copies {found['copy_bytes_per_second'] / 1e12:.3g} TB/s"
+        )
+    rows = found.get("rows", [])
+    if len(rows) == 1 and "model_flops" in rows[0]:
+        row, words = rows[0], []
+        words.append(f"{row['model_flops'] / 1e12:.4g} TFLOP/s, {row['of_ceiling']:.1%} of the ceiling")
+        own, other = seconds_of(found), seconds_of(outcomes[beside].result) if beside and beside in outcomes else None
+        if own is not None and other is not None:
+            words.append(f"{other / own:.3f} of the speed of: {beside}")
+        return ", ".join([*words, f"peak {row['peak_bytes'] / 1e9:.1f} GB"])
+    if rows and "pairs_per_second" in rows[0]:
+        words = [f"{row['name'].split(':')[0]} {row['pairs_per_second']:.2f} pairs/s" for row in rows]
+        ratios = [row["ratio"] for row in rows[1:]]
+        return ", ".join(words) + (f"; ours is {statistics.median(ratios):.2f} times as fast" if ratios else "")
+    return ""

@@ -1,0 +1,162 @@
+"""Copies of a GPU's tensors in host memory, for checkpoints: page-locked, so that the device writes them by
+itself at the speed of the bus, and used again by later saves, since locking takes longer than a copy."""
+
+import contextlib
+import mmap
+import platform
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import readable_size
+from megatron.mpu.memory import free_host_memory
+
+# Of the memory that is free: a copy that would need more is not made, and that save is waited for.
+_COPY_AT_MOST = 0.8
+
+
+@dataclass(frozen=True)
+class PageLocking:
+    """How memory is locked for a device. lock: takes address and bytes, raises RuntimeError where it cannot
+    be done; unlock: takes the address; wait: returns when all copies begun so far are done."""
+
+    lock: Callable[[int, int], None]
+    unlock: Callable[[int], None]
+    wait: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A rank's `machine`, with `free` bytes of memory, and the `size` in bytes of what the rank is to save,
+    for which it holds `held` already; problem: of `HostCopies`."""
+
+    machine: str
+    size: int
+    held: int
+    free: int
+    problem: str | None
+
+
+def lacks_memory(ranks: Sequence[Room]) -> str | None:
+    """Says of the first machine that has too little memory for a copy of all that its ranks save; None: all
+    have enough."""
+    for machine in sorted({rank.machine for rank in ranks}):
+        here = [rank for rank in ranks if rank.machine == machine]
+        free, needed = min(rank.free for rank in here), sum(max(0, rank.size - rank.held) for rank in here)
+        if needed > _COPY_AT_MOST * free:
+            return (
+                f"{machine} has {readable_size(free)} of memory free, a copy of the checkpoint takes "
+                f"{readable_size(needed)}"
+            )
+    return None
+
+
+class HostCopies:
+    """Copies on the CPU, contiguous and each with its own storage, of tensors that go on changing.
+
+    locking: of the device; with it, copies of tensors on `device` may be read only after `wait`, and they lie
+    in page-locked memory, which is used again as soon as nothing refers to its last copy: never under a
+    writer that still reads it. This memory stays with the process. It is as much as was in use at once, each
+    tensor rounded up to whole pages (4 KiB): with `async_save` what this rank writes of a checkpoint (one
+    copy exists at a time), else two files of each kind. None: every copy is waited for, in ordinary memory.
+
+    held: bytes of page-locked memory. problem: why there is no more of it; copies that it has no room for are
+    ordinary ones from then on.
+    """
+
+    def __init__(self, device: torch.device, locking: PageLocking | None) -> None:
+        self._device, self._locking = device, locking
+        self._free: dict[int, list[_Pages]] = {}  # by bytes: layers, and saves, have tensors of the same sizes
+        self.held = 0
+        self.problem: str | None = None
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor`, on the way to the CPU."""
+        tensor = tensor.detach()
+        copied = self._locked_like(tensor) if tensor.device.type == self._device.type and tensor.numel() else None
+        if copied is None:
+            return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return copied.copy_(tensor, non_blocking=True)
+
+    def room_for(self, size: int) -> Room:
+        """What there is for copies of `size` bytes."""
+        return Room(platform.node(), size, self.held, free_host_memory(unknown=1 << 62), self.problem)
+
+    def wait(self) -> None:
+        """Until all copies have arrived."""
+        if self._locking is not None:
+            self._locking.wait()
+
+    def _locked_like(self, tensor: Tensor) -> Tensor | None:
+        """Page-locked memory for a contiguous copy of a tensor with elements; None where there is none."""
+        if self._locking is None:
+            return None
+        size = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = self._free.setdefault(size, [])
+        pages = free.pop() if free else self._more(size, self._locking)
+        if pages is None:
+            return None
+        # The storage that torch makes keeps this object, and nothing else does: it ends with the last tensor.
+        # A storage of its own, and of its size, is also what torch.save writes whole.
+        lent = memoryview(pages.memory)
+        weakref.finalize(lent, free.append, pages).atexit = False
+        return torch.frombuffer(lent, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
+
+    def _more(self, size: int, locking: PageLocking) -> "_Pages | None":
+        if self.problem is not None:
+            return None
+        try:
+            pages = _Pages(size, locking)
+        except (RuntimeError, OSError) as problem:
+            reason = (str(problem).splitlines() or [type(problem).__name__])[0]
+            self.problem = (
+                f"only {readable_size(self.held)} of memory could be page-locked for checkpoints ({reason}); "
+                "the rest is copied through ordinary memory, which takes longer: raise the limit of locked memory "
+                "(ulimit -l), or leave more memory free"
+            )
+            return None
+        self.held += size
+        return pages
+
+
+class _Pages:
+    """Page-locked memory of `size` bytes, a multiple of the page; unlocked when this object ends. torch's own
+    allocator of such memory would round it up to a power of two. Raises RuntimeError or OSError."""
+
+    def __init__(self, size: int, locking: PageLocking) -> None:
+        self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        # A page that a forked process shares is copied when it is next written, and the device would go on
+        # writing the old one.
+        self.memory.madvise(mmap.MADV_DONTFORK)
+        with contextlib.suppress(OSError):  # a kernel without them
+            self.memory.madvise(mmap.MADV_HUGEPAGE)
+        whole = torch.frombuffer(self.memory, dtype=torch.uint8)
+        whole[:: mmap.PAGESIZE].zero_()  # by all threads; locking would make the pages one by one
+        locking.lock(whole.data_ptr(), size)
+        weakref.finalize(self, locking.unlock, whole.data_ptr()).atexit = False  # the end of a process unlocks, too
+
+
+def host_copies(device: torch.device) -> HostCopies:
+    """Copies of what is on `device`: page-locked where that is a GPU."""
+    return HostCopies(device, _of_cuda(device) if device.type == "cuda" else None)
+
+
+def _of_cuda(device: torch.device) -> PageLocking:
+    """https://docs.nvidia.com/cuda/cuda-runtime-api/group__CUDART__MEMORY.html, cudaHostRegister."""
+
+    def lock(address: int, size: int) -> None:
+        code = int(torch.cuda.cudart().cudaHostRegister(address, size, 1))  # cudaHostRegisterPortable
+        if code != 0:
+            # The runtime keeps the failure for the next kernel that is launched, which raises it as its own.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=device).add_(1)
+            raise torch.cuda.CudaError(code)
+
+    def unlock(address: int) -> None:
+        torch.cuda.synchronize(device)
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+    return PageLocking(lock, unlock, lambda: torch.cuda.synchronize(device))

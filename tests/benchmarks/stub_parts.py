@@ -1,0 +1,69 @@
+"""`make gpu` with parts that need no GPU and no torch: `python -m tests.benchmarks.stub_parts FOLDER
+ARGS`."""
+
+import sys
+from pathlib import Path
+from unittest import mock
+
+from benchmarks import gpu
+from benchmarks.gpu_run.parts import FACTS, OUTCOMES, RESULT, Part
+
+FACTS_FOUND = (
+    "{'device': 'NVIDIA Stub', 'torch': '2.11.0+cu130', 'python': '3.12.3', 'driver': '580.1', 'nccl': '2.28.9',"
+    " 'commit': '', 'packages': {'deepspeed': '0.19.8', 'transformers': None, 'trl': None},"
+    " 'product_flops': {'bf16': 764e12}, 'copy_bytes_per_second': 4.2e12}"
+)
+STEP = (
+    "{'ceiling_flops': 764e12, 'rows': [{'name': 'x', 'seconds': SECONDS, 'tokens': 1.0, 'model_flops': 4e14,"
+    " 'neox_flops': 5e14, 'of_ceiling': 0.52, 'beside_bare': None, 'peak_bytes': 31 * 10**9}]}"
+)
+# The second takes its process down, as an error of CUDA can; the third must run all the same.
+TESTS = """\
+import os
+import pytest
+def test_before(): pass
+def test_takes_it_down(): os.abort()
+def test_after(): pass
+def test_wrong(): assert 1 == 2
+@pytest.mark.skip("no use here")
+def test_skipped(): pass
+"""
+
+
+def writes(found: str) -> tuple[str, ...]:
+    """A command that writes a result."""
+    return "-c", f"import json; open('{{folder}}/{RESULT}', 'w').write(json.dumps({found}))"
+
+
+def code(text: str, **more: object) -> Part:
+    name = str(more.pop("name"))
+    return Part(name, "a stub", ("-c", text), **{"typical_s": 0.0, "limit_s": 20.0, **more})  # type: ignore[arg-type]
+
+
+def parts(folder: Path) -> list[Part]:
+    (folder / "test_stub.py").write_text(TESTS)
+    pytest = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "tests.gpu.outcomes")
+    slow = ("-c", "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])")
+    return [
+        Part(FACTS, "a stub", writes(FACTS_FOUND), 0, 20),
+        Part("tests", "tests of a stub", (*pytest, "--outcomes", "{folder}/" + OUTCOMES, str(folder / "test_stub.py")),
+             0, 30, tests=True),
+        code("import os; os.abort()", name="crash"),
+        code("raise MemoryError('17 GB asked')", name="memory"),
+        code("pass", name="empty"),
+        Part("slow", "a stub", slow, 0, 1),
+        code("pass", name="rival", needs=("a_package_that_is_not",)),
+        code("pass", name="long", typical_s=9999.0),
+        Part("bare", "a step", writes(STEP.replace("SECONDS", "0.5")), 0, 20),
+        Part("engine", "a step", writes(STEP.replace("SECONDS", "0.4")), 0, 20, beside="bare"),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    with mock.patch.object(gpu, "parts", lambda: parts(folder)), mock.patch.object(gpu, "WORK", folder / "work"):
+        return gpu.main(["--output", str(folder / "table.json"), *sys.argv[2:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

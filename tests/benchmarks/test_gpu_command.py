@@ -1,0 +1,159 @@
+"""`make gpu`: a part that crashes, hangs or is missing takes no other with it, and a run that is cut leaves a
+table."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu_run.parts import REQUIRED, ablations, parts, rehearsed
+from tests.benchmarks.stub_parts import STEP
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.benchmarks.stub_parts", str(folder), *argv]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def table(folder: Path) -> dict[str, dict[str, Any]]:
+    return {part["name"]: part for part in json.loads((folder / "table.json").read_text())["parts"]}
+
+
+def wait_for(folder: Path, name: str) -> None:
+    """Until the table has the part, whatever has become of it."""
+    end = time.monotonic() + 30
+    while not (folder / "table.json").exists() or name not in table(folder):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict[str, Any]]]:
+    """Exit status, output and table of all stub parts."""
+    folder = tmp_path_factory.mktemp("gpu")
+    run = start(folder, "--minutes", "1")
+    said = run.communicate(timeout=60)[0]
+    return run.returncode, said, table(folder)
+
+
+def test_every_part_is_told_by_itself(ran: tuple[int, str, dict[str, dict[str, Any]]]) -> None:
+    status, said, found = ran
+    assert status == 1, said
+    assert {name: part["state"] for name, part in found.items()} == {
+        "facts": "passed", "tests": "failed", "crash": "failed", "memory": "failed", "empty": "failed",
+        "slow": "cut", "rival": "left out", "long": "left out", "bare": "passed", "engine": "passed",
+    }  # fmt: skip
+    assert "SIGABRT" in found["crash"]["reason"]
+    assert "MemoryError: 17 GB asked" in found["memory"]["reason"]
+    assert "wrote no" in found["empty"]["reason"]
+    assert found["slow"]["seconds"] < 10
+    assert "for want of a_package_that_is_not" in found["rival"]["reason"] and "no time" in found["long"]["reason"]
+    assert "for want of a_package_that_is_not will be left out: rival" in said.split("begins", 1)[0], "at first"
+    assert "ARGS='--only long'" in said
+    assert "1.250 of the speed of: bare" in said
+    assert "52.0% of the ceiling" in said and "peak 31.0 GB" in said
+
+
+def test_a_test_that_takes_its_process_down_leaves_the_others(
+    ran: tuple[int, str, dict[str, dict[str, Any]]],
+) -> None:
+    rows = {row["name"].split("::")[1]: row for row in ran[2]["tests"]["tests"]}
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "test_before": "passed", "test_takes_it_down": "failed", "test_after": "passed", "test_wrong": "failed",
+        "test_skipped": "skipped",
+    }  # fmt: skip
+    assert "SIGABRT" in rows["test_takes_it_down"]["reason"] and "assert 1 == 2" in rows["test_wrong"]["reason"]
+    assert rows["test_skipped"]["reason"] == "no use here"
+    assert "2 of 5 tests failed" in ran[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_cut_leaves_a_table(number: signal.Signals, tmp_path: Path) -> None:
+    run = start(tmp_path, "--only", "bare", "slow")
+    wait_for(tmp_path, "slow")
+    os.kill(run.pid, number)
+    run.communicate(timeout=20)
+    found = table(tmp_path)
+    assert run.returncode == (1 if number == signal.SIGTERM else -number)
+    assert found["facts"]["state"] == "passed"
+    assert found["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
+
+
+def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
+    assert start(tmp_path, "--only", "bare").wait(30) == 0
+    assert start(tmp_path, "--only", "engine").wait(30) == 0
+    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == [
+        ("facts", "passed"), ("bare", "passed"), ("engine", "passed"),
+    ]  # fmt: skip
+    unknown = start(tmp_path, "--only", "nothing")
+    assert "no part nothing" in unknown.communicate(timeout=30)[0] and unknown.returncode == 2
+
+
+def test_no_gpu_is_said() -> None:
+    """Before anything else runs."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "finds no GPU" in done.stderr and "make gpu-rehearsal" in done.stderr
+
+
+def test_what_training_needs_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run without DeepSpeed is no success; without a rival it may be one."""
+    for missing, required in (("deepspeed", True), ("transformers", False)):
+        monkeypatch.setattr(gpu, "find_spec", lambda name, missing=missing: None if name == missing else object())
+        lacking = [set(gpu.missing_packages(part)) for part in parts()]
+        assert not lacking[0] and any(lacking) and any(REQUIRED & names for names in lacking) == required
+
+
+def test_the_time_is_enough() -> None:
+    """What comes before the throughput of larger models fits into the eight minutes on the estimates."""
+    estimates = {part.name: part.typical_s for part in parts()}
+    needed = list(estimates)[: list(estimates).index("1.4B, native, packed") + 1]
+    assert sum(estimates[name] for name in needed) <= 8 * 60
+
+
+def test_ablations_change_real_keys() -> None:
+    """As the step's own command reads them."""
+    from benchmarks.train_throughput import parse, settings
+    from megatron.neox_arguments import arguments_dump
+
+    base = arguments_dump(settings(parse(["--device", "cpu", "--shape", "rehearsal"]), 0))
+    changed = 0
+    for part in map(rehearsed, ablations()[2:]):
+        words = [word for word in part.command[1:] if "{folder}" not in word and word != "--json"]
+        values = arguments_dump(settings(parse(words), 0))
+        changed += values != base
+        assert values != base or part.env or part.name in ("compile: false",), part.name
+    assert changed >= 8
+
+
+@pytest.mark.more
+@pytest.mark.timeout(1200)  # three minutes on two quiet cores
+def test_rehearsal(tmp_path: Path) -> None:
+    """Every part on a CPU."""
+    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--minutes", "19"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "table.json")], cwd=ROOT, capture_output=True, text=True, timeout=1190
+    )
+    assert done.returncode == 0, done.stdout
+    found = table(tmp_path)
+    assert list(found) == [part.name for part in parts()]
+    assert {part["state"] for part in found.values()} == {"passed"}, done.stdout
+
+
+def test_stub_rows_are_what_the_step_writes() -> None:
+    from benchmarks.train_throughput import ThroughputRow
+
+    row = eval(STEP.replace("SECONDS", "1.0"))["rows"][0]
+    assert tuple(row) == ThroughputRow._fields

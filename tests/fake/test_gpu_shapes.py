@@ -1,0 +1,67 @@
+"""The models whose speed `make gpu` measures, on fake CUDA: the step its contestants take runs, on the
+kernels that it is meant to, and fits into the memory of a GPU of 80 GB."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.posttrain import CUT
+from benchmarks.posttrain import SHAPES as PAIR_SHAPES
+from benchmarks.train_throughput import keys_of, parse
+from tests.fake.checks import assert_clean
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import DPO, Case
+
+pytestmark = pytest.mark.more
+# Beside what the observer sees: fp32 gradients, master weights and both moments of Adam.
+STATE_BYTES, MEMORY = 16, 80e9
+SHORTER = 64  # of rows, so that a mask of seq x seq is told from a weight of hidden x hidden
+
+
+def step_of(*argv: str) -> dict[str, Any]:
+    """The keys of a contestant of `make gpu`."""
+    keys = keys_of(parse(["--device", "cpu", "--precision", "bf16", "--compile", *argv]), 1)
+    keys |= {"distributed_backend": "nccl", "seq_length": keys["seq_length"] - SHORTER}
+    return keys
+
+
+def starts(keys: dict[str, Any], mean: int) -> list[list[int]]:
+    """Of each row's documents, of this mean length."""
+    rows, seq = keys["train_micro_batch_size_per_gpu"], keys["seq_length"]
+    begins = np.random.default_rng(0).random((rows, seq)) < 1 / mean
+    begins[:, 0] = True
+    return [np.flatnonzero(row).tolist() for row in begins]
+
+
+def pairs_of_400m() -> dict[str, Any]:
+    """A pair of the longest answers, a row each."""
+    shape, seq = PAIR_SHAPES["400M"], CUT - SHORTER
+    return {
+        **DPO, "num_layers": shape["layers"], "hidden_size": shape["hidden"], "num_attention_heads": shape["heads"],
+        "intermediate_size": shape["ffn"], "padded_vocab_size": shape["vocab"], "seq_length": seq,
+        "max_position_embeddings": seq,
+    }  # fmt: skip
+
+
+PLAIN, PACKED = "aten._scaled_dot_product_cudnn_attention_backward", "torch_attn._varlen_attn_backward"
+SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
+    "1.4B": (step_of("--shape", "1.4B"), None, PLAIN),
+    "1.4B packed": (step_of("--shape", "1.4B", "--documents", "512", "--only", "engine"), 512, PACKED),
+    "7B shape": (step_of("--shape", "7B-8layers", "--style", "llama"), None, PLAIN),
+    "DPO of 400M": (pairs_of_400m(), None, PLAIN),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_step_fits(name: str, fake_cuda: FakeCuda) -> None:
+    keys, mean, kernel = SHAPES[name]
+    documents = [] if mean is None else [starts(keys, mean)]
+    seen = fake_cuda.run(Case(values=keys, documents=documents, pairs="train_impl" in keys))
+    assert_clean(seen)
+    assert seen["kernels"][kernel] == keys["num_layers"]
+    state = STATE_BYTES * seen["parameters"] / 2
+    assert seen["passes"] + state < MEMORY, f"{(seen['passes'] + state) / 1e9:.0f} GB"
+    if mean is not None:
+        count = sum(map(len, documents[0]))
+        assert {call["documents"] < 2 * count for call in seen["varlen"]} == {True}

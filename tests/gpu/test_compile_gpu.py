@@ -1,0 +1,55 @@
+"""Compiled blocks beside eager ones: by Triton on a GPU, by a C++ compiler on a CPU."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+
+from tests.gpu.runs import WIDE, assert_gradients, loss_and_gradients, stage_on
+from tests.model.stages import document_batch, random_batch, small
+
+pytestmark = pytest.mark.gpu
+LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+_MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
+
+
+@pytest.fixture(autouse=True)
+def compiler(device: torch.device) -> Iterator[None]:
+    names = ("gcc", "clang") if device.type == "cuda" else ("g++",)
+    if not any(map(shutil.which, names)):
+        pytest.skip(f"compiling needs {' or '.join(names)}")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+# bf16 is rounded at other places where operators are put together.
+@pytest.mark.parametrize(
+    ("precision", "packed", "changes", "bound"),
+    [
+        pytest.param("fp32", True, LLAMA, 1e-4, id="packed"),
+        pytest.param("fp32", False, {**WIDE, "gpt_j_residual": True}, 1e-4, marks=_MORE, id="neox"),
+        pytest.param("bfloat16", False, {**WIDE, "gpt_j_residual": True}, 5e-2, marks=_MORE, id="neox bf16"),
+        pytest.param("bfloat16", True, LLAMA, 5e-2, marks=_MORE, id="packed bf16"),
+        pytest.param("bfloat16", False, {**LLAMA, "sliding_window_width": 20}, 5e-2, marks=_MORE, id="window bf16"),
+    ],
+)
+def test_compiled_blocks_equal_eager_ones(
+    precision: str, packed: bool, changes: dict[str, Any], bound: float, device: torch.device
+) -> None:
+    found = []
+    for compile_ in (False, "block"):
+        args = small(**changes, precision=precision, compile=compile_)
+        make = document_batch if packed else random_batch
+        stage = stage_on(args, device).train()
+        # Other documents, and as many again: nothing is compiled for them.
+        found.append([loss_and_gradients(stage, make(args, seed=seed).to(device)) for seed in (0, 1)])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled[0], eager[0], rtol=bound, atol=0)
+        assert_gradients(compiled[1], eager[1], bound)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]

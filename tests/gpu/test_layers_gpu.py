@@ -1,0 +1,80 @@
+"""Layers of every kind beside the CPU, packed rows beside their documents alone, and bf16 beside fp32."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.mpu import token_logprobs
+from tests.gpu.runs import CPU, assert_gradients, loss_and_gradients, stage_on
+from tests.model.runs import MODELS
+from tests.model.stages import document_batch, documents, random_batch, small
+
+pytestmark = pytest.mark.gpu
+PACKED: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_kv_heads": 4, "padded_vocab_size": 512}
+
+
+@pytest.mark.parametrize("rows", ["whole", "documents"])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_of_the_cpu(name: str, rows: str, device: torch.device) -> None:
+    args = small(**{**MODELS[name], "attention_backend": "auto"})
+    batch = {"whole": random_batch, "documents": document_batch}[rows](args)
+    on_cpu = loss_and_gradients(stage_on(args, CPU).train(), batch)
+    there = loss_and_gradients(stage_on(args, device).train(), batch.to(device))
+    torch.testing.assert_close(there[0], on_cpu[0], rtol=1e-4, atol=0)
+    assert_gradients(there[1], on_cpu[1], 1e-4)
+
+
+def alone(batch: Batch) -> list[tuple[slice, Batch]]:
+    """Each document of a packed batch in a row of its own, and its places among all of the batch."""
+    assert batch.positions is not None
+    seq, cut = batch.tokens.shape[1], []
+    for row, first, last in documents(batch):
+        rows = [x[row : row + 1, first:last] for x in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)]
+        cut.append((slice(row * seq + first, row * seq + last), Batch(*rows)))
+    return cut
+
+
+@torch.no_grad()
+def logprobs_of(stage: Any, batch: Batch) -> Tensor:
+    """`[batch * seq]`, rows end to end."""
+    values = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
+    return values.t().reshape(-1).cpu()
+
+
+# fp32 sums in another order; bf16 rounds each activation to 2^-8 of itself, over two blocks.
+@pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("bfloat16", 2e-2)])
+def test_packed_rows_are_their_documents_alone(precision: str, bound: float, device: torch.device) -> None:
+    """8 x 2048 with heads of 128; and unlike the same rows with documents that see each other."""
+    rows, seq = (8, 2048) if device.type == "cuda" else (2, 128)
+    args = small(**PACKED, precision=precision, seq_length=seq, max_position_embeddings=seq)
+    packed, stage = document_batch(args, rows), stage_on(args, device).train()
+    loss, summed = loss_and_gradients(stage, packed.to(device))
+    logprobs, expected, total = logprobs_of(stage, packed.to(device)), torch.empty(rows * seq), torch.zeros(())
+    gradients: dict[tuple[int, str], Tensor] = {}
+    for places, document in alone(packed):
+        expected[places] = logprobs_of(stage, document.to(device))
+        own_loss, own = loss_and_gradients(stage, document.to(device))
+        total = total + own_loss
+        gradients = {key: value + gradients.get(key, 0) for key, value in own.items()}
+    torch.testing.assert_close(loss, total, rtol=bound, atol=0)
+    difference = (logprobs - expected).norm() / expected.norm()
+    assert difference <= bound
+    assert_gradients(summed, gradients, 2 * bound)
+    mixed = replace(packed, cu_seqlens=None, max_seqlen=0)
+    blind = (logprobs_of(stage, mixed.to(device)) - expected).norm() / expected.norm()
+    assert blind > 2 * bound, "documents that see each other must show"
+
+
+@pytest.mark.parametrize("name", ["neox", "llama", "gemma"])
+def test_bf16_is_near_fp32(name: str, device: torch.device) -> None:
+    args = small(**MODELS[name])
+    batch = random_batch(args, rows=4)
+    exact = logprobs_of(stage_on(args, CPU), batch)
+    rounded = logprobs_of(stage_on(small(**MODELS[name], precision="bfloat16"), device), batch.to(device))
+    # Logits of size one to ten, each rounded to 2^-8 of itself a few times over four blocks.
+    assert (rounded - exact).abs().mean() < 0.1
+    assert (rounded - exact).abs().mean() > 0, "it was not in bf16"

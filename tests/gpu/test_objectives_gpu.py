@@ -1,0 +1,50 @@
+"""Preferences begin at ln 2 on the device, packed and padded, and greedy text is the CPU's."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.generation import SamplingParams, complete
+from megatron.training import train
+from tests.generation.runs import GIVEN, LAYOUTS, golden_model
+from tests.gpu.runs import PRECISIONS, run
+from tests.training.preference.test_pairs_train import pairs
+from tests.training.runs import ADAMW, LLAMA, config
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("pack_impl", ["best_fit", "unpacked"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_dpo_begins_at_ln_2(precision: str, pack_impl: str, tmp_path: Path, device: torch.device) -> None:
+    values: dict[str, Any] = config(
+        LLAMA, ADAMW, PRECISIONS[precision], pairs(tmp_path), {"eod_mask_loss": False},
+        train_impl="dpo", dataset_impl="pairwise", pack_impl=pack_impl, train_batch_size=4, train_iters=8,
+        train_micro_batch_size_per_gpu=2, save=str(tmp_path / "run"), checkpoint_factor=100,
+    )  # fmt: skip
+    for key in ("data_path", "split"):
+        del values[key]
+    with run(values) as training:
+        assert training.groups.device == device
+        train(training)
+    rows = map(json.loads, (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines())
+    losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+    # Policy and reference are the same weights and the same kernels; the reference's scores are kept in fp32.
+    assert losses[0] == pytest.approx(math.log(2), abs={"fp32": 1e-5, "bf16": 1e-2}[precision])
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", ["neox_pp1_mp1", "llama_pp1_mp1"])
+def test_greedy_text_is_that_of_the_cpu(name: str, device: torch.device) -> None:
+    texts = []
+    for backend, kind in (("gloo", "cpu"), ("nccl", device.type)):
+        model = golden_model(name, {**LAYOUTS["one process"][1], "distributed_backend": backend, "precision": "fp32"})
+        assert model.groups.device.type == kind
+        texts.append(
+            [c.tokens for c in complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))]
+        )
+    assert texts[0] == texts[1]

@@ -1,0 +1,55 @@
+"""Two ranks on GPUs of their own, over NCCL, beside one process. In a rehearsal two processes over gloo."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.runs import on_ranks
+from tests.training.runs import LLAMA, NEOX, SGD, config, curves, furthest, whole
+
+pytestmark = pytest.mark.gpu
+TP2: dict[str, Any] = {"model_parallel_size": 2}
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "tp2": (LLAMA, TP2),
+    "tp2 sp": (LLAMA, {**TP2, "sequence_parallel": True}),
+    "dp2": (NEOX, {}),
+    "dp2 zero1": (NEOX, {"zero_optimization": {"stage": 1}}),
+    "dp2 zero2": (NEOX, {"zero_optimization": {"stage": 2}}),
+    "dp2 zero3": (NEOX, {"zero_optimization": {"stage": 3}}),
+}
+if find_spec("deepspeed") is not None:
+    DEEPSPEED = {"engine": "deepspeed"}
+    LAYOUTS["pp2"] = (NEOX, {"pipe_parallel_size": 2, **DEEPSPEED})
+    LAYOUTS["dp2 zero1, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 1}, **DEEPSPEED})
+    LAYOUTS["dp2 zero3, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 3}, **DEEPSPEED})
+STEPS = 4
+
+
+def configuration(name: str, layout: dict[str, Any]) -> dict[str, Any]:
+    more = {"train_micro_batch_size_per_gpu": 4, "distributed_backend": "nccl", "engine": "native"}
+    return config(LAYOUTS[name][0], SGD, more, layout)
+
+
+@pytest.fixture(scope="module")
+def ran(device: torch.device) -> dict[str, tuple[float, float, float]]:
+    """How far losses, gradient norms and weights of each layout are from one process's."""
+    if device.type == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
+    names = list(LAYOUTS)
+    alone = [configuration(name, {}) for name in names]
+    cut = [configuration(name, LAYOUTS[name][1]) for name in names]
+    both = on_ranks(curves, 2, cut, STEPS)
+    single = on_ranks(curves, 1, alone, STEPS)[0]
+    return {
+        name: furthest(whole([parts[i] for parts in both], cut[i]), whole([single[i]], alone[i]))
+        for i, name in enumerate(names)
+    }
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_two_ranks_are_as_one(name: str, ran: dict[str, tuple[float, float, float]]) -> None:
+    """Sums of fp32 values in another order."""
+    losses, norms, weights = ran[name]
+    assert losses <= 1e-4 and norms <= 1e-4 and weights <= 1e-3, ran[name]

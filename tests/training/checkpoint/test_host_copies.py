@@ -1,0 +1,363 @@
+"""Copies for checkpoints in page-locked memory: what they hold, when their memory is used again, how much
+there is, and what happens without it. Locking is counted here, not done."""
+
+import io
+import itertools
+import json
+import mmap
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.checkpointing import verify
+from megatron.mpu import ParallelGroups
+from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, Room, host_copies, lacks_memory
+from megatron.training.deepspeed.optimizer_parts import OptimizerParts
+from tests.marks import with_more
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, LAYOUTS, NEOX, config
+
+CPU = torch.device("cpu")
+PAGE = mmap.PAGESIZE
+
+
+@dataclass
+class Locks:
+    """Memory that is locked, by address; at most `limit` bytes."""
+
+    limit: int = 1 << 40
+    sizes: dict[int, int] = field(default_factory=dict)
+    tries: int = 0
+
+    def lock(self, address: int, size: int) -> None:
+        self.tries += 1
+        assert address % PAGE == size % PAGE == 0
+        assert all(address + size <= other or other + more <= address for other, more in self.sizes.items())
+        if sum(self.sizes.values()) + size > self.limit:
+            raise RuntimeError("out of memory (2)\nmore lines")
+        self.sizes[address] = size
+
+    def unlock(self, address: int) -> None:
+        del self.sizes[address]
+
+    def copies(self) -> HostCopies:
+        """Those of a device that is the CPU."""
+        return HostCopies(CPU, PageLocking(self.lock, self.unlock, lambda: None))
+
+
+class LateCopies(HostCopies):
+    """Copies that arrive no sooner than they are waited for, as from a device that is slow."""
+
+    def __init__(self, locks: Locks) -> None:
+        super().__init__(CPU, PageLocking(locks.lock, locks.unlock, self._arrive))
+        self._under_way: list[tuple[Tensor, Tensor]] = []
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        copied = super().copy(tensor)
+        self._under_way.append((copied, copied.clone()))
+        copied.fill_(float("nan") if copied.is_floating_point() else 77)
+        return copied
+
+    def _arrive(self) -> None:
+        for copied, values in self._under_way:
+            copied.copy_(values)
+        self._under_way.clear()
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of several dtypes, not contiguous, views of one storage, tied, empty, and a number."""
+    table = torch.randn(33, 70)
+    return {
+        "fp32": table,
+        "tied": table,
+        "row": table[3],
+        "transposed": table.t(),
+        "every other": table[::2, 1::3],
+        "expanded": torch.randn(5, 1).expand(5, 9),
+        "bf16": torch.randn(7, 11).bfloat16(),
+        "fp16": torch.randn(3).half(),
+        "fp64": torch.randn(2, 3, 4).double(),
+        "int64": torch.arange(1000),
+        "int8": torch.arange(-100, 100, dtype=torch.int8).view(20, 10),
+        "bool": torch.rand(13) > 0.5,
+        "step": torch.tensor(4.0),
+        "none": torch.empty(0, 5, dtype=torch.bfloat16),
+        "large": torch.randn(1 << 20),
+        "parameter": nn.Parameter(torch.randn(4, 4)),
+    }
+
+
+def saved(state: dict[str, Tensor]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def test_copies_are_saved_as_the_same_bytes() -> None:
+    locks, sources = Locks(), tensors()
+    copies, ordinary = locks.copies(), host_copies(CPU)
+    copied = {name: copies.copy(tensor) for name, tensor in sources.items()}
+    copies.wait()
+    plain = {name: ordinary.copy(tensor) for name, tensor in sources.items()}
+    ordinary.wait()
+    for name, tensor in sources.items():
+        for one in (copied[name], plain[name]):
+            assert torch.equal(one, tensor) and one.dtype == tensor.dtype and one.shape == tensor.shape, name
+            assert one.is_contiguous() and one.storage_offset() == 0 and not one.requires_grad, name
+            assert one.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, name
+        if tensor.numel():
+            assert copied[name].data_ptr() in locks.sizes and plain[name].data_ptr() not in locks.sizes, name
+    assert len({one.data_ptr() for one in copied.values() if one.numel()}) == len(sources) - 1, "none shares memory"
+    assert saved(copied) == saved(plain)
+    for tensor in sources.values():
+        tensor.detach().zero_()
+    assert saved(copied) == saved(plain), "steps change the tensors, not the copies"
+    assert ordinary.held == 0
+
+
+def test_memory_is_used_again() -> None:
+    locks, sources = Locks(), tensors()
+    copies = locks.copies()
+    places = []
+    for _ in range(3):
+        copied = [copies.copy(tensor) for tensor in sources.values()]
+        places.append({one.data_ptr() for one in copied if one.numel()})
+        assert all(torch.equal(one, tensor) for one, tensor in zip(copied, sources.values(), strict=True))
+        del copied
+    assert places[0] == places[1] == places[2] == set(locks.sizes) and locks.tries == len(sources) - 1
+    # Each rounded up to a page, not to a power of two.
+    exact = sum(tensor.numel() * tensor.itemsize for tensor in sources.values())
+    assert copies.held == sum(locks.sizes.values()) < exact + PAGE * len(sources)
+
+
+@pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[1], lambda t: t.view(torch.int32), lambda t: t.numpy()])
+def test_no_memory_is_written_over_that_something_reads(keep: Any) -> None:
+    """Whatever a writer still has: the copy, a view, other bits of it, an array."""
+    copies, source = Locks().copies(), torch.randn(64, 64)
+    kept = keep(copies.copy(source))
+    before = kept.tolist()
+    for value in range(4):
+        assert torch.equal(copies.copy(torch.full((64, 64), float(value))), torch.full((64, 64), float(value)))
+    assert kept.tolist() == before and copies.held == 2 * 64 * 64 * 4
+    del kept
+    assert all(copies.copy(source).numel() for _ in range(4)) and copies.held == 2 * 64 * 64 * 4
+
+
+def test_no_more_memory_than_was_in_use_at_once() -> None:
+    drawn, copies = random.Random(3), Locks().copies()
+    sizes = [1, PAGE, PAGE + 1, 5 * PAGE]
+    most, live = dict.fromkeys((PAGE, 2 * PAGE, 5 * PAGE), 0), list[Tensor]()
+    for _ in range(2000):
+        if live and drawn.random() < 0.5:
+            live.pop(drawn.randrange(len(live)))
+        else:
+            live.append(copies.copy(torch.zeros(drawn.choice(sizes), dtype=torch.uint8)))
+        for size in most:
+            now = sum(-(-one.numel() // PAGE) * PAGE == size for one in live)
+            most[size] = max(most[size], now)
+        assert copies.held == sum(size * count for size, count in most.items())
+
+
+def test_a_limit_of_locked_memory() -> None:
+    locks = Locks(limit=3 * PAGE)
+    copies, source = locks.copies(), torch.arange(PAGE, dtype=torch.uint8)
+    copied = [copies.copy(source) for _ in range(5)]
+    assert all(torch.equal(one, source) for one in copied)
+    assert copies.problem is not None and "\n" not in copies.problem
+    assert "only 12.29 kB" in copies.problem and "(out of memory (2))" in copies.problem and "ulimit" in copies.problem
+    assert locks.tries == 4 and copies.held == 3 * PAGE, "it is not tried again"
+    del copied
+    assert {copies.copy(source).data_ptr() for _ in range(2)} <= set(locks.sizes), "what there is is used"
+    assert copies.room_for(10).problem == copies.problem
+
+
+def test_memory_is_unlocked_when_nothing_can_use_it() -> None:
+    locks = Locks()
+    copies = locks.copies()
+    kept, dropped = copies.copy(torch.ones(9)), copies.copy(torch.ones(9))
+    del copies, dropped
+    assert kept.data_ptr() in locks.sizes and torch.equal(kept, torch.ones(9))
+    del kept
+    assert not locks.sizes
+
+
+def test_forked_processes_do_not_have_it() -> None:
+    copied = Locks().copies().copy(torch.zeros(1 << 16))
+    ranges = Path("/proc/self/smaps").read_text().splitlines()
+    inside = False
+    for line in ranges:
+        bounds = line.split()[0].split("-")
+        if len(bounds) == 2 and not line.startswith("VmFlags"):
+            inside = int(bounds[0], 16) <= copied.data_ptr() < int(bounds[1], 16)
+        elif inside and line.startswith("VmFlags"):
+            assert "dc" in line.split(), "not copied by fork"
+            return
+    raise AssertionError("not mapped")
+
+
+def test_room_for_a_copy() -> None:
+    one = Room("a", 800, 0, 1000, None)
+    assert lacks_memory([one]) is None
+    assert lacks_memory([one, one]) == "a has 1.00 kB of memory free, a copy of the checkpoint takes 1.60 kB"
+    assert lacks_memory([one, Room("b", 800, 0, 1000, None)]) is None
+    held = Room("a", 800, 900, 10, None)
+    assert lacks_memory([held, held]) is None, "what is held takes no more"
+    assert "takes 800 bytes" in (lacks_memory([held, Room("a", 800, 0, 10, None)]) or "")
+
+
+def test_no_value_is_read_on_the_way() -> None:
+    """Tensors without values: steps that a fused optimizer counts on the device are copied like the rest."""
+    param = nn.Parameter(torch.empty(4, 3, device="meta"))
+    state = {key: torch.empty_like(param) for key in ("exp_avg", "exp_avg_sq")}
+    optimizer = SimpleNamespace(state={param: {**state, "step": torch.empty((), device="meta")}})
+    parts = OptimizerParts([(2, "w", param)], optimizer, ParallelGroups.single(), torch.float32, 0)
+    [(layer, states)] = parts.gather({2: 0}, lambda tensor: tensor)
+    assert layer == 2 and {key: tuple(value.shape) for key, value in states["w"].items()} == {
+        "exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": (),
+    }  # fmt: skip
+
+
+# -- saves ---------------------------------------------------------------------------------------------------
+
+
+class Copied(TorchDispatchMode):
+    """Bytes that operations copy, into memory that was there (`aten.copy_`) and into new memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.new = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split(".")[0]
+        if name == "aten::copy_":
+            self.into += args[0].nbytes
+        elif name in ("aten::_to_copy", "aten::clone"):
+            self.new += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tuple[int, int, int, int]]:
+    """For the pool: a run whose files take a while to write, with copies of a `kind`. After each save: bytes
+    that are held, tries to lock, bytes copied into memory that was there, and into new memory."""
+    import time
+
+    from megatron.training import train
+    from megatron.training.checkpoint import writer as saving
+    from tests.training.runs import begin
+
+    training, locks, seen = begin(given), Locks(), list[tuple[int, int, int, int]]()
+    checkpointer, write = training.checkpointer, saving.save_tensors
+    if kind != "ordinary":
+        checkpointer._copies = LateCopies(locks) if kind == "late" else locks.copies()
+    states, mode = checkpointer._states, Copied()
+
+    def watched(*args: Any) -> Any:
+        mode.into = mode.new = 0
+        iterator = states(*args)
+        while True:
+            with mode:
+                state = next(iterator, None)
+            if state is None:
+                break
+            yield state
+        seen.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.01)
+        return write(*args)
+
+    # This process is the pool's throw-away fork.
+    saving.save_tensors = slow
+    checkpointer._states = watched  # type: ignore[method-assign]
+    train(training)
+    return seen
+
+
+def warnings_of_limited_run(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
+    """For the pool: what a run warns of whose ranks may lock few pages, rank 0 as many as it likes."""
+    import logging
+
+    from megatron.training import train
+    from tests.training.runs import begin
+
+    training, warned = begin(given), list[str]()
+    training.checkpointer._copies = Locks(limit=(1 << 40) if rank == 0 and world_size > 1 else 8 * PAGE).copies()
+    logging.Logger.warning = lambda self, text, *a: warned.append(text)  # type: ignore[method-assign, assignment]
+    train(training)
+    return warned
+
+
+def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    small = {"num_layers": 3, "train_iters": 4, "train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 1}
+    return config(NEOX, ADAMW, *parts, small, {"save": str(save), **more})
+
+
+def sums(save: Path) -> dict[str, str]:
+    """Checksums of the files of weights and optimizer state of all checkpoints."""
+    found = {}
+    for manifest in sorted(save.glob("global_step*/manifest.json")):
+        for name, record in json.loads(manifest.read_text())["files"].items():
+            if name.startswith(("layer_", "optim_")):
+                found[f"{manifest.parent.name}/{name}"] = record["sha256"]
+    return found
+
+
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "plain"))
+def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
+    """A save every step, of which each but the first begins while the one before is still written, by copies
+    that arrive late; beside ordinary copies, each waited for."""
+    ranks, layout = LAYOUTS[name]
+    seen = {}
+    for kind, asynchronous in (("ordinary", False), ("late", True)):
+        given = values(tmp_path / kind, layout, {"precision": "bfloat16"}, async_save=asynchronous)
+        seen[kind] = run_ranks(run, ranks, given, kind)
+    ordinary, late = sums(tmp_path / "ordinary"), sums(tmp_path / "late")
+    assert len(ordinary) >= 4 * 8 and ordinary == late
+    for rank in seen["late"]:
+        held, tries = zip(*[numbers[:2] for numbers in rank], strict=True)
+        assert len(set(held)) == len(set(tries)) == 1, "the first save takes all the memory"
+    whole = sum(file.stat().st_size for file in (tmp_path / "late/global_step4").glob("*_*.pt"))
+    held = sum(rank[0][0] for rank in seen["late"])
+    assert 0 < held < whole + PAGE * sum(rank[0][1] for rank in seen["late"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
+    """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
+    warned = run_ranks(warnings_of_limited_run, ranks, values(tmp_path, LAYOUTS["zero1"][1]))[0]
+    [line] = [text for text in warned if "page-locked" in text]
+    assert "of memory could be page-locked for checkpoints (out of memory (2))" in line
+    assert verify(tmp_path / "global_step4") is not None
+
+
+def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
+    """Blocks are alike, so more of them take no more memory."""
+    held = []
+    for layers in (3, 6):
+        given = values(tmp_path / str(layers), num_layers=layers, train_iters=2, async_save=False)
+        saves = run_ranks(run, 1, given, "locked")[0]
+        assert len({one[0] for one in saves}) == 1
+        held.append(saves[0][0])
+    assert held[0] == held[1] > 0
+
+
+def test_every_byte_is_copied_once(tmp_path: Path) -> None:
+    """Into locked memory, or into new memory where there is none to be had."""
+    amounts = {}
+    for kind in ("ordinary", "locked"):
+        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0]
+    files = (tmp_path / "locked/global_step2").glob("[lo]*_*.pt")
+    tensors_in = [torch.load(file, weights_only=True) for file in files]
+    leaves = itertools.chain.from_iterable(
+        leaf.values() if isinstance(leaf, dict) else [leaf] for state in tensors_in for leaf in state.values()
+    )
+    size = sum(leaf.nbytes for leaf in leaves)
+    for (_, _, _, ordinary), (_, _, into, new) in zip(amounts["ordinary"], amounts["locked"], strict=True):
+        assert into == size and new == ordinary - size and new < size / 10

@@ -1,0 +1,158 @@
+"""Writes the results of `make gpu` in docs/benchmarks.md, and their plots, from benchmarks/results/*.json;
+--check: are they stale?"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_run.results import read, seconds_of  # noqa: E402
+
+BEGIN = "<!-- gpu results: made by tools/docs/gpu_results.py; do not edit -->\n"
+END = "<!-- end of gpu results -->\n"
+NONE = (
+    "No results yet: `make gpu` has not run on a GPU since it was made, and neither has this program in its present\n"
+    "form. Numbers of a rehearsal say nothing of GPUs and are not kept.\n"
+)
+Part = Mapping[str, Any]
+
+
+def section(folder: Path) -> str:
+    """The Markdown of all results, the newest first. Raises ValueError for a rehearsal, and other files."""
+    texts = []
+    for path in sorted(folder.glob("*.json"), reverse=True):
+        found = read(path)
+        if found["kind"] not in ("gpu", "ablation"):
+            raise ValueError(f"{path}: a {found['kind']}'s numbers say nothing of a GPU; delete the file")
+        texts.append(_of_run(found, path))
+    return "\n".join(texts) or NONE
+
+
+def _of_run(found: Mapping[str, Any], path: Path) -> str:
+    parts: Sequence[Part] = found["parts"]
+    facts = next((part["result"] for part in parts if part["result"] and "product_flops" in part["result"]), None)
+    title = "what changing one thing at a time does to the 1.4B shape's step" if found["kind"] == "ablation" else ""
+    lines = [f"### {', '.join(filter(None, (found['device'], found['date'], title)))}", ""]
+    if facts is not None:
+        lines += [_facts(facts, found), ""]
+    tests = [part for part in parts if part["tests"]]
+    if tests:
+        lines += ["| correctness | | tests | s |", "|---|---|---|---:|", *map(_tests_row, tests), ""]
+    speeds = [part for part in parts if _speed(part)]
+    if speeds:
+        by_name = {part["name"]: part for part in parts}
+        head = "| a training step | ms | tokens/s | model TFLOP/s | of ceiling | speed beside | peak GB |"
+        lines += [head, "|---|---:|---:|---:|---:|---|---:|", *(_speed_row(part, by_name) for part in speeds), ""]
+        lines += [f"![TFLOP/s of each]({_link(path.with_suffix('.png'))})", ""]
+    lines += [line for part in parts for line in _pairs(part)]
+    lines += [_missing(part) for part in parts if part["state"] != "passed"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _link(path: Path) -> str:
+    return f"../{path.relative_to(ROOT)}" if path.is_relative_to(ROOT) else path.name
+
+
+def _facts(facts: Part, found: Mapping[str, Any]) -> str:
+    rates = [f"{name} {flops / 1e12:.0f} TFLOP/s" for name, flops in facts["product_flops"].items()]
+    packages = [f"{name} {facts['packages'][name] or 'not there'}" for name in ("deepspeed", "transformers", "trl")]
+    return (
+        f"torch {facts['torch']}, Python {facts['python']}, driver {facts['driver']}, NCCL {facts['nccl']}, "
+        f"{', '.join(packages)}; commit {found['commit'] or 'unknown'}. Products of 8192 x 8192: {', '.join(rates)}; "
+        f"copies {facts['copy_bytes_per_second'] / 1e12:.2f} TB/s."
+    )
+
+
+def _tests_row(part: Part) -> str:
+    counts = Counter(row["outcome"] for row in part["tests"])
+    words = ", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "skipped") if counts[state])
+    return f"| {part['about']} | {part['state']} | {words} | {part['seconds']:.0f} |"
+
+
+def _speed(part: Part) -> Part | None:
+    rows = (part["result"] or {}).get("rows", [])
+    return rows[0] if rows and "model_flops" in rows[0] else None
+
+
+def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
+    row, beside = _speed(part), by_name.get(part["beside"] or "")
+    assert row is not None
+    own, other = seconds_of(part["result"]), seconds_of(beside["result"]) if beside is not None else None
+    ratio = f"{other / own:.3f} of: {part['beside']}" if own and other else ""
+    return (
+        f"| {part['name']} | {row['seconds'] * 1e3:.1f} | {row['tokens']:,.0f} | {row['model_flops'] / 1e12:.1f} | "
+        f"{row['of_ceiling']:.1%} | {ratio} | {row['peak_bytes'] / 1e9:.1f} |"
+    )
+
+
+def _pairs(part: Part) -> list[str]:
+    rows = (part["result"] or {}).get("rows", [])
+    if not rows or "pairs_per_second" not in rows[0]:
+        return []
+    lines = ["| DPO | pairs/s | with reference | ours is faster | peak GB |", "|---|---:|---:|---:|---:|"]
+    for row in rows:
+        lines.append(
+            f"| {row['name']} | {row['pairs_per_second']:.2f} | {row['pairs_per_second_with_reference']:.2f} | "
+            f"{row['ratio']:.2f} | {row['peak_bytes'] / 1e9:.1f} |"
+        )
+    return [*lines, ""]
+
+
+def _missing(part: Part) -> str:
+    failed = [f"`{row['name']}`" for row in part["tests"] if row["outcome"] == "failed"]
+    return f"- {part['name']}: {part['state']}, {part['reason']}{': ' if failed else ''}{', '.join(failed)}"
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Write bars of each step's FLOP/s, and the ceiling measured beside it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    steps = [(part["name"], part["result"], row) for part in found["parts"] if (row := _speed(part)) is not None]
+    names = [name for name, _, _ in steps][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(steps)), layout="constrained")
+    ceilings = [result["ceiling_flops"] / 1e12 for _, result, _ in steps][::-1]
+    axes.barh(names, ceilings, color="lightgrey", label="matrix products alone")
+    axes.barh(names, [row["model_flops"] / 1e12 for _, _, row in steps][::-1], color="tab:blue", label="training step")
+    axes.set_xlabel(f"model TFLOP/s, {found['device']}, {found['date']}")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when page or plots are stale")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", metavar="FILE")
+    options = parser.parse_args(argv)
+    text = options.page.read_text(encoding="utf-8")
+    before, rest = text.split(BEGIN)
+    try:
+        made = before + BEGIN + section(options.results) + END + rest.split(END)[1]
+    except (ValueError, KeyError) as problem:
+        sys.stderr.write(f"gpu_results.py: {problem}\n")
+        return 1
+    plots = {path: path.with_suffix(".png") for path in sorted(options.results.glob("*.json"))}
+    measured = {path: png for path, png in plots.items() if any(map(_speed, read(path)["parts"]))}
+    if options.check:
+        stale = [str(options.page)] if made != text else []
+        stale += [str(png) for png in measured.values() if not png.exists()]
+        if stale:
+            sys.stderr.write(f"{', '.join(stale)}: stale; run python tools/docs/gpu_results.py\n")
+        return 1 if stale else 0
+    options.page.write_text(made, encoding="utf-8")
+    for path, png in measured.items():
+        plot(read(path), png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
