@@ -47,7 +47,7 @@ def pairs_of_400m() -> dict[str, Any]:
 PLAIN, PACKED = "aten._scaled_dot_product_cudnn_attention_backward", "torch_attn._varlen_attn_backward"
 SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
     "1.4B": (step_of("--shape", "1.4B"), None, PLAIN),
-    "1.4B packed": (step_of("--shape", "1.4B", "--documents", "512", "--only", "engine"), 512, PACKED),
+    "1.4B packed": (step_of("--shape", "1.4B", "--documents", "512", "--only", "native"), 512, PACKED),
     "7B shape": (step_of("--shape", "7B-8layers", "--style", "llama"), None, PLAIN),
     "DPO of 400M": (pairs_of_400m(), None, PLAIN),
 }

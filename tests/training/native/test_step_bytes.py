@@ -68,7 +68,7 @@ def moved_by_one_rank(rank: int, world_size: int) -> dict[str, float]:
     options = parse(["--layers", "2", "--hidden", "128"])
     args = settings(options, 1, 0)
     groups = init_model_parallel(args, process_info(), logging.getLogger("benchmark"))
-    batch = random_batch(args, groups.device)
+    batch = random_batch(args, groups.device, None)
     passes, params = model_alone(args, groups, batch, LANGUAGE_MODELLING)
     engine = build_engine(args, groups, engine=NativeEngine)
     steps = {
