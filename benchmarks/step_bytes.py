@@ -253,7 +253,7 @@ def rows_of_rank(rank: int, ranks: int, port: int, options: argparse.Namespace) 
     os.environ |= {key: str(value) for key, value in env.items()} | {"MASTER_ADDR": "127.0.0.1"}
     args = settings(options, ranks, 0)
     groups = init_model_parallel(args, process_info(), logging.getLogger("benchmark"))
-    batch = random_batch(args, groups.device)
+    batch = random_batch(args, groups.device, None)
     passes, params = model_alone(args, groups, batch, LANGUAGE_MODELLING)
     seen: dict[str, dict[int, Traffic]] = {}
     for name, count, step in contestants(options, groups, batch):
