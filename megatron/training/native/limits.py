@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from megatron.neox_arguments import NeoXArgs
 
-
 # Of zero_optimization: what, by which ranks, and where it is kept. Its other keys size and order DeepSpeed's
 # reductions.
 _MEANT = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
