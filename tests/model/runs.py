@@ -9,8 +9,8 @@ from megatron.model import layer_params
 from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
-from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
+from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
@@ -89,9 +89,8 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    return parallelize(
-        stage_with(args, random_weights(args), groups), LANGUAGE_MODELLING, args, groups, DeepSpeedEngine
-    )
+    stage, engine = stage_with(args, random_weights(args), groups), choose_engine(args, False).load()
+    return parallelize(stage, LANGUAGE_MODELLING, args, groups, engine)
 
 
 def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Step]:

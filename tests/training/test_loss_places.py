@@ -14,7 +14,7 @@ from megatron.data import Batch
 from megatron.mpu import HeadInput, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
-from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from tests.marks import with_more
 from tests.model.runs import LLAMA, LR, NEOX, SGD
@@ -73,7 +73,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
         args = small(**SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = stage_with(args, random_weights(args), groups)
-        engine = parallelize(stage, objective, args, groups, DeepSpeedEngine)
+        engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
         batches = batches_of(args, 3 + 10 * groups.rank("data"))
         if objective is CHUNKED:
             logprobs = engine.forward_only(

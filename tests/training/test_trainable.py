@@ -57,12 +57,14 @@ SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "norms and biases": (NEOX, {"names": [r"mlp.*bias$", "norm"]}, r".*(mlp\.linear\d\.bias|norm\.\w+)$"),
     "last block under a table for all": (RPE, {"last_layers": 1}, r"5\.(?!attention\.rpe)"),
 }
+BY_DEEPSPEED = ("plain", "zero2", "zero3")  # and pipelines
 LAYOUTS_HERE = {
     **{name: layout for name, layout in LAYOUTS.items() if name != "zero1"},  # which pp2 runs on, and 16 bits below
     "tp2 x pp2 +sp": (
         4,
         {"model_parallel_size": 2, "pipe_parallel_size": 2, "sequence_parallel": True, "checkpoint_activations": True},
     ),
+    **{f"{name}, deepspeed": (LAYOUTS[name][0], {**LAYOUTS[name][1], "engine": "deepspeed"}) for name in BY_DEEPSPEED},
 }
 
 
@@ -145,7 +147,7 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize(
     "layout",  # "tp2 x pp2 +sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    with_more(LAYOUTS_HERE, "tp2", "pp2", "zero2"),
+    with_more(LAYOUTS_HERE, "tp2", "pp2", "zero2", "plain, deepspeed", "zero2, deepspeed"),
 )
 def test_trains_as_torch_and_leaves_the_rest(
     layout: str, references: dict[str, Curve], capsys: pytest.CaptureFixture[str]

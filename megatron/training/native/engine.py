@@ -17,7 +17,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.limits import hybrid_problems, limits
+from megatron.training.native.limits import hybrid_problems, idle_keys, limits
 from megatron.training.native.optimizer_state import OptimizerState
 from megatron.training.native.shards import Weights, WholeWeights
 from megatron.training.native.update import Update
@@ -67,7 +67,8 @@ class NativeEngine:
 
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:
-        return []
+        idle = idle_keys(args)
+        return [f"zero_optimization: the native engine does without {', '.join(idle)}"] if idle else []
 
     # -- steps -----------------------------------------------------------------------------------------------
 

@@ -5,6 +5,10 @@ from typing import NamedTuple
 
 from megatron.neox_arguments import NeoXArgs
 
+# Of zero_optimization: what, by which ranks, and where it is kept. Its other keys size and order DeepSpeed's
+# reductions.
+_MEANT = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
+
 
 class Limit(NamedTuple):
     """A setting that only DeepSpeed can do."""
@@ -49,3 +53,9 @@ def hybrid_problems(args: NeoXArgs) -> Iterator[str]:
         yield f"{args.origin(key)}: {key} {neighbours} needs zero_optimization.stage 3, not {args.zero_stage}"
     elif data % neighbours:
         yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks"
+
+
+def idle_keys(args: NeoXArgs) -> list[str]:
+    """The keys of `zero_optimization` that the user gave and that only DeepSpeed reads."""
+    names = [name for name in args.zero_optimization if name not in _MEANT]
+    return [name for name in names if args.origin(f"zero_optimization.{name}") != "default"]

@@ -23,14 +23,22 @@ def losses(save: Path) -> dict[int, float]:
 
 
 RESUMED = [
-    pytest.param(name, precision, marks=() if (precision == "bfloat16") is (name in IN_16_BITS) else pytest.mark.more)
+    pytest.param(
+        name, precision, "auto",
+        marks=() if (precision == "bfloat16") is (name in IN_16_BITS) else pytest.mark.more,
+    )
     for name in LAYOUTS if name != "dp2" for precision in ("fp32", "bfloat16")
 ]  # fmt: skip
+BY_DEEPSPEED = [  # pipelines run on it above, the others on the native engine
+    pytest.param(name, precision, "deepspeed", marks=() if name == "zero3" else pytest.mark.more)
+    for name, precision in (("plain", "fp32"), ("tp2", "fp32"), *((f"zero{i}", "bfloat16") for i in (1, 2, 3)))
+]
 
 
-@pytest.mark.parametrize(("name", "precision"), RESUMED)
-def test_bit_equal(name: str, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "precision", "engine"), RESUMED + BY_DEEPSPEED)
+def test_bit_equal(name: str, precision: str, engine: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
+    layout = {**layout, "engine": engine}
     model = LLAMA if name == "tp2" else NEOX
     common = config(
         model, ADAMW, DROPOUT, layout, precision=precision, train_micro_batch_size_per_gpu=2, train_iters=6,

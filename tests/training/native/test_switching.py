@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from megatron.checkpointing import read_manifest
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine_choice import choose_engine
+from megatron.training.native.engine import NativeEngine
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import ADAMW, LLAMA, NEOX, config, run_to_end
@@ -64,6 +65,23 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
 def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
     choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
+
+
+def test_keys_without_effect_are_named() -> None:
+    given = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 1}
+    args = NeoXArgs.from_dict(config(NEOX, zero_optimization=given)).for_world(1)
+    expected = "zero_optimization: the native engine does without reduce_bucket_size, overlap_comm"
+    assert NativeEngine.notes(args) == [expected]
+    assert NativeEngine.notes(NeoXArgs.from_dict(config(NEOX)).for_world(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "message"), [(2, 1, "needs zero_optimization.stage 3, not 1"), (4, 3, "does not divide the 4")]
+)
+def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
+    zero = {"stage": stage, "zero_hpz_partition_size": 3}
+    with pytest.raises(ConfigError, match=message):
+        NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=zero)).for_world(ranks))
 
 
 def test_native_says_what_it_leaves_to_deepspeed() -> None:

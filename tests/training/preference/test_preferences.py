@@ -12,8 +12,8 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.objectives import KtoSettings, Objective, PairSettings, dpo, kto
-from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
+from megatron.training.engine_choice import choose_engine
 from megatron.training.evaluation import evaluate_objective
 from megatron.training.parallelize import parallelize
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
@@ -28,6 +28,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp2": (2, {"pipe_parallel_size": 2}),
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
     **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
+    "tp2 deepspeed": (2, {"model_parallel_size": 2, "engine": "deepspeed"}),
+    "dp2 zero1 deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
+    "dp2 zero3 deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
 }
 OBJECTIVES: dict[str, Objective] = {
     "dpo": dpo({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, PairSettings(0.3)),
@@ -88,7 +91,7 @@ def run(rank: int, world_size: int, layouts: list[dict[str, Any]], name: str, pa
         args = small(**keys).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = stage_with(args, random_weights(args), groups)
-        engine = parallelize(stage, OBJECTIVES[name], args, groups, DeepSpeedEngine)
+        engine = parallelize(stage, OBJECTIVES[name], args, groups, choose_engine(args, False).load())
         batches = (kto_batches if name == "kto" else pair_batches)(packed)[groups.rank("data") :: data]
         engine.use_reference(from_policy(engine))
         start = float(engine.train_step(batches, 0.0).loss)
