@@ -10,6 +10,10 @@ from megatron.neox_arguments.keys.declaration import keys_of
 # Keys of DeepSpeed that act here as they do there. `deepspeed_extra_args` may bring no others than these and
 # ours.
 _PASSED = ("comms_logger", "dump_state")
+# The last three are refused by their key.
+_OPTIMIZERS = (
+    "adam", "adamw", "sgd", "lion", "cpu_adam", "cpu_torch_adam", "onebitadam", "sm3", "madgrad_wd",
+)  # fmt: skip
 
 
 def zero_stage_used(args: NeoXArgs) -> int:
@@ -85,7 +89,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _native_only(args: NeoXArgs) -> Iterator[str]:
-    if args.optimizer_name not in ("adam", "adamw", "sgd", "lion", "cpu_adam", "cpu_torch_adam"):
+    if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; use AdamW here"
 
