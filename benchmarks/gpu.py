@@ -23,6 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,7 @@ class Run:
             "kind": kind, "date": time.strftime("%Y-%m-%d"), "commit": results.commit(), "minutes": options.minutes,
         }  # fmt: skip
         self.outcomes: dict[str, Outcome] = {}
+        self.running = Outcome("", "running")  # the part at work, as far as it has come
 
     def all(self) -> int:
         """Run everything; the exit status."""
@@ -57,7 +59,7 @@ class Run:
             try:
                 self.outcomes[part.name] = self._one(part)
             except Ended as problem:
-                self.outcomes[part.name] = Outcome(part.name, "cut", reason=str(problem))
+                self.outcomes[part.name] = replace(self.running, state="cut", reason=str(problem))
                 self._show(part)
                 return self._last_lines()
             if part.name == FACTS:
@@ -71,6 +73,7 @@ class Run:
         return self._last_lines()
 
     def _one(self, part: Part) -> Outcome:
+        self.running = Outcome(part.name, "running")
         missing = missing_packages(part)
         if missing:
             return Outcome(part.name, "left out", reason=f"for want of {', '.join(missing)}")
@@ -83,6 +86,7 @@ class Run:
         folder = WORK / re.sub(r"[^a-z0-9]+", "-", part.name.lower()).strip("-")
 
         def progress(outcome: Outcome) -> None:
+            self.running = outcome
             if self.path is not None:
                 self._write({part.name: outcome})
 

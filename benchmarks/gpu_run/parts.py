@@ -41,13 +41,13 @@ def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float) -
 
 
 def _speed(
-    name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = (), typical_s: float = 45
+    name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = (), typical_s: float = 38
 ) -> Part:
     """A contestant of the training step, alone in its process."""
     style, preset = _SHAPE_OF[shape]
     command = (
         _THROUGHPUT, "--shape", preset, "--style", style, "--compile", "--only", contestant, "--zero", "1",
-        "--rounds", "3", "--json", "{folder}/" + RESULT, *more,
+        "--rounds", "2", "--json", "{folder}/" + RESULT, *more,
     )  # fmt: skip
     beside = None if name == f"{shape}, bare torch" else f"{shape}, bare torch"
     return Part(name, f"a training step of the {shape}", command, typical_s, 120, needs, beside=beside)

@@ -3,7 +3,7 @@ the price of two small kernels a gradient, and losses far above the recent ones.
 
 import math
 import statistics
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -40,6 +40,7 @@ class GradientWatch:
 
     def __init__(self, names: Sequence[str], device: torch.device, limit: int) -> None:
         self._names, self._limit = names, limit
+        self._of_all = ""
         self._skips = torch.zeros((), device=device)  # in a row
         self._marks = torch.zeros(len(names), device=device)  # NaN marks a parameter
         self.verdict = torch.zeros((), device=device)  # of the step, over all ranks: 0, or NaN
@@ -51,10 +52,11 @@ class GradientWatch:
         for row, param in zip(self._marks.unbind(), params, strict=True):
             param.register_post_accumulate_grad_hook(self._hook(row))
 
-    def mark(self, norms: Tensor) -> None:
+    def mark(self, norms: Tensor, summed: bool) -> None:
         """Note the parameters whose gradient is not finite, from the norms of all, in the order of the
-        names."""
+        names. summed: over data ranks, so that it is not known which of them it comes from."""
         torch.mul(norms, 0, out=self._marks)
+        self._of_all = " in the sum over data ranks" if summed else ""
 
     @staticmethod
     def _hook(row: Tensor) -> Callable[[Tensor], None]:
@@ -108,7 +110,7 @@ class GradientWatch:
             if math.isnan(float(loss)):
                 return "loss is not finite"
             marked = marks.isnan().nonzero()
-            return f"gradient of {self._names[int(marked[0])]} is not finite" if len(marked) else None
+            return f"gradient of {self._names[int(marked[0])]} is not finite{self._of_all}" if len(marked) else None
 
         return finding
 
@@ -151,8 +153,11 @@ class SpikeGuard:
 
 
 def report(finding: Callable[[], str | None], iteration: int, groups: ParallelGroups) -> str:
-    """One line that names rank, step and what was found; all ranks call it together."""
+    """One line that names step, ranks and what each found, first what the fewest saw; all ranks call it
+    together."""
     findings = [(rank, text) for rank, text in enumerate(run_on_all_ranks(groups, finding)) if text]
+    seen_by = Counter(text for _, text in findings)
+    findings.sort(key=lambda found: seen_by[found[1]])
     where = "; ".join(f"rank {rank}: {text}" for rank, text in findings[:4]) or "the gradient norm is not finite"
     more = f" (and {len(findings) - 4} more ranks)" if len(findings) > 4 else ""
     return f"step {iteration}: {where}{more}"

@@ -76,7 +76,10 @@ class Lion(torch.optim.Optimizer):
             params = [param for param in group["params"] if param.grad is not None]
             if not params:
                 continue
-            momenta = [self.state[p].setdefault("exp_avg", torch.zeros_like(p)) for p in params]
+            for param in params:
+                if "exp_avg" not in self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+            momenta = [self.state[param]["exp_avg"] for param in params]
             grads = scaled_gradients(self, [param.grad for param in params], momenta)
             lr, (beta1, beta2) = group["lr"] * kept(self), group["betas"]
             updates = torch._foreach_sign(torch._foreach_lerp(grads, momenta, beta1))

@@ -129,8 +129,8 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     """Build a run up to its first step, on every rank. engine: None: as `choose_engine` says."""
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)
-    choice = choose_engine(args, torch.cuda.is_available())
-    (engine or choice.load()).check(args)
+    if engine is not None or args.engine != "auto" or args.load is None:  # else it may be a checkpoint's
+        (engine or choose_engine(args, torch.cuda.is_available()).load()).check(args)
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
@@ -143,8 +143,8 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         logger.info("precision: fp16 is slow on CPUs; --set precision=bfloat16 fp16=null is faster there")
     tokenizer = build_tokenizer(args)
     source = on_rank_zero(groups, lambda: choose_source(args))
+    manifest = on_rank_zero(groups, lambda: continued(args, source))
     if engine is None:
-        manifest = on_rank_zero(groups, lambda: continued(args, source))
         recorded = manifest.engine if manifest is not None else None
         choice = choose_engine(args, groups.device.type == "cuda", recorded)
         engine = choice.load()
@@ -156,7 +156,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
     on_one_rank = _on_writers(args, groups, process)
-    resumed_data_state = on_rank_zero(groups, lambda: begun_of(continued(args, source)))
+    resumed_data_state = begun_of(manifest)
     epochs = args.train_epochs
     if epochs is not None:
         # From here on a run of so many iterations: the schedule and its checks follow.

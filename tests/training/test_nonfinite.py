@@ -65,7 +65,13 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
     good = run_ranks(run_to_end, ranks, {**values, "save": None, "train_iters": 4, "lr_decay_iters": 6})
     for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
         assert message == outcomes[0][0] and message.startswith("step 5: rank ")
-        assert f"rank {ranks - 1}: gradient of " in message and "weights are those of step 4" in message
+        if layout.get("zero_optimization") or name == "dp2":  # native: found in what data ranks sum up
+            assert re.search(
+                r"rank \d( and 1 more)?: gradient of \S+ is not finite in the sum over data ranks", message
+            )
+        else:
+            assert f"rank {ranks - 1}: gradient of " in message
+        assert "weights are those of step 4" in message
         assert bit_equal(weights, expected)
     assert (tmp_path / "run" / "latest").read_text() == "global_step4", "the last good state is saved"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"

@@ -220,11 +220,14 @@ class Checkpointer(CheckpointWriter):
             for name, key in keys.items()
             if getattr(saved, name) != getattr(now, name)
         ]
+        theirs = (manifest.config.get("optimizer") or {}).get("type", "Adam")
+        if manifest.config and _moments(theirs) != _moments(self.args.optimizer["type"]):
+            other.append(ConfigChange("optimizer.type", self.args.optimizer["type"], theirs))
         if not OptimizerFiles(path) and 0 < now.zero_stage and saved.data != now.data:
             other.append(ConfigChange("num_gpus", f"{now.data} data-parallel ranks", str(saved.data)))
         if other:
             raise CheckpointError(
-                f"{describe_changes(other, self.args, f'the run of {path}')}: its optimizer state is of that layout; "
+                f"{describe_changes(other, self.args, f'the run of {path}')}: its optimizer state is of that run; "
                 "use it, or set no_load_optim: true to go on with the weights alone"
             )
 
@@ -266,6 +269,12 @@ class Checkpointer(CheckpointWriter):
 
             run_on_each_rank(self.groups, read_masters)
             self.engine.set_weights(masters)
+
+
+def _moments(optimizer: str) -> str:
+    """A name for the state that an optimizer of this type keeps."""
+    kind = optimizer.lower()
+    return "adam" if kind in ("adam", "adamw", "cpu_adam", "cpu_torch_adam") else kind
 
 
 def _check_precision(path: Path, now: str) -> None:

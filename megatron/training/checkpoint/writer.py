@@ -325,12 +325,12 @@ class CheckpointWriter:
             self._say_once(f"{machine}: {problem}")
 
     def _bytes(self, optimizer: bool) -> int:
-        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's fp32
-        state."""
+        """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's moments
+        and of the fp32 master weights beside 16-bit ones."""
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
-        first, stage = self.groups.rank("data") == 0, self.engine.zero_stage
+        first = self.groups.rank("data") == 0
         weights = elements * self.engine.dtype.itemsize if first else 0
-        state = 12 * trained // self.groups.size("data") if stage > 0 else 8 * trained if first else 0
+        state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data")
         return weights + state if optimizer else weights
 
     def lock(self) -> None:

@@ -91,7 +91,7 @@ def deepspeed_config(args: NeoXArgs) -> dict[str, Any]:
 def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
-        yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; use AdamW here"
+        yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; write engine: native"
 
 
 def _offload_problems(args: NeoXArgs) -> Iterator[str]:

@@ -29,7 +29,8 @@ from megatron.training.step_loss import StepLoss
 class NativeEngine:
     """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
 
-    Between two logged steps the host never waits for the device.
+    Between two logged steps the host never waits for the device, but for `skip_step_above_sigma`, which asks
+    for each step's loss.
     """
 
     name = "native"
@@ -77,6 +78,8 @@ class NativeEngine:
         weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
         self.watch.begin(weight)
         self._loss.begin(1.0 / weight.clamp(min=1.0))
+        if not self.stage.training:
+            self.stage.train()
         loss = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             self.shards.begin_micro_batch(i == len(batches) - 1)
@@ -209,4 +212,4 @@ class NativeEngine:
 
     def close(self) -> None:
         self._update.optimizer.state.clear()
-        self.shards.clear_gradients()
+        self.shards.close()

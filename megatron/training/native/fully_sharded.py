@@ -23,7 +23,8 @@ class CutWeights:
     A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its
     passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it:
     in stage 1 in the last micro-batch alone, so that until then each rank holds whole fp32 gradients.
-    Embedding, last norm and head, which a tied weight joins, are gathered together.
+    Embedding, last norm and head, which a tied weight joins, are gathered together; modules that blocks share
+    (a table of relative positions) each by itself.
 
     With `zero_hpz_partition_size` weights, gradients and states are cut over that many neighbouring data
     ranks alone, which gather weights among themselves; gradients are then summed over the groups.
@@ -99,6 +100,9 @@ class CutWeights:
 
     def gradient_memory(self) -> list[Tensor | None]:
         return self.gradients()
+
+    def close(self) -> None:
+        self.clear_gradients()
 
     def publish(self) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.

@@ -10,6 +10,10 @@ from megatron.neox_arguments import NeoXArgs
 _MEANT = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_param", "cpu_offload")
 
 
+NATIVE_OPTIMIZERS = ("muon",)
+"""Those that DeepSpeed does not run."""
+
+
 class Limit(NamedTuple):
     """A setting that only DeepSpeed can do."""
 

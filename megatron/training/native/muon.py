@@ -62,8 +62,8 @@ class Muon(torch.optim.Optimizer):
     """Muon for `matrices`, fused AdamW for the parameter groups `others`, in one optimizer.
 
     params: `optimizer.params`. Each matrix is gathered whole once a step by one of the data ranks, in turn,
-    which makes it orthogonal; all of its tensor ranks do so. `grad_scale` divides gradients and `found_inf`
-    leaves everything as it is, as in torch's fused optimizers.
+    which makes it orthogonal (all of its tensor ranks do so): a rank has one of them whole at a time.
+    `grad_scale` divides gradients and `found_inf` leaves everything as it is, as in torch's fused optimizers.
     """
 
     _step_supports_amp_scaling = True
@@ -97,14 +97,18 @@ class Muon(torch.optim.Optimizer):
             for name in ("grad_scale", "found_inf"):
                 setattr(self._adamw, name, getattr(self, name, None))
             self._adamw.step()
-        keep = kept(self)
-        rank, size = self._weights.workers
-        moved = [(i % size, m, self._momentum(m)) for i, m in enumerate(self._matrices) if m.local.grad is not None]
-        gathered = [(owner, m, self._weights.gather(m, update, owner)) for owner, m, update in moved]
-        made = [(owner, m, self._update(m, whole) if owner == rank else None) for owner, m, whole in gathered]
-        group = self.param_groups[0]
-        for owner, matrix, update in made:
-            part = self._weights.scatter(matrix, update, owner)
+        moving = [matrix for matrix in self._matrices if matrix.local.grad is not None]
+        size = self._weights.workers[1]
+        for first in range(0, len(moving), size):  # a matrix for each worker, so that no rank has more of them whole
+            self._together(moving[first : first + size])
+
+    def _together(self, matrices: Sequence[Shard]) -> None:
+        """Update as many matrices as there are workers, or fewer, each made orthogonal by its own."""
+        rank, keep, group = self._weights.workers[0], kept(self), self.param_groups[0]
+        wholes = [self._weights.gather(m, self._momentum(m), worker) for worker, m in enumerate(matrices)]
+        updates = [self._update(m, wholes[i]) if i == rank else None for i, m in enumerate(matrices)]
+        for worker, (matrix, update) in enumerate(zip(matrices, updates, strict=True)):
+            part = self._weights.scatter(matrix, update, worker)
             matrix.local.mul_(1.0 - keep * (group["lr"] * group["weight_decay"]))
             matrix.local.sub_(part * (keep * group["lr"]))
 
@@ -112,7 +116,10 @@ class Muon(torch.optim.Optimizer):
         """The elements kept here of what is to be made orthogonal."""
         grad, decay = matrix.local.grad, self._params["momentum"]
         assert grad is not None
-        buffer = self.state[matrix.local].setdefault("momentum_buffer", torch.zeros_like(matrix.local))
+        state = self.state[matrix.local]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.local)
+        buffer = state["momentum_buffer"]
         (grad,) = scaled_gradients(self, [grad], [buffer])
         buffer.lerp_(grad, 1.0 - decay)
         return grad.lerp(buffer, decay) if self._params["nesterov"] else buffer

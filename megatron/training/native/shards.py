@@ -20,8 +20,8 @@ class Shard:
     """What this data rank holds of one parameter.
 
     layer, spec: its place in the weight map. param: the module's own. local: the elements kept here, fp32
-    where it is trained (the optimizer updates them), else as the module has them. first: of the flattened
-    tensor-parallel part, the first of these elements. shape: of that part.
+    where it is trained (the optimizer updates them) or cut, else in the dtype of the run. first: of the
+    flattened tensor-parallel part, the first of these elements. shape: of that part.
     """
 
     layer: int
@@ -69,6 +69,9 @@ class Weights(Protocol):
 
     def gradient_memory(self) -> list[Tensor | None]:
         """What this rank keeps of gradients, in any step."""
+
+    def close(self) -> None:
+        """Release gradients, and hooks on the stage."""
 
     def publish(self) -> None:
         """After `local` of any shard has changed: the next forward sees it."""
@@ -160,6 +163,12 @@ class WholeWeights:
     def gradient_memory(self) -> list[Tensor | None]:
         return [*(shard.param.grad for shard in self.trained), *(bucket.flat for bucket in self._buckets)]
 
+    def close(self) -> None:
+        self.clear_gradients()
+        self._views.clear()
+        for bucket in self._buckets:
+            bucket.close()
+
     @torch.no_grad()
     def publish(self) -> None:
         if self._has_masters and self.trained:
@@ -192,8 +201,8 @@ class _Bucket:
         self.views = [part.view(param.shape) for param, part in zip(params, parts, strict=True)]
         self._empty = [True] * len(sizes)  # nothing has been added in this step
         self._missing, self._on_arrival = len(sizes), on_arrival
-        for i, param in enumerate(params):
-            param.register_post_accumulate_grad_hook(partial(self._take, i))
+        hooks = [partial(self._take, i) for i in range(len(sizes))]
+        self._hooks = [p.register_post_accumulate_grad_hook(hook) for p, hook in zip(params, hooks, strict=True)]
 
     def begin_micro_batch(self) -> None:
         self._missing = len(self.views)
@@ -222,3 +231,9 @@ class _Bucket:
 
     def clear(self) -> None:
         self._empty = [True] * len(self.views)
+
+    def close(self) -> None:
+        """Release hooks and memory."""
+        for hook in self._hooks:
+            hook.remove()
+        self.views, self.flat = [], self.flat.new_empty(0)

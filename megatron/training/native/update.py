@@ -31,7 +31,7 @@ class Update:
         the step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
         norms = torch._foreach_norm([self._none if g is None else g for g in gradients])
         each = torch.stack(norms) if norms else self._owned
-        self._watch.mark(each)
+        self._watch.mark(each, summed=self._groups.size("data") > 1)
         # A norm that is not finite but not owned is no number times 0, NaN: the verdict says the same.
         sums = torch.stack([each.square().dot(self._owned), self._watch.seen])
         if self._groups.world_size > 1:

@@ -112,6 +112,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
     "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "dp4 zero3 by twos": (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
     "dp2 x tp2 zero2": (4, {"model_parallel_size": 2, "zero_optimization": {"stage": 2}}),
 }
 
@@ -136,7 +137,7 @@ def given_gradients(rank: int, world_size: int, layouts: list[dict[str, Any]]) -
     return results
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "tp2 sp"))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "tp2 sp", "dp2 zero1"))
 def test_the_same_gradients_give_the_same_bits(name: str) -> None:
     """Gathered whole, a matrix is what one process has."""
     ranks, layout = LAYOUTS[name]
@@ -153,7 +154,7 @@ def references() -> list[Any]:
     return [whole([part], values) for part, values in zip(parts, configs, strict=True)]
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "dp2 zero1", "tp2 sp"))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "dp2 zero1", "tp2 sp", "dp4 zero3 by twos"))
 def test_layouts(name: str, references: list[Any]) -> None:
     """Gradients that differ in their last bits are rounded to other bf16 numbers: weights are as near as lr
     times 2^-9."""
@@ -175,5 +176,5 @@ def test_resumes_bit_equal(tmp_path: Any) -> None:
 
 def test_deepspeed_refuses_it() -> None:
     values = config(NEOX, MUON, engine="deepspeed", train_micro_batch_size_per_gpu=8)
-    with pytest.raises(AssertionError, match="optimizer.type Muon runs on the native engine alone"):
+    with pytest.raises(AssertionError, match="Muon runs on the native engine alone; write engine: native"):
         run_ranks(run_to_end, 1, values)

@@ -10,9 +10,10 @@ from megatron.checkpointing import read_manifest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import ADAMW, LLAMA, NEOX, config, run_to_end
+from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config, run_to_end
 
 STEPS = 9
 PARTS = [("deepspeed", 1), ("native", 3), ("deepspeed", 3), ("native", 0)]
@@ -24,7 +25,7 @@ def values(save: Path, **more: Any) -> dict[str, Any]:
     return config(ADAMW, LLAMA, common, {"save": str(save), "load": str(save)}, more)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+@pytest.mark.parametrize("precision", with_more(["fp32", "bfloat16"], "bfloat16"))
 def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
     """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
     through = values(tmp_path / "through", precision=precision, engine="deepspeed")
@@ -56,6 +57,7 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
         ({}, True, None, "deepspeed", "auto: on GPUs, until"),
         ({}, True, "native", "native", "auto: that of the run it goes on from"),
         ({"engine": "native"}, True, "deepspeed", "native", "program"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
         ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
         ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
         ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
@@ -65,6 +67,44 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
 def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
     choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("AdamW", "Muon"),
+        *(pytest.param(*pair, marks=pytest.mark.more) for pair in (("Muon", "AdamW"), ("Lion", "SGD"))),
+    ],
+)
+def test_another_optimizers_state_is_refused(before: str, after: str, tmp_path: Path) -> None:
+    def given(kind: str, **more: Any) -> dict[str, Any]:
+        return values(tmp_path, optimizer={"type": kind, "params": {"lr": 1e-3}}, **more)
+
+    run_ranks(run_to_end, 1, given(before, exit_interval=1))
+    with pytest.raises(
+        AssertionError, match=rf"optimizer.type: {after} .*, but the run of \S+ had {before}: .* no_load_o"
+    ):
+        run_ranks(run_to_end, 1, given(after))
+    run_ranks(run_to_end, 1, given(after, no_load_optim=True, exit_interval=2))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
+    """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
+    ranks, zero = 4 * tensor, {"stage": 3, "zero_hpz_partition_size": 2}
+    common = {"precision": "bfloat16", "model_parallel_size": tensor, "zero_optimization": zero, "train_batch_size": 8}
+    through = values(tmp_path / "through", **common)
+    weights = run_ranks(run_to_end, ranks, through, timeout=200)
+    stopped = values(tmp_path / "stopped", **common)
+    run_ranks(run_to_end, ranks, {**stopped, "exit_interval": 4}, timeout=200)
+    for engine, stage in (("native", 1), ("deepspeed", 1)):
+        other = values(tmp_path / f"other-{engine}", **common, engine=engine, load=str(tmp_path / "stopped"))
+        run_ranks(run_to_end, ranks, {**other, "zero_optimization": {"stage": stage}}, timeout=200)
+        now, expected = losses(tmp_path / f"other-{engine}"), losses(tmp_path / "through")
+        assert max(abs(now[step] - expected[step]) / expected[step] for step in range(5, STEPS + 1)) < 1e-3
+    resumed = run_ranks(run_to_end, ranks, stopped, timeout=200)
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(weights, resumed, strict=True))
 
 
 def test_keys_without_effect_are_named() -> None:
