@@ -1,5 +1,5 @@
 """What a training engine is asked for, and what it answers. Loop, evaluation and checkpoints know no more of
-one than this; which engine there is, is said where a run is built (`setup.start`)."""
+one than this; which engine there is, `engine_choice` says, and which pipeline schedule, `parallelize`."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine import Engine
 from megatron.training.native.limits import NATIVE_OPTIMIZERS, limits
 
@@ -15,14 +15,17 @@ class EngineChoice:
     reason: str
 
     def load(self) -> type[Engine]:
-        """The class. DeepSpeed takes seconds to import and is imported for its own runs alone."""
+        """The class. DeepSpeed takes seconds to import and is imported for its own runs alone. Raises
+        ConfigError for a name that a checkpoint has and this program does not."""
         if self.name == "native":
             from megatron.training.native.engine import NativeEngine
 
             return NativeEngine
-        from megatron.training.deepspeed.engine import DeepSpeedEngine
+        if self.name == "deepspeed":
+            from megatron.training.deepspeed.engine import DeepSpeedEngine
 
-        return DeepSpeedEngine
+            return DeepSpeedEngine
+        raise ConfigError([f"engine {self.name} ({self.reason}) is not known here; write engine: native or deepspeed"])
 
 
 def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> EngineChoice:

@@ -3,7 +3,7 @@ config.json.
 
 A `TensorMapping` says which foreign tensors one of our parameters is made of, and how: `join` makes ours,
 `split` undoes it bit for bit. Shapes, tensor-parallel splits and initial values of our parameters stand in
-`model.weight_map`.
+`model.weight_map`. The families that there are stand in `convert.FAMILIES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,8 @@
 """How a configuration key is declared: one typed line with its default and its meaning.
 
 `num_layers: int = key(REQUIRED, "Number of transformer blocks", ge=1)` in a dataclass is a declaration;
-everything else (type checks, documentation, dumps) is made from it.
+everything else (type checks, documentation, dumps) is made from it. `resolved.ResolvedArgs` is all such
+dataclasses in one; `NeoXArgs` adds what follows from the values, and is what the code is given.
 """
 
 import functools

@@ -124,6 +124,11 @@ def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
         NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=zero)).for_world(ranks))
 
 
+def test_an_unknown_engine_of_a_checkpoint() -> None:
+    with pytest.raises(ConfigError, match="engine bare .* is not known here; write engine: native or deepspeed"):
+        choose_engine(NeoXArgs.from_dict(config(NEOX)), False, "bare").load()
+
+
 def test_native_says_what_it_leaves_to_deepspeed() -> None:
     given = config(NEOX, engine="native", pipe_parallel_size=2, comms_logger={"enabled": True})
     with pytest.raises(AssertionError, match=r"pipe_parallel_size 2: pipelines run on DeepSpeed; write engine: deeps"):
