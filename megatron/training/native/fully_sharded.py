@@ -55,8 +55,10 @@ class CutWeights:
                     if not isinstance(module, FSDPModule):
                         cut(module)
                 cut(block)
-                for param in params:  # `init_stage` refers to them until the last layer is there
-                    param.data = param.new_empty(0)
+                kept = set(block.parameters())
+                for param in params:  # `init_stage` refers to all until the last layer is there
+                    if param not in kept:
+                        param.data = param.new_empty(0)
 
         init_stage(stage, args, groups, torch.float32, cut_layer)
         cut(stage)
