@@ -14,6 +14,24 @@ from megatron.data.preferences.preference_dataset import PreferenceSample
 
 
 @dataclass(frozen=True, eq=False)
+class SharedPrefixes:
+    """Documents that begin with the first tokens of the document before, which the row holds once
+    ("Accelerating Direct Preference Optimization with Prefix Sharing", arXiv 2410.20305).
+
+    It says how the documents of a micro-batch lie when each is written out with its prefix.
+    """
+
+    places: Tensor  # [tokens written out] int64: row * seq + column of each
+    own: Tensor  # [batch * seq] int64: index in `places` of each place's token behind its own prefix
+    cu_seqlens: Tensor  # [n] int32, starts of documents written out, padded as `Batch.cu_seqlens`
+    max_seqlen: int = 0  # number of tokens of the longest document written out
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SharedPrefixes":
+        """The same with `function` applied to every tensor."""
+        return replace(self, places=function(self.places), own=function(self.own), cu_seqlens=function(self.cu_seqlens))
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
@@ -37,7 +55,9 @@ class Batch:
     reference_logprobs: Tensor | None = None  # [n] float32, sum of each response; None: not (yet) known
     kl_batch: "Batch | None" = None  # KTO: mismatched responses, scored without gradients; all count in its KL
     baseline: Tensor | None = None  # [n] float32, subtracted from each response's score; the objective fills it
+    prefixes: SharedPrefixes | None = None  # with cu_seqlens: what documents share; positions then count it
     padding: int = 0  # places that hold no document
+    loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: all go through the head
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
@@ -45,6 +65,8 @@ class Batch:
         changed: dict[str, Any] = {name: function(value) for name, value in values.items() if isinstance(value, Tensor)}
         if self.kl_batch is not None:
             changed["kl_batch"] = self.kl_batch.map(function)
+        if self.prefixes is not None:
+            changed["prefixes"] = self.prefixes.map(function)
         return replace(self, **changed)
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
@@ -79,11 +101,11 @@ def collate(
     resets = reset_attention_mask or reset_position_ids
     if eod is None and (eod_mask_loss or (resets and begins is None)):
         raise ValueError("eod_mask_loss, and resets without `begins`, need the tokenizer's end-of-document token")
-    windows, targets = torch.from_numpy(samples), torch.from_numpy(samples if labels is None else labels)[:, 1:]
-    tokens = windows[:, :-1].contiguous()
+    targets = (samples if labels is None else labels)[:, 1:]
+    tokens = torch.from_numpy(samples)[:, :-1].contiguous()
     trained = targets >= 0
     if eod_mask_loss:
-        trained &= tokens != eod
+        trained &= samples[:, :-1] != eod
     positions, cu_seqlens, max_seqlen = None, None, 0
     if resets:
         if begins is None:
@@ -94,10 +116,12 @@ def collate(
         if reset_attention_mask:
             starts, max_seqlen = document_starts(begins[:, :-1])
             cu_seqlens = torch.from_numpy(starts)
-            trained &= ~torch.from_numpy(begins)[:, 1:]
-    loss_weights = trained.long()
+            trained &= ~begins[:, 1:]
+    loss_weights = torch.from_numpy(trained.astype(np.int64))
     reward = None if rewards is None else torch.from_numpy(rewards)
-    return Batch(tokens, targets * loss_weights, loss_weights, positions, cu_seqlens, max_seqlen, reward, seed)
+    masked = torch.from_numpy(targets * trained)
+    batch = Batch(tokens, masked, loss_weights, positions, cu_seqlens, max_seqlen, reward, seed)
+    return replace(batch, loss_places=places_of_loss(trained))
 
 
 def collate_samples(
@@ -146,20 +170,58 @@ def collate_preferences(
     rows = [row for sample in samples for row in sample.rows]
     batch = collate_samples(rows, reset_attention_mask=packed, reset_position_ids=packed, seed=seed)
     before = np.cumsum([0] + [len(sample.preference_labels) for sample in samples]).tolist()
-    response_ids = [
+    numbered = [
         np.where(row >= 0, row + offset, -1)
         for sample, offset in zip(samples, before, strict=False)
         for row in sample.response_ids
     ]
     references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    response_ids = torch.from_numpy(np.stack(numbered)[:, :-1].copy())
+    if any(sample.prefix_lengths is not None for sample in samples):
+        none = [np.zeros(len(sample.preference_labels), np.int64) for sample in samples]
+        lengths = [
+            zeros if s.prefix_lengths is None else s.prefix_lengths for s, zeros in zip(samples, none, strict=True)
+        ]
+        batch = share_prefixes(batch, response_ids, np.concatenate(lengths))
     kl_samples = [sample.kl_sample for sample in samples if sample.kl_sample is not None]
     return replace(
         batch,
-        response_ids=torch.from_numpy(np.stack(response_ids)[:, :-1].copy()),
+        response_ids=response_ids,
         preference_labels=torch.from_numpy(np.concatenate([sample.preference_labels for sample in samples])),
         reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
         kl_batch=collate_preferences(kl_samples, packed=packed, seed=seed) if kl_samples else None,
     )
+
+
+def share_prefixes(batch: Batch, response_ids: Tensor, lengths: np.ndarray) -> Batch:
+    """A batch of packed documents with `Batch.prefixes`, and positions that count them.
+
+    response_ids: `[batch, seq]`, as of `Batch`. lengths: [n] int64 of each response: how many of the first
+    tokens of the response before, in the same row, come before its own.
+    """
+    assert batch.cu_seqlens is not None and batch.positions is not None
+    total, padded = batch.tokens.numel(), batch.cu_seqlens.numpy()
+    starts = padded[: np.searchsorted(padded, total)].astype(np.int64)
+    response = response_ids.numpy().ravel()[starts]
+    prefix = np.where(response >= 0, lengths[np.maximum(response, 0)], 0)
+    own = np.diff(starts, append=total)
+    shift = np.cumsum(prefix)  # of a document's own tokens, when all are written out
+    ends = np.cumsum(own) + shift
+    written = np.concatenate([[0], ends])
+    number = np.repeat(np.arange(len(starts)), own + prefix)
+    offset = np.arange(ends[-1]) - written[number] - prefix[number]
+    before = starts[number - 1] + offset + prefix[number]
+    places = np.where(offset < 0, before, starts[number] + offset)
+    cu_seqlens = np.full(len(padded), ends[-1], np.int32)
+    cu_seqlens[: len(starts)] = written[:-1]
+    prefixes = SharedPrefixes(
+        torch.from_numpy(places),
+        torch.from_numpy(np.arange(total) + np.repeat(shift, own)),
+        torch.from_numpy(cu_seqlens),
+        int((own + prefix).max()),
+    )
+    positions = batch.positions + torch.from_numpy(np.repeat(prefix, own)).view_as(batch.positions)
+    return replace(batch, positions=positions, prefixes=prefixes)
 
 
 def rechunk(batch: Batch, length: int) -> Batch:
@@ -173,6 +235,7 @@ def rechunk(batch: Batch, length: int) -> Batch:
         return batch
     cuts = torch.arange(length)
     cut = batch.map(lambda tensor: tensor.reshape(-1, length) if tensor.shape == (rows, seq) else tensor)
+    cut = replace(cut, loss_places=places_of_loss(cut.loss_weights.numpy()))
     positions = None if cut.positions is None else torch.minimum(cut.positions, cuts)
     if batch.cu_seqlens is None:
         return replace(cut, positions=positions)
@@ -180,6 +243,22 @@ def rechunk(batch: Batch, length: int) -> Batch:
     begins[batch.cu_seqlens.numpy()] = True
     starts, max_seqlen = document_starts(begins[:-1].reshape(-1, length))
     return replace(cut, positions=positions, cu_seqlens=torch.from_numpy(starts), max_seqlen=max_seqlen)
+
+
+def places_of_loss(loss_weights: np.ndarray) -> Tensor | None:
+    """`Batch.loss_places`: the places whose loss weight is 1, as numbers in the order of `[seq, batch]`, in
+    which the model computes; then so many others that a shape of batch has eight sizes at most. None where
+    they are more than three quarters of all.
+
+    loss_weights: [batch, seq], 0 or 1.
+    """
+    flat = loss_weights.T.ravel()
+    places = np.flatnonzero(flat)
+    step = 1 << max(0, flat.size // 8 - 1).bit_length()
+    size = max(1, -(-len(places) // step)) * step
+    if 4 * size > 3 * flat.size:
+        return None
+    return torch.from_numpy(np.concatenate([places, np.flatnonzero(flat == 0)[: size - len(places)]]))
 
 
 def document_starts(begins: np.ndarray) -> tuple[np.ndarray, int]:

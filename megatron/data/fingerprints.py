@@ -12,6 +12,7 @@ from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import blend_weights, companion_paths, data_prefixes
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import least_prefix_saving, sample_kind
 
 FINGERPRINT_BLOCKS = 64
 FINGERPRINT_BLOCK = 1 << 16
@@ -92,6 +93,8 @@ def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
     many."""
     keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
     keys["data_seed"] = data_seed(args)
+    if sample_kind(args) == "pairs" and args.pack_impl == "best_fit":
+        keys["prefix_sharing"] = least_prefix_saving(args) is not None
     if args.data_path:
         keys["split"] = args.split.replace(" ", "")
     if args.train_data_weight_schedule is not None:

@@ -8,7 +8,7 @@ linear is split over tensor-parallel ranks stands in `megatron.mpu.layers`. Laye
 """
 
 from megatron.model.cache import KVCache
-from megatron.model.inference import Model, for_inference, inference_mode
+from megatron.model.inference import Model, eager_blocks, for_inference, inference_mode
 from megatron.model.init import init_stage, materialize
 from megatron.model.pipeline_forward import forward_only
 from megatron.model.pipeline_partition import partition_layers
@@ -24,6 +24,7 @@ __all__ = [
     "Stage",
     "block_specs",
     "build_stage",
+    "eager_blocks",
     "for_inference",
     "forward_only",
     "freeze",

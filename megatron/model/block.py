@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionBackends, AttentionInputs, SelfAttention
@@ -10,7 +11,16 @@ from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
 from megatron.model.norms import NORMS, Norm, build_norm
 from megatron.model.specs import BlockSpec
-from megatron.mpu import Linear, ParallelGroups, ParamSpec, dropout, mix_seed, seed_tensor, with_prefix
+from megatron.mpu import (
+    Linear,
+    ParallelGroups,
+    ParamSpec,
+    dropout,
+    mix_seed,
+    row_parallel_sum,
+    seed_tensor,
+    with_prefix,
+)
 from megatron.neox_arguments import NeoXArgs
 
 Mix = Callable[[Tensor], Tensor]
@@ -63,7 +73,13 @@ class DropoutSeeds(NamedTuple):
 
 class Block(nn.Module):
     """A transformer block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
-    parallelism)."""
+    parallelism).
+
+    checkpoint: runs a function on the block's input and keeps less for the backward pass than it makes
+    (`training.recompute`); None: all is kept.
+    """
+
+    checkpoint: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
 
     attention: SubLayer
     mlp: SubLayer
@@ -126,7 +142,10 @@ class Block(nn.Module):
         def mix(x: Tensor) -> Tensor:
             return self.attention.core(x, inputs, seeds.attention, cache)
 
-        return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
+        def run(x: Tensor) -> Tensor:
+            return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
+
+        return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
     def _drop(self, x: Tensor, seed: Tensor | None) -> Tensor:
         return x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
@@ -158,8 +177,7 @@ class Block(nn.Module):
         inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x))
         if self.training and self.hidden_dropout > 0.0:
             return x + self._drop(attended(mixed), seeds.mixer) + self._drop(fed(inner), seeds.feed_forward)
-        both = attended.sum_over_ranks(attended.partial(mixed) + fed.partial(inner))
-        return x + fed.add_bias(attended.add_bias(both))
+        return x + row_parallel_sum((attended, fed), (mixed, inner))
 
 
 _RESIDUAL_FORMS = {

@@ -1,11 +1,28 @@
 """The last layers: the final norm, and the output projection to this rank's part of the vocabulary."""
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from megatron.model.embedding import word_embeddings
 from megatron.model.norms import NORMS, build_norm
 from megatron.model.specs import FinalNormSpec, HeadSpec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, with_prefix
+from megatron.mpu import (
+    Linear,
+    LinearSpec,
+    OutputLayer,
+    ParallelGroups,
+    ParamSpec,
+    PlainProduct,
+    Product,
+    allocate,
+    compiled_kernels,
+    linear,
+    plain_kernels,
+    with_prefix,
+)
 
 
 class FinalNorm(nn.Module):
@@ -23,12 +40,39 @@ class FinalNorm(nn.Module):
         return self.norm(x)
 
 
-class Head(nn.Module):
+class OutputProjection(nn.Module):
+    """What both heads are: the logits of hidden states, or what a function makes of these and the
+    `OutputLayer`."""
+
+    def __init__(self, groups: ParallelGroups, sequence_parallel: bool) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
+        self.kernels = self.plain_kernels = plain_kernels()
+
+    def compile_kernels(self) -> None:
+        """Compile what is done to the logits of a chunk where gradients are wanted; passes without them
+        compile nothing."""
+        self.kernels = compiled_kernels()
+
+    def projection(self) -> tuple[Tensor, Product]:
+        """The weight `[vocab/T, hidden]`, and what multiplies with it."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
+        """`[..., hidden]` to `[..., vocab/T]`, or to what `use` returns; the weight is there within this call
+        alone where it is cut over data ranks."""
+        weight, product = self.projection()
+        if use is None:
+            return linear(x, weight, None, product)
+        kernels = self.kernels if torch.is_grad_enabled() else self.plain_kernels
+        return use(x, OutputLayer(weight, product, kernels))
+
+
+class Head(OutputProjection):
     """Final projection of `HeadInput.hidden_states`; parameter `final_linear.weight`."""
 
     def __init__(self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
+        super().__init__(groups, sequence_parallel)
         self.final_linear = Linear(self._linear(spec), groups)
         self.final_linear.group = None  # its input went through `copy_to_tensor` already
 
@@ -42,24 +86,26 @@ class Head(nn.Module):
         """The head's parameters: no own ones where it is tied, since its weight is the embedding's."""
         return () if spec.tied else with_prefix("final_linear", cls._linear(spec).params())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.final_linear(x)
+    def projection(self) -> tuple[Tensor, Product]:
+        return self.final_linear.weight, self.final_linear.product
 
 
-class TiedHead(nn.Module):
+class TiedHead(OutputProjection):
     """Final projection with the embedding's weight: the embedding's own parameter where both are on one
-    stage, else a copy whose gradient is summed with the first stage's."""
+    stage, else a copy whose gradient is summed with the first stage's. product: as of `Linear`."""
+
+    product: Product
 
     def __init__(
         self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool, weight: nn.Parameter | None
     ) -> None:
-        super().__init__()
-        self.group, self.sequence_parallel = groups.group("tensor"), sequence_parallel
+        super().__init__(groups, sequence_parallel)
+        self.product = PlainProduct()
         self.word_embeddings = nn.Module()
         if weight is None:
             allocate(self.word_embeddings, [word_embeddings(spec)], groups)
         else:
             self.word_embeddings.weight = weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.word_embeddings.weight)  # type: ignore[arg-type]
+    def projection(self) -> tuple[Tensor, Product]:
+        return self.word_embeddings.weight, self.product  # type: ignore[return-value]

@@ -61,6 +61,25 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
 
 
 @contextmanager
+def eager_blocks(stage: Stage) -> Iterator[None]:
+    """Within the context the blocks of a stage run uncompiled, and it counts as such: what is run now and
+    then, in other shapes than those of steps, would have the run wait for graphs of its own."""
+    was_compiled = stage.compiled
+    blocks = [stage.layers[str(spec.index)] for spec in stage.blocks] if was_compiled else []
+    compiled = [block._compiled_call_impl for block in blocks]
+    # torch's stance "force_eager" would reach into kernels that are compiled by themselves (FlexAttention's).
+    for block in blocks:
+        block._compiled_call_impl = None
+    stage.compiled = False
+    try:
+        yield
+    finally:
+        stage.compiled = was_compiled
+        for block, call in zip(blocks, compiled, strict=True):
+            block._compiled_call_impl = call
+
+
+@contextmanager
 def inference_mode(stage: Stage) -> Iterator[None]:
     """Within the context a stage that is being trained runs as `for_inference` would have built it.
 
@@ -71,7 +90,7 @@ def inference_mode(stage: Stage) -> Iterator[None]:
     stage.eval()
     _set_sequence_parallel(split_modules, False)
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with eager_blocks(stage):
             yield
     finally:
         _set_sequence_parallel(split_modules, True)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron.mpu import mix_seed, seed_tensor, seeded
+from megatron.mpu import fork_seed, mix_seed
 
 
 def document_lengths(tokens: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -27,10 +27,7 @@ def add_noise(x: Tensor, lengths: Tensor, alpha: float, seed: int, part: int = 0
     """
     rows, seq = lengths.shape
     shape = seq, rows, x.shape[-1]
-
-    def draw() -> Tensor:
-        return torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0)
-
-    noise = seeded(draw, seed_tensor(mix_seed(seed, "neftune")), x.device).chunk(parts)[part]
+    with fork_seed(mix_seed(seed, "neftune"), x.device):
+        noise = torch.empty(shape, dtype=torch.float32, device=x.device).uniform_(-1.0, 1.0).chunk(parts)[part]
     size = (alpha / (lengths * x.shape[-1]).sqrt()).t().chunk(parts)[part]
     return x + (noise * size.unsqueeze(-1)).to(x.dtype)

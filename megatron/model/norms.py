@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.norm_functions import TORCH_NORMS, NormFunctions
 from megatron.model.specs import AttentionSpec, HeadNormSpec, NormSpec
 from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, reduce_from_tensor
 
@@ -16,7 +17,9 @@ def _gain(spec: NormSpec | HeadNormSpec) -> str:
 
 
 class Norm(nn.Module):
-    """The base of norms of hidden states `[..., hidden]`."""
+    """The base of norms of hidden states `[..., hidden]`. functions: what computes LayerNorm and RMSNorm."""
+
+    functions: NormFunctions = TORCH_NORMS
 
     def __init__(self, spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
@@ -49,7 +52,8 @@ class LayerNorm(Norm):
         return (ParamSpec("weight", (spec.width,), init="ones"), *bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.shape, self._whole(self.weight), self._whole(self.bias), self.eps)
+        weight, bias = self._whole(self.weight), self._whole(self.bias)
+        return self.functions.layer_norm(x, self.shape, weight, bias, self.eps)
 
 
 class RMSNorm(Norm):
@@ -66,9 +70,7 @@ class RMSNorm(Norm):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = copy_to_tensor(self.scale, self.group)
-        if self.zero_centered:
-            return F.rms_norm(x.float(), self.shape, 1.0 + scale.float(), self.eps).to(x.dtype)
-        return F.rms_norm(x, self.shape, scale, self.eps)
+        return self.functions.rms_norm(x, self.shape, scale, self.eps, self.zero_centered)
 
 
 class ScaleNorm(Norm):
@@ -91,6 +93,13 @@ NORMS: Mapping[str, type[Norm]] = {
     "rmsnorm": RMSNorm,
     "scalenorm": ScaleNorm,
 }
+
+
+def set_norm_functions(module: nn.Module, functions: NormFunctions) -> None:
+    """Let the norms of hidden states in `module` compute with these functions."""
+    for norm in module.modules():
+        if isinstance(norm, Norm):
+            norm.functions = functions
 
 
 def build_norm(spec: NormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> Norm:

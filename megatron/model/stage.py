@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 from megatron.data import Batch
 from megatron.model.attention import (
@@ -18,7 +16,7 @@ from megatron.model.attention import (
     cached_inputs,
     choose_backends,
     text_inputs,
-    tree_attention_inputs,
+    tree_inputs,
 )
 from megatron.model.block import Block, DropoutSeeds
 from megatron.model.cache import KVCache
@@ -38,7 +36,10 @@ from megatron.model.specs import (
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
 from megatron.mpu import HeadInput, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
+from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
+
+RunBlocks = Callable[[Callable[[Tensor, int, int], Tensor], Tensor, int, int], Tensor]
 
 
 class HiddenStates(NamedTuple):
@@ -75,15 +76,16 @@ class Stage(nn.Module):
     """The layers of one pipeline stage: the whole decoder without pipeline parallelism.
 
     Parameters are named `layers.<NeoX index>.<NeoX name>`, and on the meta device until `materialize`.
-    recompute: number of blocks whose activations are recomputed together in the backward pass; 0: none are.
-    recompute_from_cpu: the inputs of these groups of blocks are kept on the CPU.
+    run_blocks: how blocks with gradients are run: calls a function of `x` and numbers of a first block and of
+    that after a last one, until all have run (`training.recompute` keeps less than that makes).
     compiled: blocks are compiled.
     dtype: of weights as blocks compute with them, and of hidden states.
     backends: the attention backends by `AttentionSpec.backend`.
+    delayed_scaling: of the FP8 products of its linears, where they have a state.
     """
 
-    recompute = 0
-    recompute_from_cpu = False
+    delayed_scaling: DelayedScaling | None = None
+    run_blocks: RunBlocks
     compiled = False
     dtype = torch.float32
 
@@ -102,6 +104,7 @@ class Stage(nn.Module):
         self.device_of_groups = groups.device
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
         self.lowest_trained, self.backends = lowest_trained, backends
+        self.run_blocks = _run_at_once
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
         self._slopes: dict[int, Tensor] = {}  # by number of heads
@@ -173,13 +176,17 @@ class Stage(nn.Module):
 
         mixer, cache = spec.mixer, context.cache
         if context.branch_ids is not None:
-            return tree_attention_inputs(mixer, positions, context.branch_ids, bias)
+            branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
+            # Rows of every length: a mask compiles nothing anew.
+            return tree_inputs(mixer, positions, branches, torch.zeros_like(branches), length, None, bias)
         if cache is not None and batch.positions is not None:
             return cached_inputs(mixer, positions, context.last_tokens, cache.length, self.dtype, bias)
-        unmasked = self.backends[mixer.backend].supports_varlen(mixer.window)
-        inputs = text_inputs(mixer, batch, positions, context.last_tokens, unmasked, bias)
+        form = self.backends[mixer.backend].form(batch, mixer.window)
+        inputs = text_inputs(mixer, batch, positions, context.last_tokens, form, bias)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
-            for sized in (inputs.cu_seqlens, inputs.longest):
+            for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out):
+                if sized is None:
+                    continue
                 torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
         return inputs
 
@@ -215,14 +222,7 @@ class Stage(nn.Module):
         frozen = sum(spec.index < self.lowest_trained for spec in specs)
         with torch.no_grad():
             x = run(x, 0, frozen)
-        if not self.recompute or not torch.is_grad_enabled():
-            return run(x, frozen, len(specs))
-        on_gpu = self.device_of_groups.type == "cuda"
-        with save_on_cpu(pin_memory=on_gpu) if self.recompute_from_cpu else nullcontext():
-            for first in range(frozen, len(specs), self.recompute):
-                # Masks of dropout are functions of their seeds, so no generator state need be kept.
-                x = checkpoint(run, x, first, first + self.recompute, use_reentrant=False, preserve_rng_state=False)
-        return x
+        return (self.run_blocks if torch.is_grad_enabled() else _run_at_once)(run, x, frozen, len(specs))
 
     def forward(
         self,
@@ -268,6 +268,10 @@ class Stage(nn.Module):
         norm, head = (self.layers[str(spec.index)] for spec in self.specs[-2:])
         enter = gather_from_sequence if head.sequence_parallel else copy_to_tensor
         return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
+
+
+def _run_at_once(run: Callable[[Tensor, int, int], Tensor], x: Tensor, first: int, last: int) -> Tensor:
+    return run(x, first, last)
 
 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:

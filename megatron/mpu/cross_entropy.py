@@ -1,136 +1,255 @@
-"""Vocab-parallel cross-entropy: log-probabilities of labels over a vocabulary that may be split over tensor
-ranks.
+"""Vocab-parallel cross-entropy of the logits of some tokens, over a vocabulary that may be split over tensor
+ranks (arXiv 1909.08053, section 3): log-probabilities of labels, statistics, and the gradient of the logits.
 
-Tokens are worked on in slices, which bounds the memory for fp32 copies of logits.
+Everything is fp32, whatever the dtype of the logits. A function here is elementwise but for sums over a row
+of logits, so that torch.compile makes one kernel or two of each; run as it is, it works on slices of a few
+rows, which bounds the memory for fp32 copies.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Logits worked on at a time: 64 MiB in fp32, of which a handful live at once; on a CPU what its caches hold.
-CHUNK, CPU_CHUNK = 2**24, 2**20
+from megatron.mpu.mappings import gather_from_tensor
+
+# Logits in a slice: 128 MiB in fp32, of which one or two live at once; on a CPU what its caches hold.
+SLICE, CPU_SLICE = 2**25, 2**20
+
+# From log p(label) of tokens to their losses, each of its own token alone, fp32 `[n]`.
+TokenLoss = Callable[[Tensor], Tensor]
 
 
-class TokenStatistics(NamedTuple):
-    """Statistics of the predicted distribution at each position, `[seq, batch]` fp32, without gradients."""
+class VocabPart(NamedTuple):
+    """This rank's part of the vocabulary.
 
-    entropy: Tensor  # nats
-    mean_logit: Tensor  # over the columns that take part in the softmax
-    is_top: Tensor  # 1 where no token is likelier than the label
-
-
-def _slices(logits: Tensor) -> Iterator[slice]:
-    rows, vocab = logits.shape
-    step = max(1, (CHUNK if logits.device.type == "cuda" else min(CHUNK, CPU_CHUNK)) // vocab)
-    return (slice(start, start + step) for start in range(0, rows, step))
-
-
-class _Logprobs(torch.autograd.Function):
-    """(log p(label), logsumexp, entropy, mean logit, top or not) `[tokens]` fp32 from this rank's logits
-    `[tokens, vocab/T]`, by two all-reduces over the tensor ranks (arXiv 1909.08053, section 3). Kept for the
-    backward pass: the logits as they came, and two numbers a token."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        group: dist.ProcessGroup | None,
-        columns: int | None,
-        statistics: bool,
-    ) -> tuple[Tensor, ...]:
-        rows, vocab = logits.shape
-        first = 0 if group is None else dist.get_rank(group) * vocab
-        whole = vocab if group is None else vocab * dist.get_world_size(group)
-        own_columns = vocab if columns is None else min(max(columns - first, 0), vocab)
-        local = labels - first
-        foreign = (local < 0) | (local >= own_columns)
-        local = local.masked_fill(foreign, 0)
-        # A rank that holds nothing but padding has no highest: it stays below all others, and finite.
-        highest = logits.new_full((rows,), -1e30, dtype=torch.float32)
-        sums = highest.new_zeros(4 if statistics else 2, rows)  # label's logit, sum of exp; exp * logit, logit
-        for part in _slices(logits) if own_columns else ():
-            chunk = logits[part, :own_columns].float()
-            highest[part] = chunk.amax(-1)
-            shifted = chunk - highest[part, None]
-            sums[0, part] = chunk.gather(-1, local[part, None]).squeeze(-1)
-            if statistics:
-                sums[3, part] = chunk.sum(-1)
-                exp = shifted.exp()
-                sums[2, part] = shifted.mul_(exp).sum(-1)
-            else:
-                exp = shifted.exp_()
-            sums[1, part] = exp.sum(-1)
-        if group is not None:
-            local_highest = highest.clone()
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-            below = local_highest - highest
-            if statistics:
-                sums[2] = below.exp() * (sums[2] + below * sums[1])
-            sums[1] *= below.exp()
-            sums[0].masked_fill_(foreign, 0.0)
-            dist.all_reduce(sums, group=group)
-        label_logit, total = sums[0], sums[1]
-        ctx.save_for_backward(logits, local, foreign, highest, total)
-        ctx.own_columns = own_columns
-        log_total = total.log()
-        results = (label_logit - highest) - log_total, highest + log_total
-        if not statistics:
-            return results
-        more = log_total - sums[2] / total, sums[3] / (columns or whole), (label_logit >= highest).float()
-        ctx.mark_non_differentiable(*more)
-        return results + more
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        logits, local, foreign, highest, total = ctx.saved_tensors
-        own_columns = ctx.own_columns
-        grad, grad_of_sum = grads[:2]
-        scale = ((grad_of_sum - grad) / total).unsqueeze(-1)
-        label_grad = grad.masked_fill(foreign, 0.0)
-        result = torch.empty_like(logits)
-        result[:, own_columns:] = 0
-        for part in _slices(logits) if own_columns else ():
-            softmax = (logits[part, :own_columns].float() - highest[part, None]).exp_().mul_(scale[part])
-            softmax[torch.arange(len(softmax), device=logits.device), local[part]] += label_grad[part]
-            result[part, :own_columns] = softmax
-        return result, None, None, None, None
-
-
-def _apply(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None, statistics: bool
-) -> tuple[Tensor, ...]:
-    outputs = _Logprobs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), group, columns, statistics)
-    return tuple(values.view(labels.shape) for values in outputs)
-
-
-def token_logprobs(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
-) -> Tensor:
-    """log p(label) for every token, in fp32.
-
-    logits: `[seq, batch, vocab/T]`, any float type; labels: `[seq, batch]` int64 within the whole vocabulary;
-    columns: of the whole vocabulary, the first that take part in the softmax (None: all), the others pad it.
-    Returns `[seq, batch]` fp32, the same on every tensor rank.
+    group, rank: the tensor ranks it is cut over, None for one, and the number of this one. first: of its
+    columns in the whole. own: how many of them take part in the softmax, the others pad the vocabulary.
+    columns: how many take part on all ranks.
     """
-    return _apply(logits, labels, group, columns, False)[0]
+
+    group: dist.ProcessGroup | None
+    rank: int
+    first: int
+    own: int
+    columns: int
+
+    @classmethod
+    def of(cls, size: int, group: dist.ProcessGroup | None, columns: int | None) -> "VocabPart":
+        """The part of a rank that has `size` columns; columns: of the whole vocabulary, the first that take
+        part (None: all)."""
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        total, first = size * ranks if columns is None else columns, rank * size
+        return cls(group, rank, first, min(max(total - first, 0), size), total)
+
+    def local(self, labels: Tensor) -> Tensor:
+        """Labels as numbers of this rank's columns; -1 where another rank has them."""
+        local = labels - self.first
+        return local.masked_fill_((local < 0) | (local >= self.own), -1)
 
 
-def token_logprobs_and_sums(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the logsumexp of the logits of each token in the same shape and dtype."""
-    logprobs, sums = _apply(logits, labels, group, columns, False)
-    return logprobs, sums
+class TokenValues(NamedTuple):
+    """What is known of each token once all ranks have been asked, fp32 `[n]` each.
+
+    logprobs: log p(label). logsumexp: of the logits. highest: of this rank's logits; inverse: p of one of
+    its columns is exp(logit - highest) * inverse. entropy (nats), mean_logit (over the columns that take
+    part), is_top (1 where no token is likelier than the label): None where they were not asked for.
+    """
+
+    logprobs: Tensor
+    logsumexp: Tensor
+    highest: Tensor
+    inverse: Tensor
+    entropy: Tensor | None = None
+    mean_logit: Tensor | None = None
+    is_top: Tensor | None = None
 
 
-def token_logprobs_and_statistics(
-    logits: Tensor, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
-) -> tuple[Tensor, TokenStatistics]:
-    """`token_logprobs`, and the `TokenStatistics` of each token in the same shape and dtype."""
-    logprobs, _, *more = _apply(logits, labels, group, columns, True)
-    return logprobs, TokenStatistics(*more)
+def _at(logits: Tensor, labels: Tensor) -> Tensor:
+    """The logits at local labels in fp32, 0 where another rank has them, `[rows]`."""
+    if torch.compiler.is_compiling():  # what is read in the same order as all else is read by the same kernel
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        return torch.where(numbers == labels[:, None], logits, 0.0).sum(-1, dtype=torch.float32)
+    return logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).float().masked_fill_(labels < 0, 0.0)
+
+
+def _row_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
+    """exp(logit - highest) `[rows, own]`; and of each row the highest logit, the sum of these, the label's
+    logit, with `statistics` the sums of (logit - highest) * exp and of the logits: `[3 or 5, rows]`."""
+    highest = logits.amax(-1).float()
+    shifted = logits - highest[:, None]
+    found = [highest, highest, _at(logits, labels)]
+    if statistics:
+        exp = shifted.exp()
+        found += [shifted.mul_(exp).sum(-1), logits.sum(-1, dtype=torch.float32)]
+    else:
+        exp = shifted.exp_()
+    found[1] = exp.sum(-1)
+    return exp, torch.stack(found)
+
+
+def _combined(sums: Tensor, rank: int, columns: int) -> TokenValues:
+    """The values of tokens from the sums of all ranks, `[3 or 5, ranks, n]`."""
+    if sums.shape[1] == 1:
+        (highest, total, label, *more), inverse = sums[:, 0].unbind(), sums[1, 0].reciprocal()
+    else:
+        highest = sums[0].amax(0)
+        below = sums[0] - highest
+        share = below.exp()
+        total, label = (share * sums[1]).sum(0), sums[2].sum(0)
+        inverse = share[rank] / total
+        more = [] if len(sums) == 3 else [(share * (sums[3] + below * sums[1])).sum(0), sums[4].sum(0)]
+    log_total = total.log()
+    found = TokenValues(label - highest - log_total, highest + log_total, sums[0, rank], inverse)
+    if not more:
+        return found
+    entropy, mean_logit = log_total - more[0] / total, more[1] / columns
+    return found._replace(entropy=entropy, mean_logit=mean_logit, is_top=(label >= highest).float())
+
+
+def _with_slopes(loss: TokenLoss, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    """The losses of tokens, and their derivatives."""
+    if torch.compiler.is_compiling():  # which does not know the other way
+
+        def summed(x: Tensor) -> tuple[Tensor, Tensor]:
+            losses = loss(x)
+            return losses.sum(), losses
+
+        slopes, (_, losses) = torch.func.grad_and_value(summed, has_aux=True)(logprobs)
+        return losses, slopes
+    with torch.enable_grad():
+        leaf = logprobs.detach().requires_grad_()
+        losses = loss(leaf)
+        return losses.detach(), torch.autograd.grad(losses.sum(), leaf)[0]
+
+
+def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, of_label: Tensor) -> None:
+    """Make the logits their gradient: exp * scale, and at the labels `of_label` more; `[rows]` each."""
+    if torch.compiler.is_compiling():
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        logits.copy_(exp * scale[:, None] + torch.where(numbers == labels[:, None], of_label[:, None], 0.0))
+        return
+    place = labels.clamp(min=0)[:, None]
+    at_label = exp.gather(-1, place).squeeze(-1) * scale + of_label.masked_fill(labels < 0, 0.0)
+    torch.mul(exp, scale[:, None], out=logits)
+    logits.scatter_(-1, place, at_label[:, None].to(logits.dtype))
+
+
+# -- what is done to the logits of a chunk: `[rows, own]`, labels local `[rows]` -----------------------------
+
+
+def row_sums(logits: Tensor, labels: Tensor, statistics: bool) -> Tensor:
+    """The sums of each row `[3 or 5, rows]` from which `_combined` makes values."""
+    return _row_sums(logits, labels, statistics)[1]
+
+
+def loss_rows(
+    logits: Tensor,
+    sums: Tensor | None,
+    labels: Tensor,
+    weights: Tensor,
+    loss: TokenLoss,
+    z_loss: float,
+    statistics: bool,
+    gradient: bool,
+    rank: int,
+    columns: int,
+) -> Tensor:
+    """The loss of each row times its weight, with `statistics` its entropy and whether its label is the
+    likeliest, times its weight too: `[1 or 3, rows]`.
+
+    sums: `[3 or 5, ranks, rows]` of all ranks; None: there is one. gradient: the logits become their
+    gradient, z_loss * logsumexp^2 included, which the value leaves out."""
+    exp = None
+    if sums is None:
+        exp, own = _row_sums(logits, labels, statistics)
+        sums = own.unsqueeze(1)
+    values = _combined(sums, rank, columns)
+    if gradient:
+        losses, slopes = _with_slopes(loss, values.logprobs)
+        of_label = slopes * weights
+        of_sum = 2 * z_loss * values.logsumexp * weights - of_label if z_loss else -of_label
+        if exp is None:
+            exp = (logits - values.highest[:, None]).exp_()
+        _put_gradient(logits, exp, of_sum * values.inverse, labels, of_label)
+    else:
+        losses = loss(values.logprobs)
+    found = [losses, *((values.entropy, values.is_top) if statistics else ())]
+    return torch.stack(found) * weights
+
+
+def put_logprob_gradient(logits: Tensor, highest: Tensor, inverse: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
+    """Make the logits their gradient where that of log p(label) is `grad`, fp32 `[rows]`; highest, inverse:
+    as of `TokenValues`. Returns `grad`."""
+    exp = (logits - highest[:, None]).exp_()
+    _put_gradient(logits, exp, -grad * inverse, labels, grad)
+    return grad
+
+
+class Kernels(NamedTuple):
+    """The functions above, as they are or compiled."""
+
+    row_sums: Callable[..., Tensor]
+    loss_rows: Callable[..., Tensor]
+    put_logprob_gradient: Callable[..., Tensor]
+
+
+def _in_slices(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function of logits and rows, on a few rows at a time."""
+
+    def sliced(logits: Tensor, *given: object) -> Tensor:
+        rows, size = logits.shape
+        step = max(1, (SLICE if logits.device.type == "cuda" else min(SLICE, CPU_SLICE)) // max(1, size))
+        if rows <= step:
+            return function(logits, *given)
+        parts = []
+        for start in range(0, rows, step):
+            cut = [x[..., start : start + step] if isinstance(x, Tensor) else x for x in given]
+            parts.append(function(logits[start : start + step], *cut))
+        return torch.cat(parts, -1)
+
+    return sliced
+
+
+def plain_kernels() -> Kernels:
+    """The functions as they are, on slices."""
+    return Kernels(_in_slices(row_sums), _in_slices(loss_rows), _in_slices(put_logprob_gradient))
+
+
+def compiled_kernels() -> Kernels:
+    """The functions, compiled for any number of rows."""
+
+    def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        fast = torch.compile(function, fullgraph=True)
+
+        def run(logits: Tensor, *given: object) -> Tensor:
+            for x in (logits, *given):
+                if isinstance(x, Tensor):
+                    torch._dynamo.maybe_mark_dynamic(x, 0 if x is logits else x.dim() - 1)
+            return fast(logits, *given)
+
+        return run
+
+    return Kernels(compiled(row_sums), compiled(loss_rows), compiled(put_logprob_gradient))
+
+
+# -- over all ranks ------------------------------------------------------------------------------------------
+
+
+def sums_of_ranks(logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool) -> Tensor:
+    """`row_sums` of every rank, `[3 or 5, ranks, rows]`, by one all-gather. labels: local `[rows]`."""
+    if part.own:
+        sums = kernels.row_sums(logits[:, : part.own], labels, statistics)
+    else:  # nothing but padding: below all others, and finite
+        sums = torch.zeros(5 if statistics else 3, len(logits), device=logits.device)
+        sums[0] = -1e30
+    ranks = 1 if part.group is None else dist.get_world_size(part.group)
+    return gather_from_tensor(sums, part.group).view(len(sums), ranks, -1)
+
+
+def values_of(logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool) -> TokenValues:
+    """The values of tokens from this rank's logits `[rows, vocab/T]`, the same on every tensor rank but for
+    `highest` and `inverse`. labels: local `[rows]`."""
+    return _combined(sums_of_ranks(logits, labels, part, kernels, statistics), part.rank, part.columns)

@@ -1,9 +1,10 @@
 """The linear layer, split over tensor-parallel ranks by column or row or not at all, and the vocab-parallel
 embedding.
 
-This is where tensor parallelism is applied to a linear layer; the collectives are in `mappings.py`.
+What tensor ranks compute and send each other is in `parallel_linear.py`, the collectives in `mappings.py`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,13 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.mpu.groups import ParallelGroups
-from megatron.mpu.mappings import (
-    copy_to_tensor,
-    gather_from_sequence,
-    reduce_from_tensor,
-    reduce_scatter_to_sequence,
-)
+from megatron.mpu.parallel_linear import column_parallel, pipelined_row, sum_over_ranks
 from megatron.mpu.parameters import ParamSpec, allocate
+from megatron.mpu.products import PlainProduct, Product, linear
 
 Parallel = Literal["column", "row", "none"]
 
@@ -58,8 +55,15 @@ class Linear(nn.Module):
     output is this rank's features. row: W is cut along the input; the output is summed over ranks (or
     reduce-scattered to `[seq/T]`) and the bias, one replicated copy, is added once. none: every rank holds
     and computes everything.
+
+    product: what it multiplies with, forwards and backwards; the plain one unless another is set.
+    sum_in_place: whether the sum over ranks may overwrite a row-parallel product; not where recomputation
+    keeps it.
+    async_tensor_parallel: under sequence parallelism, whether the plain product runs in pieces with what
+    travels (`symmetric_memory.py`).
     """
 
+    product: Product
     weight: nn.Parameter
     bias: nn.Parameter | None
 
@@ -68,34 +72,43 @@ class Linear(nn.Module):
         self.parallel = spec.parallel
         self.group = groups.group("tensor") if spec.parallel != "none" else None
         self.sequence_parallel = sequence_parallel
+        self.product = PlainProduct()
+        self.sum_in_place = True
+        self.async_tensor_parallel = False
         allocate(self, spec.params(), groups, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says)."""
+        if self.group is None:
+            return linear(x, self.weight, self.bias, self.product)
         if self.parallel == "column":
-            gather = gather_from_sequence if self.sequence_parallel else copy_to_tensor
-            return F.linear(gather(x, self.group), self.weight, self.bias)
-        if self.parallel == "row":
-            return self.reduce(self.partial(x))
-        return F.linear(x, self.weight, self.bias)
+            return column_parallel(
+                x, self.weight, self.bias, self.product, self.group, self.sequence_parallel, self.pipelined
+            )
+        return row_parallel_sum((self,), (x,))
 
-    def partial(self, x: Tensor) -> Tensor:
-        """A row-parallel layer's own summand, without bias and without communication."""
-        return F.linear(x, self.weight)
+    @property
+    def pipelined(self) -> bool:
+        """Whether its product runs in pieces."""
+        return self.async_tensor_parallel and self.sequence_parallel and isinstance(self.product, PlainProduct)
 
-    def reduce(self, partial: Tensor) -> Tensor:
-        """Finish a row-parallel layer: sum over ranks, add the bias."""
-        return self.add_bias(self.sum_over_ranks(partial))
 
-    def sum_over_ranks(self, partial: Tensor) -> Tensor:
-        """Sum over tensor ranks, to `[seq/T]` under sequence parallelism."""
-        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(partial, self.group)
+def row_parallel_sum(layers: Sequence[Linear], inputs: Sequence[Tensor]) -> Tensor:
+    """The sum of the outputs of row-parallel layers of one group, in one collective.
 
-    def add_bias(self, x: Tensor) -> Tensor:
-        """Add a row-parallel layer's bias to its summed output."""
-        if self.bias is None:
-            return x
-        return x + (copy_to_tensor(self.bias, self.group) if self.sequence_parallel else self.bias)
+    inputs: of each layer, `[seq, batch, in/T]`. Returns `[seq, batch, out]` (`[seq/T, ..]` under sequence
+    parallelism).
+    """
+    group = layers[0].group
+    if group is not None and all(of.pipelined for of in layers):
+        outs = [pipelined_row(x, of.weight, of.bias, group) for of, x in zip(layers, inputs, strict=True)]
+        return sum(outs[1:], outs[0])
+    summands = [linear(x, of.weight, None, of.product) for of, x in zip(layers, inputs, strict=True)]
+    summand = sum(summands[1:], summands[0])
+    biases = [of.bias for of in layers if of.bias is not None]
+    if group is None:
+        return sum(biases, summand)
+    return sum_over_ranks(summand, biases, group, layers[0].sequence_parallel, all(of.sum_in_place for of in layers))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -119,4 +132,4 @@ class VocabParallelEmbedding(nn.Module):
         local = tokens - self.first_row
         foreign = (local < 0) | (local >= self.rows)
         out = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
-        return (reduce_scatter_to_sequence if self.sequence_parallel else reduce_from_tensor)(out, self.group)
+        return sum_over_ranks(out, (), self.group, self.sequence_parallel)

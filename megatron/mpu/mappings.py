@@ -2,50 +2,99 @@
 
 Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence
 parallelism, arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity
-for a group of None.
+for a group of None. Those that are begun by `start_..` and end with `finish` have no gradient: autograd
+functions of `parallel_linear.py` compute between the two.
 
 In compiled code collectives return new tensors: torch 2.11 loses what one writes in place in a compiled
 backward, and the gradients are those of one rank, without a word.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import _functional_collectives as functional
 
 from megatron.mpu.torch_versions import all_gather_single, reduce_scatter_single
 
 Group = dist.ProcessGroup | None
+_functional = torch.ops._c10d_functional
 _Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
-def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if torch.compiler.is_compiling():
-        return functional.all_reduce(x.contiguous(), "sum", group)
-    x = x.contiguous().clone()
-    dist.all_reduce(x, group=group)
-    return x
+class Started(NamedTuple):
+    """A collective under way and its result, which `finish` lets be read."""
+
+    result: Tensor
+    work: dist.Work | None  # None in compiled code, and where it was waited for
+    rest: tuple[Tensor, ...] = ()  # results of the same collective that nobody reads
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def start_all_reduce(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
+    """Begin to sum x over ranks, in place in eager code: x is the caller's own. wait: for the result, at
+    once."""
+    x = x.contiguous()
     if torch.compiler.is_compiling():
-        return functional.all_gather_tensor(x.contiguous(), 0, group)
-    size = dist.get_world_size(group)
+        return Started(_functional.all_reduce(x, "sum", group.group_name), None)
+    return Started(x, dist.all_reduce(x, group=group, async_op=not wait))
+
+
+def start_all_gather(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
+    """Begin to concatenate the first dimension over ranks."""
+    x, size = x.contiguous(), group.size()
+    if torch.compiler.is_compiling():
+        return Started(_functional.all_gather_into_tensor(x, size, group.group_name), None)
     out = x.new_empty((x.shape[0] * size, *x.shape[1:]))
-    all_gather_single(out, x.contiguous(), group=group)
-    return out
+    return Started(out, all_gather_single(out, x, group=group, async_op=not wait))
+
+
+def start_all_gather_in_backward(x: Tensor, grad: Tensor, group: dist.ProcessGroup) -> Started:
+    """`start_all_gather` of what forward has gathered before. grad: the gradient that backward begins with.
+
+    A compiler would see the same collective twice, run it once and keep its result for backward; one that
+    needs the gradient can only run there. So a number of the gradient travels along.
+    """
+    if not torch.compiler.is_compiling():
+        return start_all_gather(x, group)
+    one = grad[(0,) * (grad.dim() - 1)][:1].to(x.dtype)
+    together = [x.contiguous(), one.contiguous()]
+    result, *rest = _functional.all_gather_into_tensor_coalesced(together, group.size(), group.group_name)
+    return Started(result, None, tuple(rest))
+
+
+def start_reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: bool = False) -> Started:
+    """Begin to sum x over ranks, for this rank's part of the first dimension."""
+    x, size = x.contiguous(), group.size()
+    if torch.compiler.is_compiling():
+        return Started(_functional.reduce_scatter_tensor(x, "sum", size, group.group_name), None)
+    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
+    return Started(out, reduce_scatter_single(out, x, group=group, async_op=not wait))
+
+
+def finish(started: Started) -> Tensor:
+    """The result; what is computed after this waits for it."""
+    if torch.compiler.is_compiling():
+        for other in started.rest:
+            _functional.wait_tensor(other)  # torch keeps a collective's tensors until each was waited for
+        return _functional.wait_tensor(started.result)
+    if started.work is not None:
+        started.work.wait()
+    return started.result
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    own = x if torch.compiler.is_compiling() else x.clone(memory_format=torch.contiguous_format)
+    return finish(start_all_reduce(own, group, wait=True))
+
+
+def all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x of all ranks, concatenated along the first dimension; no gradient."""
+    return finish(start_all_gather(x, group, wait=True))
 
 
 def _reduce_scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if torch.compiler.is_compiling():
-        return functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, group)
-    size = dist.get_world_size(group)
-    out = x.new_empty((x.shape[0] // size, *x.shape[1:]))
-    reduce_scatter_single(out, x.contiguous(), group=group)
-    return out
+    return finish(start_reduce_scatter(x, group, wait=True))
 
 
 def _own_chunk(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -86,21 +135,16 @@ def reduce_from_tensor(x: Tensor, group: Group) -> Tensor:
 
 def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
     """`[seq/T, ...]` to `[seq, ...]`; the gradient is reduce-scattered."""
-    return x if group is None else _Mapping.apply(x, group, _all_gather, _reduce_scatter)
-
-
-def reduce_scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
-    """Sum `[seq, ...]` over tensor ranks, keep this rank's `[seq/T, ...]`; the gradient is gathered."""
-    return x if group is None else _Mapping.apply(x, group, _reduce_scatter, _all_gather)
+    return x if group is None else _Mapping.apply(x, group, all_gather, _reduce_scatter)
 
 
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
-    return x if group is None else _Mapping.apply(x, group, _own_chunk, _all_gather)
+    return x if group is None else _Mapping.apply(x, group, _own_chunk, all_gather)
 
 
 def gather_from_tensor(x: Tensor, group: Group) -> Tensor:
     """Concatenate the last dimension over tensor ranks (logits for sampling); no gradient."""
     if group is None:
         return x
-    return torch.cat(_all_gather(x.detach().unsqueeze(0), group).unbind(0), dim=-1)
+    return torch.cat(all_gather(x.detach().unsqueeze(0), group).unbind(0), dim=-1)

@@ -2,7 +2,7 @@
 resumed run repeat the same masks."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,16 +36,6 @@ def seed_tensor(seed: int) -> Tensor:
     """`seed` as an int64 scalar on the CPU: code that is compiled for a tensor takes any value of it, while
     it would be compiled again for another Python number."""
     return torch.tensor(seed % 2**63, dtype=torch.int64, device="cpu")
-
-
-# A compiled graph would draw other numbers. This is torch.compiler.disable, but for the import of the
-# compiler, seconds of every start, which waits for the first call.
-@torch._disable_dynamo
-def seeded(function: Callable[[], Tensor], seed: Tensor, device: torch.device) -> Tensor:
-    """`function()` with its random numbers from `seed` alone, one of `seed_tensor`; compiled code is broken
-    into two graphs by it."""
-    with fork_seed(int(seed), device):
-        return function()
 
 
 def dropout(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:

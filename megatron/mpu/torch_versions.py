@@ -30,3 +30,11 @@ def varlen_attn(
     out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, scale=scale, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+def enable_symmetric_memory(group: dist.ProcessGroup) -> None:
+    """Let the ranks of a group read each other's memory; 2.13 has nothing to enable."""
+    if _RELEASE < (2, 13):
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        enable_symm_mem_for_group(group.group_name)

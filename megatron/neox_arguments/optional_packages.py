@@ -7,6 +7,21 @@ from typing import Any
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.resolved import ResolvedArgs
 
+# Names of packages that are compiled for the torch that is there, and how they are installed.
+_COMPILED = {
+    "flash_attn": ("flash-attn", "pip install --no-build-isolation flash-attn==2.8.3.post2"),
+    "transformer_engine": (
+        "Transformer-Engine",
+        'pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.20.2"',
+    ),
+    "apex": ("NVIDIA's apex", "compile it from https://github.com/NVIDIA/apex"),
+}
+
+
+class PackageProblem(Exception):
+    """A compiled package cannot be used here. The message goes on after "needs": its name, what is wrong, and
+    what to install."""
+
 
 def require_lm_eval(args: ResolvedArgs) -> None:
     """Raises ConfigError, before anything is built, if eval_tasks are asked for and lm-eval is not
@@ -23,3 +38,30 @@ def import_optional(name: str, missing: UserError) -> Any:
         return import_module(name)
     except ModuleNotFoundError:
         raise missing from None
+
+
+def import_compiled(module: str, *names: str) -> Any:
+    """Import a module of flash-attn (`flash_attn`), Transformer-Engine (`transformer_engine.pytorch`) or
+    NVIDIA's apex (`apex.optimizers`). names: what it must have.
+
+    Raises PackageProblem where the package is not installed, is another one of that name, or cannot be
+    imported (compiled for another torch or CUDA, or no GPU).
+    """
+    package = module.split(".")[0]
+    name, install = _COMPILED[package]
+    fix = f"{install} (docs/install.md)"
+    if find_spec(package) is None:
+        raise PackageProblem(f"{name}, which is not installed: {fix}")
+    if package == "apex" and find_spec("apex.optimizers") is None:
+        other = "the package apex that is installed is not NVIDIA's but another project, of that name on PyPI"
+        raise PackageProblem(f"{name}; {other}: pip uninstall apex, then {fix}")
+    try:
+        imported = import_module(module)
+    except Exception as problem:  # without CUDA Transformer-Engine raises RuntimeError or OSError
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        raise PackageProblem(f"{name}, which is installed and cannot be imported ({reason}): {fix}") from problem
+    lacking = [each for each in names if not hasattr(imported, each)]
+    if lacking:
+        alone = "; flash-attn-4 alone is installed" if package == "flash_attn" else ""
+        raise PackageProblem(f"{name} with {', '.join(lacking)}, which {module} has not{alone}: {fix}")
+    return imported

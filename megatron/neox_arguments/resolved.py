@@ -19,6 +19,7 @@ from megatron.neox_arguments.keys.data import DataKeys, TokenizerKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.deepspeed import DeadKeys, DeepspeedKeys, MadeKeys
 from megatron.neox_arguments.keys.evaluation import EvaluationKeys
+from megatron.neox_arguments.keys.fp8 import FP8Keys
 from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS, ModelKeys, PrecisionKeys
 from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
@@ -34,7 +35,7 @@ ARGS_FLAG = "--neox-args"  # hands a rank the file of `ResolvedArgs.to_json`
 @dataclass(frozen=True)
 class ResolvedArgs(
     DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
+    TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
     CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
     RunnerKeys, metaclass=ABCMeta,
 ):  # fmt: skip
@@ -90,6 +91,13 @@ class ResolvedArgs(
         if self.world_size is None:
             raise ConfigError(["data_parallel_size is only known after for_world(world_size)"])
         return self.world_size // (self.pp * self.tp)
+
+    @property
+    def fp8_blocks(self) -> range:
+        """The blocks, counted from 0, whose linears are in FP8 where it is on."""
+        if not self.first_last_layers_bf16:
+            return range(self.num_layers)
+        return range(self.num_layers_at_start_in_bf16, self.num_layers - self.num_layers_at_end_in_bf16)
 
     @property
     def is_gated(self) -> bool:

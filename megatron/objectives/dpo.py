@@ -131,8 +131,10 @@ def _pairs(responses: ResponseScores, batch: Batch, kind: _LossMix, chosen: Tens
 def _loss_sum(
     head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, *, kind: _LossMix, columns: int | None
 ) -> LossSums:
-    labels = _with_prompts(batch)[0] if "orpo" in kind.weights else batch.labels
-    responses = score_responses(head, batch, labels, group, columns)
+    labels, places = batch.labels, batch.loss_places
+    if "orpo" in kind.weights:
+        labels, places = _with_prompts(batch)[0], None
+    responses = score_responses(head, batch, labels, group, columns, places)
     real = _chosen(batch)[0::2]
     pairs = _pairs(responses, batch, kind, real)
     metrics = _metrics(responses, pairs, real, kind)

@@ -62,7 +62,7 @@ def kto(settings: KtoSettings, columns: int | None = None) -> Objective:
 
     def loss_sum(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> LossSums:
         assert batch.preference_labels is not None
-        responses = score_responses(head, batch, batch.labels, group, columns)
+        responses = score_responses(head, batch, batch.labels, group, columns, batch.loss_places)
         good, bad = batch.preference_labels > 0, batch.preference_labels < 0
         above = responses.score - reference_logprobs(batch)
         weights = torch.where(good, settings.desirable, settings.undesirable) * batch.preference_labels.abs()

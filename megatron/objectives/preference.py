@@ -14,8 +14,9 @@ from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistic
 def label_logprobs(
     head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None
 ) -> Tensor:
-    """log p(label) of every token, `[batch, seq]` fp32; group, columns: as of `token_logprobs`."""
-    return token_logprobs(head.logits(), batch.labels.t(), group, columns).t()
+    """log p(label) of every token, `[batch, seq]` fp32, or 0 where the batch leaves places out
+    (`Batch.loss_places`); group, columns: as of `token_logprobs`."""
+    return token_logprobs(head, batch.labels.t(), group, columns, batch.loss_places).t()
 
 
 def response_sums(values: Tensor, batch: Batch) -> Tensor:
@@ -58,13 +59,18 @@ class ResponseScores:
 
 
 def score_responses(
-    head: HeadInput, batch: Batch, labels: Tensor, group: dist.ProcessGroup | None, columns: int | None = None
+    head: HeadInput,
+    batch: Batch,
+    labels: Tensor,
+    group: dist.ProcessGroup | None,
+    columns: int | None = None,
+    places: Tensor | None = None,
 ) -> ResponseScores:
     """The scores of the responses of a batch under the policy.
 
-    labels: `[batch, seq]`, already shifted; group, columns: as of `token_logprobs`.
+    labels: `[batch, seq]`, already shifted; group, columns, places: as of `token_logprobs`.
     """
-    transposed, statistics = token_logprobs_and_statistics(head.logits(), labels.t(), group, columns)
+    transposed, statistics = token_logprobs_and_statistics(head, labels.t(), group, columns, places)
     logprobs = transposed.t()
     sums = (response_sums(values.t(), batch) for values in statistics)
     return ResponseScores(logprobs, response_sums(logprobs, batch), response_lengths(batch), *sums)

@@ -85,8 +85,8 @@ class Engine(Protocol):
         pipeline rank."""
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        """log p(label) `[batch, seq]` fp32 of each micro-batch; the same on every pipeline and tensor
-        rank."""
+        """log p(label) `[batch, seq]` fp32 of each micro-batch, 0 at places that it leaves out
+        (`Batch.loss_places`); the same on every pipeline and tensor rank."""
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
         """The sums `[n]` fp32 of `token_logprobs` over each answer of each micro-batch."""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch, SampleSet, collation, eval_batches, trains_preferences
+from megatron.model import eager_blocks
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -82,7 +83,8 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         group, columns = engine.groups.group("tensor"), engine.args.softmax_rows
-        logprobs, statistics = token_logprobs_and_statistics(head.logits(), batch.labels.t(), group, columns)
+        labels, places = batch.labels.t(), batch.loss_places
+        logprobs, statistics = token_logprobs_and_statistics(head, labels, group, columns, places)
         values = {"entropy": statistics.entropy, "mean_token_accuracy": statistics.is_top}
         return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
 
@@ -107,8 +109,9 @@ def evaluate_objective(
     def shape(batch: Batch) -> tuple[int]:
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
-    for chunk in _chunks(engine, dataset, num_samples, eod):
-        batch_sums += engine.forward_only(engine.complete(chunk), read, shape)
+    with eager_blocks(engine.stage):
+        for chunk in _chunks(engine, dataset, num_samples, eod):
+            batch_sums += engine.forward_only(engine.complete(chunk), read, shape)
     total = groups.sum(torch.stack(batch_sums).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
     means = objective.means(sums.view(-1, 2))

@@ -104,10 +104,7 @@ def advice(args: NeoXArgs) -> list[str]:
         half = -(-micro // 2)
         keys.append(("train_micro_batch_size_per_gpu", f"{micro} -> {half}"))
         keys.append(("gradient_accumulation_steps", f"{steps} -> {steps * micro // half}"))
-    if not args.checkpoint_activations:
-        keys.append(("checkpoint_activations", "false -> true"))
-    elif args.checkpoint_num_layers > 1:
-        keys.append(("checkpoint_num_layers", f"{args.checkpoint_num_layers} -> 1"))
+    keys += _less_kept(args)
     if args.tp > 1 and not args.sequence_parallel:
         keys.append(("sequence_parallel", "false -> true"))
     highest = 1 if args.pp > 1 else 3
@@ -118,6 +115,23 @@ def advice(args: NeoXArgs) -> list[str]:
         keys.append(("zero_optimization.offload_optimizer.device", "none -> cpu"))
     words = [f"{key}: {change} ({args.origin(key)})" for key, change in keys]
     return [f"what helps, in this order: {'; '.join(words)}"] if words else []
+
+
+def _less_kept(args: NeoXArgs) -> list[tuple[str, str]]:
+    """The keys of the next form of recomputation that keeps less than the present one: selective costs least,
+    then some blocks, then all of them, one at a time."""
+    if args.activation_memory_budget is not None:
+        budget = args.activation_memory_budget
+        return [("activation_memory_budget", f"{budget:g} -> {budget / 2:g}")] if budget > 0.05 else []
+    if not args.checkpoint_activations:
+        return [("checkpoint_activations", "false -> true"), ("recompute_granularity", "full -> selective")]
+    if args.recompute_every > 1:
+        return [("recompute_every", f"{args.recompute_every} -> {args.recompute_every // 2}")]
+    if args.recompute_granularity == "selective":
+        return [("recompute_granularity", "selective -> full")]
+    if args.checkpoint_num_layers > 1:
+        return [("checkpoint_num_layers", f"{args.checkpoint_num_layers} -> 1")]
+    return []
 
 
 def _pass_of(problem: Exception) -> str:

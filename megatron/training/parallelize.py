@@ -1,16 +1,20 @@
 """What is done to a freshly built stage before it trains, in one place and in this order."""
 
-import os
-import shutil
-
-import torch
+from collections.abc import Callable
 
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
+from megatron.training.apex import use_apex_norms
+from megatron.training.async_tensor_parallel import use_async_tensor_parallel
+from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine, PipelineSchedule
+from megatron.training.fp8 import use_fp8
+from megatron.training.precision_policy import choose_precision
+from megatron.training.recompute import recompute_blocks
+from megatron.training.transformer_engine import use_transformer_engine_norms
 
 
 def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
@@ -19,39 +23,27 @@ def choose_schedule(groups: ParallelGroups) -> PipelineSchedule:
 
 
 def parallelize(
-    stage: Stage, objective: Objective, args: NeoXArgs, groups: ParallelGroups, engine: type[Engine]
+    stage: Stage,
+    objective: Objective,
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    engine: type[Engine],
+    log: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Freeze, recompute and compile a stage, and build the engine around it, which gives it memory; the stage
-    was cut over tensor and pipeline ranks when it was built.
+    """Freeze a stage, give it FP8, pipeline its tensor parallelism, recompute and compile it, give it the
+    norms of a package that was asked for, and build the engine around it, which gives it memory; the stage
+    was cut over tensor and pipeline ranks when it was built. log: takes what was chosen, a line each.
 
-    Raises ConfigError where blocks are to be compiled and there is no compiler.
+    Raises ConfigError where blocks are to be compiled and there is no compiler, and for FP8 and asynchronous
+    tensor parallelism that the device does not have.
     """
     freeze(stage_parameters(stage), args)
+    say, precision = log or (lambda line: None), choose_precision(args, groups.device)
+    use_fp8(stage, precision, args, groups, say)
+    use_async_tensor_parallel(stage, args, groups, say)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
+    use_transformer_engine_norms(stage, args, precision.recipe, log)
+    use_apex_norms(stage, args, engine.name, log)
     # Memory and precision, sharding over data ranks, and 1F1B around the stage, are the engine's.
     return engine(args, groups, stage, objective, choose_schedule(groups))
-
-
-def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
-    """Make activations again in the backward pass, so many blocks together."""
-    stage.recompute = args.checkpoint_num_layers if args.checkpoint_activations else 0
-    stage.recompute_from_cpu = args.checkpoint_in_cpu
-
-
-def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
-    """`compile`, each block by itself."""
-    if not args.compile:
-        return
-    _check_compiler(args, stage.device_of_groups)
-    stage.compiled = True
-    for spec in stage.blocks:
-        stage.layers[str(spec.index)].compile()
-
-
-def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
-    # torch.compile would only say so in the first step. On a GPU it is Triton that compiles its launchers.
-    names = [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
-    if not any(shutil.which(name) for name in names):
-        needed = f"{args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"
-        raise args.error("compile", needed)

@@ -52,6 +52,7 @@ from megatron.training.checkpoint.source import (
     mask_padding,
     real_rows,
 )
+from megatron.training.compile_blocks import resolve_compile
 from megatron.training.determinism import make_deterministic
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
@@ -82,12 +83,13 @@ def build_engine(
     if engine is None:
         engine = choose_engine(args, groups.device.type == "cuda").load()
     say = logger.info if logger is not None else None
+    args = resolve_compile(args, groups.device, engine.name, say)
     stage: Stage = build_stage(args, groups, log=say)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
     for note in [*engine.notes(args), *notes]:
         if say is not None:
             say(note)
-    return parallelize(stage, build_objective(args), args, groups, engine)
+    return parallelize(stage, build_objective(args), args, groups, engine, say)
 
 
 def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Callable[[Callable[[], Any]], Any]:
@@ -129,8 +131,10 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     """Build a run up to its first step, on every rank. engine: None: as `choose_engine` says."""
     logger = configure_logging(process.rank)
     args = configuration.frozen().check_training().for_world(process.world_size)
-    if engine is not None or args.engine != "auto" or args.load is None:  # else it may be a checkpoint's
-        (engine or choose_engine(args, torch.cuda.is_available()).load()).check(args)
+    if engine is None and args.engine != "auto":  # else it may be a checkpoint's
+        engine = choose_engine(args, torch.cuda.is_available()).load()
+    if engine is not None:
+        engine.check(args)
     check_curriculum(args)
     make_deterministic(args, logger.info)
     watchdog = Watchdog(args, process.world_size, logger)
@@ -150,6 +154,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         engine = choice.load()
         engine.check(args)
         logger.info(f"engine: {choice.name} ({choice.reason})")
+    args = resolve_compile(args, groups.device, engine.name, logger.info)
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
     args = mask_padding(args, real, tokenizer.vocab_size)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
-from benchmarks.gpu_run.parts import REQUIRED, ablations, parts, rehearsed
+from benchmarks.gpu_run.parts import REQUIRED, RESULT, ablations, parts, rehearsed
 from tests.benchmarks.stub_parts import STEP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,12 +80,16 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(
 def test_a_run_that_is_cut_leaves_a_table(number: signal.Signals, tmp_path: Path) -> None:
     run = start(tmp_path, "--only", "bare", "slow")
     wait_for(tmp_path, "slow")
+    while not list(tmp_path.glob(f"work/**/slow/{RESULT}")):
+        time.sleep(0.05)
     os.kill(run.pid, number)
     run.communicate(timeout=20)
     found = table(tmp_path)
     assert run.returncode == (1 if number == signal.SIGTERM else -number)
     assert found["facts"]["state"] == "passed"
     assert found["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
+    if number == signal.SIGTERM:
+        assert [row["seconds"] for row in found["slow"]["result"]["rows"]] == [0.3], "what it had measured"
 
 
 def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ def derived(case: Case) -> Counter[tuple[Any, ...]]:
     again = case.values.get("checkpoint_activations", False)
     ends_again, begins_again = (blocks, 2 * blocks) if again else (0, 0)
     if sequence:  # arXiv 2205.05198: a sum is a reduce-scatter, whose gradient is an all-gather, and the reverse
-        gathers = begins + begins_again + ends + first + last  # gradient of the embedding's sum; the head's input
+        # A column keeps its part of the input, and gathers it again for the gradient of the weight. Besides:
+        # the gradient of the embedding's sum, and the head's input.
+        gathers = 2 * begins + begins_again + ends + first + last
         scatters = ends + ends_again + begins + first + last
         add("tensor", "all_gather", gathers, hidden)
         add("tensor", "reduce_scatter", scatters, hidden)
@@ -42,10 +44,9 @@ def derived(case: Case) -> Counter[tuple[Any, ...]]:
     else:
         # Besides: the embedding's sum forwards, and the gradient of the head's input.
         add("tensor", "all_reduce", ends + ends_again + begins + first + last, hidden)
-    if last:  # cross-entropy: the largest logit of each token; then its label's logit and its sum, fp32
-        add("tensor", "all_reduce", 1, 4 * SEQ * MICRO_BATCH)
-        rows = 4 if case.pairs else 2  # with the entropy and the mean logit
-        add("tensor", "all_reduce", 1, rows * 4 * SEQ * MICRO_BATCH)
+    if last:  # cross-entropy: of each token on each rank the largest logit, a sum and the label's logit, fp32
+        rows = 5 if case.pairs else 3  # for the entropy and the mean logit
+        add("tensor", "all_gather", 1, tensor * rows * 4 * SEQ * MICRO_BATCH)
     # The step: its weight over data ranks, whether all was finite, the norm of what is cut over tensor ranks.
     add("data", "all_reduce", 1, 4)
     add("world", "all_reduce", 1, 4)

@@ -5,14 +5,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.fake.client import FakeCuda
-from tests.fake.shim import build, compiler
+from tests.fake.shim import build, lacking
 
 
 @pytest.fixture(scope="session")
 def fake_cuda() -> Iterator[FakeCuda]:
-    compile_with = compiler()
-    if compile_with is None:
-        pytest.skip("left out: fake CUDA needs a C++ compiler")
-    process = FakeCuda(build(compile_with))
+    if (reason := lacking()) is not None:
+        pytest.skip(f"left out: {reason}")
+    process = FakeCuda(build())
     yield process
     process.close()

@@ -23,6 +23,7 @@ MODEL: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": MICRO_BATCH,
     "gradient_accumulation_steps": 1,
     "precision": "bfloat16",
+    "compile": False,
     "distributed_backend": "nccl",
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
 }
@@ -33,9 +34,11 @@ class Case:
     """One rank of one layout.
 
     values: configuration keys beside `MODEL`'s. documents: for each step the document starts of its rows;
-    none: one step of whole rows. pairs: rows are chosen and rejected answers. inference: after the step,
-    texts are scored and generated. native: the step is the native engine's, with its optimizer; else all but
-    the update, by hand. mistake: a name of `mistakes.MISTAKES`.
+    none: one step of whole rows. pairs: rows, or documents, are chosen and rejected answers. prefixes: for
+    each step how many tokens of the one before each document of its rows begins with. inference: after the
+    step, texts are scored and generated. validates: every batch is scored after its step. native: the step is
+    the native engine's, with its optimizer; else all but the update, by hand. mistake: a name of
+    `mistakes.MISTAKES`. capability: CUDA's, of the GPU.
     """
 
     world: int = 1
@@ -43,9 +46,12 @@ class Case:
     values: dict[str, Any] = field(default_factory=dict)
     documents: list[list[list[int]]] = field(default_factory=list)
     pairs: bool = False
+    prefixes: list[list[int]] = field(default_factory=list)
     inference: bool = False
+    validates: bool = False
     native: bool = False
     mistake: str = ""
+    capability: tuple[int, int] = (9, 0)
 
 
 TP2: dict[str, Any] = {"model_parallel_size": 2}
@@ -60,10 +66,15 @@ DPO: dict[str, Any] = {
     "pos_train_data_paths": ["chosen"],
     "neg_train_data_paths": ["rejected"],
 }
+SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
+PACKED_DPO: dict[str, Any] = {**DPO, "pack_impl": "best_fit"}
 COMPILE: dict[str, Any] = {"compile": "block"}
 WINDOW: dict[str, Any] = {"sliding_window_width": 32}
 GQA: dict[str, Any] = {"num_kv_heads": 2}
 PACKED: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": True}
+# Pairs in two rows, for steps that differ in everything: chosen and rejected in turn, and what these share.
+PAIRS = [[[0, 100], [0, 70]], [[0, 40, 60, 120], [0, 191]], [[0, 64, 128, 160], [0, 10, 20, 100]]]
+PREFIXES = [[0, 20, 0, 1], [0, 39, 0, 0, 0, 5], [0, 1, 0, 2, 0, 3, 0, 4]]
 BIG: dict[str, Any] = {
     "model_parallel_size": 8,
     "pipe_parallel_size": 4,

@@ -15,9 +15,10 @@ import megatron.data.batch
 import megatron.model.embedding
 import megatron.model.init
 import megatron.mpu
+import megatron.mpu.layers
 from megatron.model import Stage
 from megatron.model.attention import AttentionBackends
-from megatron.mpu import Linear, ParallelGroups
+from megatron.mpu import ParallelGroups
 from megatron.training.step_loss import StepLoss
 
 
@@ -45,9 +46,8 @@ def swapped(original: Any, **sizes: Any) -> ParallelGroups:
     return replace(groups, handles=MappingProxyType(handles))
 
 
-def skipped_on_odd_ranks(original: Any, linear: Linear, partial: Tensor) -> Tensor:
-    odd = torch.distributed.get_rank() % 2 == 1
-    return partial if odd and linear.weight.shape[1] > linear.weight.shape[0] // 2 else original(linear, partial)
+def skipped_on_odd_ranks(original: Any, summand: Tensor, *args: Any) -> Tensor:
+    return summand if torch.distributed.get_rank() % 2 == 1 else original(summand, *args)
 
 
 def wide_starts(original: Any, *args: Any) -> Any:
@@ -72,9 +72,9 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "tensor on the cpu": lambda: around(megatron.model.embedding.Embedding, "forward", made_on_cpu),
     "item in the loss": lambda: around(StepLoss, "of", item_in_loss),
     "swapped groups": lambda: around(megatron.mpu, "build_groups", swapped),
-    "skipped collective": lambda: around(Linear, "sum_over_ranks", skipped_on_odd_ranks),
+    "skipped collective": lambda: around(megatron.mpu.layers, "sum_over_ranks", skipped_on_odd_ranks),
     "int64 cu_seqlens": lambda: around(Stage, "attention_inputs", wide_starts),
     "documents by tokens": lambda: around(megatron.data.batch, "document_starts", padded_starts),
-    "mask of seq x seq": lambda: around(AttentionBackends, "supports_varlen", lambda original, *args: False),
+    "mask of seq x seq": lambda: around(AttentionBackends, "form", lambda original, *args: None),
     "whole stage at construction": lambda: around(megatron.model.init, "materialize", cast_later),
 }

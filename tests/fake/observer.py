@@ -28,6 +28,7 @@ COLLECTIVES = {
     "c10d.broadcast_": "broadcast",
     "_c10d_functional.all_reduce": "all_reduce",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
 
@@ -35,10 +36,12 @@ COLLECTIVES = {
 class Observer(TorchDispatchMode):
     """Notes, of all operations while it is entered, `findings` (mistakes, in words), `collectives` in their
     order as (first rank, stride between ranks, number of ranks, kind, bytes of the whole tensor), the varlen
-    kernel's arguments, and bytes.
+    kernel's arguments, those of products in FP8 as `scaled`, and bytes.
 
     live, peak: bytes of storages on the device.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,6 +50,7 @@ class Observer(TorchDispatchMode):
         self.collectives: list[tuple[int, int, int, str, int]] = []
         self.kernels: Counter[str] = Counter()
         self.varlen: list[dict[str, Any]] = []
+        self.scaled: Counter[tuple[Any, ...]] = Counter()
         self.live = self.peak = 0
         self._storages = WeakIdKeyDictionary()  # [bytes] of each
 
@@ -68,6 +72,8 @@ class Observer(TorchDispatchMode):
             self._note_collective(COLLECTIVES[name], args, inputs, output)
         if name in VARLEN:
             self._note_varlen(name, args, VARLEN[name])
+        if name == "aten._scaled_mm":
+            self._note_scaled(func, args, kwargs)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._check_outputs(name, inputs, outputs)
         for tensor in outputs:
@@ -81,6 +87,7 @@ class Observer(TorchDispatchMode):
         self.collectives.clear()
         self.kernels.clear()
         self.varlen.clear()
+        self.scaled.clear()
 
     # -- devices and shapes ----------------------------------------------------------------------------------
 
@@ -117,6 +124,23 @@ class Observer(TorchDispatchMode):
         # document padded to a block of 128 (mha_varlen_bwd of torch's flash attention).
         workspace = 4 * (tokens + 128 * documents) * heads * width
         self.varlen.append({"documents": documents, "longest": max(longest), "workspace": workspace})
+
+    def _note_scaled(self, func: Any, args: Any, kwargs: Any) -> None:
+        """(rows, columns, what is summed over, format of A, of B, shape of the scale of A, of B, dtype of
+        the result, whether sums may be fast) of a product A B, and what Hopper's tensor cores do not take."""
+        given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+        a, b = given["self"], given["mat2"]
+        if a.stride(1) != 1 or b.stride(0) != 1:
+            self._find(f"strides {a.stride()} and {b.stride()}; A is read by rows, B by columns", "_scaled_mm")
+        if any(size % 16 for size in (*a.shape[1:], *b.shape)):
+            self._find(f"{list(a.shape)} x {list(b.shape)}, not multiples of 16", "_scaled_mm")
+        if a.dtype == b.dtype == torch.float8_e5m2:
+            self._find("E5M2 x E5M2", "_scaled_mm")
+        scales = (tuple(given["scale_a"].shape), tuple(given["scale_b"].shape))
+        formats = (str(a.dtype).removeprefix("torch.float8_"), str(b.dtype).removeprefix("torch.float8_"))
+        result = str(given["out_dtype"]).removeprefix("torch.")
+        fast = bool(given.get("use_fast_accum", False))
+        self.scaled[a.shape[0], b.shape[1], a.shape[1], *formats, *scales, result, fast] += 1
 
     # -- collectives -----------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import BIG, LLAMA_13B, Case
-from tests.fake.shim import build, compiler
+from tests.fake.shim import build, lacking
 
 LLAMA_70B: dict[str, Any] = {
     **BIG,
@@ -33,10 +33,9 @@ TENSOR, PIPE, DATA = 8, 4, 8
 
 
 def main() -> None:
-    compile_with = compiler()
-    if compile_with is None:
-        sys.exit("fake CUDA needs a C++ compiler; set CXX")
-    process = FakeCuda(build(compile_with))
+    if (reason := lacking()) is not None:
+        sys.exit(reason)
+    process = FakeCuda(build())
     print(f"{'rank of 256':<14}{'blocks':<10}{'parameters':>12}{'construction':>14}{'passes':>8}   GiB")
     for stage in range(PIPE):
         rank = stage * TENSOR * DATA

@@ -21,13 +21,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
 from megatron.data import Batch
-from megatron.data.batch import collate
+from megatron.data.batch import collate, share_prefixes
 from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
 from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs
 from megatron.training.engine import PipelineSchedule
+from megatron.training.engine_base import EngineBase
 from megatron.training.native.engine import NativeEngine
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm
@@ -45,7 +46,7 @@ def run(case: Case) -> dict[str, Any]:
     """What the observer saw of a case; `error` names what stopped it and our line."""
     observer, seen = Observer(), dict[str, Any](error=None)
     mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
-    with fake_cuda(), resizes_seen(observer), process_group(case), mistake:
+    with fake_cuda(case.capability), resizes_seen(observer), process_group(case), mistake:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
@@ -62,6 +63,7 @@ def run(case: Case) -> dict[str, Any]:
         "collectives": observer.collectives,
         "kernels": observer.kernels,
         "varlen": observer.varlen,
+        "scaled": [[*call, times] for call, times in observer.scaled.items()],
     }
 
 
@@ -95,7 +97,9 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
         assert isinstance(engine, ModelStep)
         seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
         seen["construction"] = observer.peak
-    batches = [make_batch(args, case, documents) for documents in case.documents or [None]]
+    steps = range(max(1, len(case.documents)))
+    batches = [make_batch(args, case, *(given[i] if given else None for given in (case.documents, case.prefixes)))
+               for i in steps]  # fmt: skip
     if args.compile:
         engine.forward_and_backward(batches[0])
         seen["compiled"] = compiled()
@@ -105,6 +109,8 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
             engine.forward_and_backward(batch)
             seen["passes"] = observer.peak
             engine.finish()
+            if case.validates:
+                engine.token_logprobs([batch])
         missing = [name for name, p in engine.stage.named_parameters() if p.requires_grad and p.grad is None]
         assert not missing, f"no gradients: {missing}"
         if case.inference:
@@ -134,10 +140,14 @@ def calls_compiled() -> int:
 
 
 @contextlib.contextmanager
-def fake_cuda() -> Iterator[None]:
+def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
-    values |= {"get_device_capability": (9, 0), "is_current_stream_capturing": False, "is_bf16_supported": True}
+    values |= {
+        "get_device_capability": tuple(capability),
+        "is_current_stream_capturing": False,
+        "is_bf16_supported": True,
+    }
     values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
     values["get_rng_state"] = torch.get_rng_state()
     with contextlib.ExitStack() as stack:
@@ -149,9 +159,11 @@ def fake_cuda() -> Iterator[None]:
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
         # Seeds are numbers, and generators real.
-        stack.enter_context(mock.patch("megatron.mpu.random.fork_seed", lambda seed, device: contextlib.nullcontext()))
+        for place in ("megatron.mpu.random", "megatron.model.attention.seeded_attention"):
+            stack.enter_context(mock.patch(f"{place}.fork_seed", lambda seed, device: contextlib.nullcontext()))
         compiler = partialmethod(nn.Module.compile, backend="aot_eager")
         stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
+        stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
         # A mesh is a tensor of ranks on the host, which is made before the first step.
         from_group = staticmethod(real(DeviceMesh.from_group))
         stack.enter_context(mock.patch.object(DeviceMesh, "from_group", from_group))
@@ -209,20 +221,25 @@ def process_group(case: Case) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ModelStep:
+class ModelStep(EngineBase):
     """What DeepSpeed's engine does in a step of its own accord, without DeepSpeed: the weight of the batch
     over data ranks, forward, backward, verdict, norm and clipping."""
+
+    name = "deepspeed"
 
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
         self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
-        init_stage(stage, args, groups, DTYPES[args.params_dtype])
+        self.dtype = DTYPES[args.params_dtype]
+        init_stage(stage, args, groups, self.dtype)
         named = {name: p for name, p in stage.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(list(named), groups.device, most_skips(args))
         self.watch.watch(list(named.values()))
-        self.loss = StepLoss(objective, groups, self.watch)
+        self._loss = StepLoss(objective, groups, self.watch)
         stage.train()
+
+    name = "model step"
 
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:
@@ -231,10 +248,10 @@ class ModelStep:
     def forward_and_backward(self, batch: Batch) -> None:
         weight = self.groups.sum(self.objective.weight(batch), "data")
         self.watch.begin(weight)
-        self.loss.begin(1 / weight.clamp(min=1.0))
+        self._loss.begin(1 / weight.clamp(min=1.0))
         self.stage.zero_grad()
         hidden = None if self.groups.is_first_stage else self.received(batch)
-        out = self.stage(hidden, batch, partial(self.loss.of, batch=batch))
+        out = self.stage(hidden, batch, partial(self._loss.of, batch=batch))
         if isinstance(out, HiddenStates):
             out.hidden_states.backward(torch.empty_like(out.hidden_states))
         else:
@@ -261,7 +278,9 @@ class ModelStep:
 # -- batches -------------------------------------------------------------------------------------------------
 
 
-def make_batch(args: NeoXArgs, case: Case, documents: list[list[int]] | None) -> Batch:
+def make_batch(
+    args: NeoXArgs, case: Case, documents: list[list[int]] | None, prefixes: list[int] | None = None
+) -> Batch:
     """A micro-batch as collation makes it, its tensors then fake ones on the device."""
     rows, seq = args.train_micro_batch_size_per_gpu, args.seq_length
     assert rows is not None
@@ -271,8 +290,14 @@ def make_batch(args: NeoXArgs, case: Case, documents: list[list[int]] | None) ->
     packed = documents is not None
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
         batch = collate(windows, eod=EOD, reset_attention_mask=packed, reset_position_ids=packed)
+        if prefixes is not None:
+            begins = torch.zeros_like(batch.tokens)
+            for row, starts in enumerate(documents or []):
+                begins[row, starts] = 1
+            batch = share_prefixes(batch, begins.flatten().cumsum(0).view_as(begins) - 1, np.array(prefixes))
     if case.pairs:
-        labels, responses = torch.empty(rows), torch.empty(batch.tokens.shape, dtype=torch.int64)
+        labels = torch.empty(rows if prefixes is None else len(prefixes))
+        responses = torch.empty(batch.tokens.shape, dtype=torch.int64)
         batch = replace(batch, response_ids=responses, preference_labels=labels, reference_logprobs=labels)
     return batch.map(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=DEVICE))
 

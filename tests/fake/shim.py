@@ -21,9 +21,19 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def build(compile_with: str) -> Path:
+def lacking() -> str | None:
+    """Why there can be no fake CUDA here; None where there can."""
+    if (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return "fake CUDA needs a CPU build of torch; a CUDA build registers its own hooks in their place"
+    return "fake CUDA needs a C++ compiler (CXX, g++ or clang++)" if compiler() is None else None
+
+
+def build() -> Path:
     """The library for the installed torch, compiled by the first process that asks. Raises RuntimeError with
-    the compiler's words."""
+    what is lacking, or with the compiler's words."""
+    compile_with = compiler()
+    if (reason := lacking()) is not None or compile_with is None:
+        raise RuntimeError(reason)
     torch = _torch_folder()
     version = importlib.metadata.version("torch") + sys.implementation.cache_tag
     key = hashlib.sha256(SOURCE.read_bytes() + version.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Compiled blocks: one graph for all of them, without breaks, in which the same collectives run, and which
+"""Compiled blocks: one graph for all of a kind, without breaks, in which the same collectives run, and which
 serves for every step."""
 
 from typing import Any
@@ -7,19 +7,36 @@ import pytest
 
 from tests.fake.checks import assert_clean, assert_documents, assert_layout
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import COMPILE, DROPOUT, PACKED, RECOMPUTE, SP2, TP2, WINDOW, Case
+from tests.fake.layouts import (
+    COMPILE,
+    DROPOUT,
+    LAYERS,
+    PACKED,
+    PACKED_DPO,
+    PAIRS,
+    PREFIXES,
+    RECOMPUTE,
+    SELECTIVE,
+    SP2,
+    TP2,
+    WINDOW,
+    Case,
+)
 from tests.marks import with_more
 
-ONE_GRAPH = {"graphs": 1, "breaks": 0}
+# Of all blocks, and of what is done to a chunk of logits: before tensor ranks tell each other, and after.
+ONE_GRAPH, ONE_GRAPH_OF_RANKS = {"graphs": 2, "breaks": 0}, {"graphs": 3, "breaks": 0}
 # Of one to many documents; the longest are of several lengths.
 DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]
+TWENTY_STEPS = [[list(range(0, 192, 192 // (1 + step))), [0, 9 * step + 1]] for step in range(20)]
 CASES: dict[str, Case] = {
     "one": Case(values=COMPILE),
     "tp2": Case(2, 1, {**COMPILE, **TP2}),
     "tp2 sp": Case(2, 1, {**COMPILE, **SP2}),
     "window": Case(values={**COMPILE, **WINDOW}),
     "recompute": Case(values={**COMPILE, **RECOMPUTE}),
-    "dropout of hidden states": Case(values={**COMPILE, "hidden_dropout": 0.1}),
+    "dropout": Case(values={**COMPILE, **DROPOUT}),
+    "packed dropout": Case(values={**COMPILE, **PACKED, **DROPOUT}, documents=DOCUMENTS),
 }
 
 
@@ -28,11 +45,22 @@ def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
     assert_layout(fake_cuda, [case])
     seen = fake_cuda.run(case)
-    assert seen["compiled"] == seen["compiled again"] == ONE_GRAPH
+    assert seen["compiled"] == seen["compiled again"] == (ONE_GRAPH_OF_RANKS if case.world > 1 else ONE_GRAPH)
     if case.world > 1:  # else the steps that were counted ran eagerly
         assert seen["kernels"]["_c10d_functional.wait_tensor"] > 0
 
 
+@pytest.mark.parametrize("name", with_more(["one", "tp2", "tp2 sp"], "one", "tp2"))
+def test_twenty_packed_steps_with_validation_between(name: str, fake_cuda: FakeCuda) -> None:
+    layout: dict[str, Any] = {"one": {}, "tp2": TP2, "tp2 sp": SP2}[name]
+    """However documents lie, and although every batch is validated after its step: the first step's graph."""
+    world = 2 if layout else 1
+    seen = fake_cuda.run(Case(world, 0, {**COMPILE, **PACKED, **layout}, TWENTY_STEPS, validates=True))
+    assert_clean(seen)
+    assert seen["compiled"] == seen["compiled again"] == (ONE_GRAPH_OF_RANKS if layout else ONE_GRAPH)
+
+
+@pytest.mark.more
 def test_document_boundaries_may_change(fake_cuda: FakeCuda) -> None:
     values: dict[str, Any] = {**COMPILE, **PACKED}
     case = Case(values=values, documents=DOCUMENTS)
@@ -42,9 +70,27 @@ def test_document_boundaries_may_change(fake_cuda: FakeCuda) -> None:
     assert seen["compiled"] == seen["compiled again"] == ONE_GRAPH
 
 
-def test_dropout_of_attention_breaks_graphs(fake_cuda: FakeCuda) -> None:
-    """Its mask is drawn within torch's own attention, which no operator of ours can wrap: a block is cut
-    before and after it, once for its forward and as often for what the compiler resumes in."""
-    seen = fake_cuda.run(Case(values={**COMPILE, **DROPOUT}))
+def test_prompts_that_pairs_share_may_change(fake_cuda: FakeCuda) -> None:
+    values = {**COMPILE, **PACKED_DPO}
+    seen = fake_cuda.run(Case(values=values, documents=PAIRS, prefixes=PREFIXES, pairs=True))
     assert_clean(seen)
-    assert seen["compiled"] == seen["compiled again"] == {"graphs": 6, "breaks": 6}
+    # Before the first step FlexAttention was tried by itself; blocks, logits forwards, logits backwards.
+    assert seen["compiled"] == seen["compiled again"] == {"graphs": 4, "breaks": 0}
+
+
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.more)], ids=["eager", "compiled"])
+def test_what_recomputation_runs_again(eager: bool, fake_cuda: FakeCuda) -> None:
+    """Full: attention of each block, or of every other one; selective: none of it, and no product; what is
+    kept for the backward passes lies between full and none."""
+    compile_ = {} if eager else COMPILE
+    forms = {"none": {}, "selective": SELECTIVE, "half": {**RECOMPUTE, "recompute_every": 2}, "full": RECOMPUTE}
+    seen = {name: fake_cuda.run(Case(values={**compile_, **values})) for name, values in forms.items()}
+    for one in seen.values():
+        assert_clean(one)
+    attention = "aten._scaled_dot_product_cudnn_attention"
+    counts = {name: one["kernels"][attention] for name, one in seen.items()}
+    assert counts == {"none": LAYERS, "selective": LAYERS, "half": 3 * LAYERS // 2, "full": 2 * LAYERS}
+    products = {name: one["kernels"]["aten.mm"] for name, one in seen.items()}
+    assert products["selective"] == products["none"] < products["half"] < products["full"]
+    peaks = [seen[name]["passes"] for name in ("full", "half", "none")]
+    assert peaks == sorted(peaks) and peaks[0] < seen["selective"]["passes"] < peaks[-1]

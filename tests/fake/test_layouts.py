@@ -11,6 +11,7 @@ from tests.fake.checks import assert_clean, assert_construction, assert_document
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import (
     BIG,
+    COMPILE,
     DPO,
     DROPOUT,
     GQA,
@@ -18,7 +19,10 @@ from tests.fake.layouts import (
     LAYERS,
     MICRO_BATCH,
     PACKED,
+    PACKED_DPO,
+    PAIRS,
     PP2,
+    PREFIXES,
     RECOMPUTE,
     SEQ,
     SP2,
@@ -116,6 +120,23 @@ def test_preferences(fake_cuda: FakeCuda) -> None:
     assert_layout(fake_cuda, [Case(2, rank, {**TP2, **DPO}, pairs=True) for rank in range(2)])
 
 
+@pytest.mark.parametrize(
+    ("values", "kernel"),
+    [
+        ({}, "flex_attention"),
+        (
+            {"attention_dropout": 0.1, "disable_dropout": False, "prefix_sharing": True},
+            "aten._efficient_attention_forward",
+        ),  # written out
+    ],
+    ids=["flex", "dropout"],
+)
+def test_prompts_that_pairs_share(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
+    case = Case(2, 1, {**TP2, **PACKED_DPO, **values}, documents=PAIRS, prefixes=PREFIXES, pairs=True)
+    assert_layout(fake_cuda, [case])
+    assert fake_cuda.run(case)["kernels"][kernel] == LAYERS * len(PAIRS)
+
+
 def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     """After a step, log-probabilities of its rows, then their tokens into a cache and one token more."""
     case = Case(2, 1, TP2, inference=True)
@@ -124,7 +145,21 @@ def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     hidden, forward = 2 * SEQ * MICRO_BATCH * HIDDEN, 2 * LAYERS + 1
     more = Counter({(0, 1, 2, "all_reduce", hidden): 2 * forward})  # the rows scored, and read into the cache
     more[0, 1, 2, "all_reduce", 2 * MICRO_BATCH * HIDDEN] = forward  # one token a row
-    more[0, 1, 2, "all_reduce", 4 * SEQ * MICRO_BATCH] = 1  # cross-entropy, as in training
-    more[0, 1, 2, "all_reduce", 2 * 4 * SEQ * MICRO_BATCH] = 1
+    more[0, 1, 2, "all_gather", 2 * 3 * 4 * SEQ * MICRO_BATCH] = 1  # cross-entropy, as in training
     more[0, 1, 2, "all_gather", 2 * MICRO_BATCH * VOCAB] = 2  # the last logits of each row, bf16
     assert Counter(map(tuple, seen["collectives"])) == derived(case) + more
+
+
+@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.more)], ids=["eager", "compiled"])
+def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> None:
+    """Each linear gathers with one product and scatters with another, and columns gather again beside; the
+    other collectives are as without."""
+    values = {**SP2, **more, "async_tensor_parallel": True}
+    seen, without = fake_cuda.run(Case(2, 1, values)), derived(Case(2, 1, SP2))
+    assert_clean(seen)
+    hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
+    for kind, fewer in (("all_gather", 4 * LAYERS), ("reduce_scatter", 4 * LAYERS)):
+        without[0, 1, 2, kind, hidden] -= fewer
+    assert Counter(map(tuple, seen["collectives"])) == without
+    for kernel in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        assert seen["kernels"][f"symm_mem.{kernel}"] == 4 * LAYERS

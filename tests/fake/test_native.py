@@ -99,12 +99,13 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, *(name for name in COMPILED if name != "ZeRO 3")))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    """`fully_shard` gathers weights outside of the graph, which has all of a block in it: as many calls as
-    where weights are whole."""
+    """`fully_shard` gathers weights outside of the graph, which has all of a block in it (and that of the
+    logits is another, over tensor ranks two): as many calls as where weights are whole."""
     case = COMPILED[name]
     seen = fake_cuda.run(case)
     assert_clean(seen)
-    assert seen["compiled"] == seen["compiled again"] == {"graphs": 1, "breaks": 0}
+    graphs = 3 if "tp8" in name else 2
+    assert seen["compiled"] == seen["compiled again"] == {"graphs": graphs, "breaks": 0}
     whole = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": {"stage": 0}}))
     assert seen["calls compiled"] == whole["calls compiled"] > 20
 

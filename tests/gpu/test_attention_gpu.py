@@ -1,21 +1,35 @@
 """Attention kernels of the device beside the plain formula, and the choice among them."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import Tensor
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
-from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, window_mask
+from megatron.model.attention import AttentionInputs, AttentionOptions, document_mask, tree_inputs, window_mask
+from megatron.model.attention.masks import block_mask
+from megatron.model.specs import attention_spec
 from megatron.mpu import DTYPES, token_logprobs
 from megatron.neox_arguments import ConfigError
-from tests.gpu.runs import WIDE, stage_on
+from tests.gpu.runs import WIDE, assert_gradients, loss_and_gradients, stage_on
 from tests.model.stages import chosen, document_batch, inputs_of, random_batch, small
 
 pytestmark = pytest.mark.gpu
 # bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or
 # twice.
 BOUND = 2e-2
+
+
+@pytest.fixture
+def own_flash() -> Iterator[None]:
+    """Give torch its own flash attention back."""
+    yield
+    if current_flash_attention_impl() is not None:
+        restore_flash_attention_impl()
 
 
 def qkv(device: torch.device, heads: int, kv_heads: int, seq: int = 128) -> list[Tensor]:
@@ -25,25 +39,31 @@ def qkv(device: torch.device, heads: int, kv_heads: int, seq: int = 128) -> list
     return [value.bfloat16().float().to(device).requires_grad_() for value in values]
 
 
+def causal(name: str, seq: int, device: torch.device) -> AttentionInputs:
+    """What plainly causal rows give to a backend."""
+    return AttentionInputs(blocks=block_mask(seq, device)) if name == "flex" else AttentionInputs()
+
+
 def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: torch.dtype, **run: Any) -> list[Tensor]:
     """Output and gradients, fp32."""
     precision = {torch.float32: "fp32", torch.bfloat16: "bfloat16"}[dtype]
     device = leaves[0].device.type
-    backend = chosen(small(attention_backend=name, precision=precision, **WIDE, **run), device)
+    backend = chosen(small(**{**WIDE, **run}, attention_backend=name, precision=precision), device)
     out = backend.attend(*(leaf.to(dtype) for leaf in leaves), inputs, AttentionOptions())
     return [out.detach().float(), *torch.autograd.grad(out.float().square().sum(), leaves)]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
-@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient"])
-def test_kernel_equals_math(name: str, kv_heads: int, device: torch.device) -> None:
-    leaves, run = qkv(device, 4, kv_heads), {"num_kv_heads": kv_heads}
+@pytest.mark.parametrize("name", ["auto", "cudnn", "flash", "efficient", "flex", "flash3", "flash4"])
+def test_kernel_equals_math(name: str, kv_heads: int, device: torch.device, own_flash: None) -> None:
+    leaves, run = qkv(device, 4, kv_heads, 128), {"num_kv_heads": kv_heads, "seq_length": 128}
     expected = outcome("math", AttentionInputs(), leaves, torch.float32, **run)
     try:
-        actual = outcome(name, AttentionInputs(), leaves, torch.bfloat16, **run)
+        actual = outcome(name, causal(name, 128, device), leaves, torch.bfloat16, **run)
     except ConfigError as problem:
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-        assert not hopper or kv_heads == 2, "whole heads run on each of them there"
+        absent = "not installed" in str(problem)
+        assert not hopper or kv_heads == 2 or absent, "whole heads run on each of them there"
         assert device.type == "cpu" or name != "auto", "there is always one"
         pytest.skip(str(problem))
     for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
@@ -77,6 +97,56 @@ def test_windows_through_varlen_equal_their_mask(width: int, precision: str, dev
         assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
+PROMPT = 70  # tokens before two answers, in the middle of blocks of 128; a document follows
+
+
+@pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("kind", ["rows", "documents", "shared prompts"])
+def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: torch.device) -> None:
+    """Rows that are no whole number of blocks; other values of the same shape compile nothing anew."""
+    seq, graphs = 300, []
+    spec = attention_spec(small(**{**WIDE, "sliding_window_width": window}), 0)
+    run = {"num_kv_heads": 2, "sliding_window_width": window, "seq_length": seq, "max_position_embeddings": seq}
+    leaves, place = qkv(device, 4, 2, seq), torch.arange(seq, device=device)
+    for answer in (60, 90):
+        ends = torch.tensor([PROMPT, PROMPT + answer, PROMPT + 2 * answer], device=device)
+        branches = torch.bucketize(place, ends, right=True).int().expand(2, seq)
+        contexts = {"rows": torch.zeros_like(branches), "documents": branches}.get(kind, branches // 3 * 3)
+        branches = torch.zeros_like(branches) if kind == "rows" else branches
+        positions = (
+            torch.where(branches == 2, place - answer, place) if kind == "shared prompts" else place.expand(2, seq)
+        )
+        masked, blocks = (
+            tree_inputs(spec, positions, branches, contexts, seq, form, lambda *_: None) for form in (None, "blocks")
+        )
+        expected = outcome("math", masked, leaves, torch.float32, **run)
+        actual = outcome("flex", blocks, leaves, torch.bfloat16, **run)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+            assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
+    assert graphs[0] == graphs[1]
+
+
+@pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")
+@pytest.mark.parametrize("compiled", [False, "block"])
+def test_packed_rows_on_flex_attention(compiled: Any, device: torch.device) -> None:
+    """Through the model: in the graph of a block and by itself, beside the plain formula in fp32."""
+    keys, found = {**WIDE, "num_kv_heads": 2}, []
+    for more in (
+        {"attention_backend": "flex", "precision": "bfloat16", "compile": compiled},
+        {"attention_backend": "math"},
+    ):
+        args = small(**keys, **more)
+        stage, batch = stage_on(args, device).train(), document_batch(args).to(device)
+        assert batch.positions is not None
+        assert (inputs_of(stage, batch, batch.positions).blocks is not None) == (args.attention_backend == "flex")
+        found.append(loss_and_gradients(stage, batch))
+    (loss, grads), (expected, expected_grads) = found
+    torch.testing.assert_close(loss, expected, rtol=2e-2, atol=0)
+    assert_gradients(grads, expected_grads, 8e-2)
+
+
 @torch.no_grad()
 def test_a_packed_batch_takes_the_varlen_kernel(device: torch.device) -> None:
     values = {**WIDE, "precision": "bfloat16"}
@@ -85,16 +155,16 @@ def test_a_packed_batch_takes_the_varlen_kernel(device: torch.device) -> None:
     stage = stage_on(small(**values), device)
     assert batch.positions is not None
     assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
-    logprobs = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
-    expected = token_logprobs(stage_on(plain, device)(None, batch), batch.labels.t(), None)
+    read = partial(token_logprobs, labels=batch.labels.t(), group=None)
+    logprobs, expected = stage(None, batch, read), stage_on(plain, device)(None, batch, read)
     # Logits of size ten from two blocks of bf16: 2^-8 of them, and twice that for good measure.
     assert (logprobs - expected).abs().mean() < 0.1
 
 
 @pytest.mark.only_gpu("it names kernels of GPUs")
 def test_auto_chooses_no_math_for_bf16_and_no_flash_for_fp32() -> None:
-    bf16 = chosen(small(precision="bfloat16", **WIDE), "cuda").by_kind
-    assert bf16["plain"].name in ("cudnn", "flash")
+    bf16, fast = chosen(small(precision="bfloat16", **WIDE), "cuda").by_kind, torch.cuda.get_device_capability()
+    assert bf16["plain"].name == ("cudnn" if fast == (9, 0) or fast[0] == 10 else "flash")
     assert bf16["from a cache"].name in ("cudnn", "flash", "efficient")
     assert chosen(small(**WIDE), "cuda").by_kind["plain"].name in ("efficient", "math")
 

@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.utils
+import torch._functorch.config
 
 from tests.gpu.runs import WIDE, assert_gradients, loss_and_gradients, stage_on
 from tests.model.stages import document_batch, random_batch, small
 
 pytestmark = pytest.mark.gpu
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 _MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
 
@@ -23,7 +26,8 @@ def compiler(device: torch.device) -> Iterator[None]:
         pytest.skip(f"compiling needs {' or '.join(names)}")
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
+    with torch._functorch.config.patch(activation_memory_budget=1.0):  # torch's default, which a case changes
+        yield
     torch._dynamo.reset()
 
 
@@ -36,14 +40,22 @@ def compiler(device: torch.device) -> Iterator[None]:
         pytest.param("bfloat16", False, {**WIDE, "gpt_j_residual": True}, 5e-2, marks=_MORE, id="neox bf16"),
         pytest.param("bfloat16", True, LLAMA, 5e-2, marks=_MORE, id="packed bf16"),
         pytest.param("bfloat16", False, {**LLAMA, "sliding_window_width": 20}, 5e-2, marks=_MORE, id="window bf16"),
+        # Eager blocks without recomputation are the other side in all.
+        pytest.param("bfloat16", True, {**LLAMA, **SELECTIVE}, 5e-2, marks=_MORE, id="selective bf16"),
+        pytest.param("bfloat16", True, {**LLAMA, "activation_memory_budget": 0.3}, 5e-2, marks=_MORE, id="budget bf16"),
+        pytest.param("bfloat16", False, {**LLAMA, "compile": "block-max"}, 5e-2, marks=_MORE, id="block-max bf16"),
+        pytest.param("fp32", False, {**WIDE, **DROPOUT}, 1e-4, marks=_MORE, id="dropout"),
+        pytest.param("bfloat16", True, {**LLAMA, **DROPOUT}, 5e-2, marks=_MORE, id="packed dropout bf16"),
     ],
 )
 def test_compiled_blocks_equal_eager_ones(
     precision: str, packed: bool, changes: dict[str, Any], bound: float, device: torch.device
 ) -> None:
     found = []
-    for compile_ in (False, "block"):
-        args = small(**changes, precision=precision, compile=compile_)
+    plain = {key: value for key, value in changes.items() if key not in SELECTIVE}
+    plain |= {"compile": False, "activation_memory_budget": None}
+    for values in (plain, {"compile": "block", **changes}):
+        args = small(**values, precision=precision)
         make = document_batch if packed else random_batch
         stage = stage_on(args, device).train()
         # Other documents, and as many again: nothing is compiled for them.

@@ -1,6 +1,7 @@
 """Layers of every kind beside the CPU, packed rows beside their documents alone, and bf16 beside fp32."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def alone(batch: Batch) -> list[tuple[slice, Batch]]:
 @torch.no_grad()
 def logprobs_of(stage: Any, batch: Batch) -> Tensor:
     """`[batch * seq]`, rows end to end."""
-    values = token_logprobs(stage(None, batch).float(), batch.labels.t(), None)
+    values = stage(None, batch, partial(token_logprobs, labels=batch.labels.t(), group=None))
     return values.t().reshape(-1).cpu()
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.data.preferences.preference_sets import preference_samples_per_epoch
 from megatron.generation import SamplingParams, complete
+from megatron.neox_arguments import NeoXArgs
 from megatron.training import train
 from tests.generation.runs import GIVEN, LAYOUTS, golden_model
 from tests.gpu.runs import PRECISIONS, run
@@ -36,6 +38,28 @@ def test_dpo_begins_at_ln_2(precision: str, pack_impl: str, tmp_path: Path, devi
     # Policy and reference are the same weights and the same kernels; the reference's scores are kept in fp32.
     assert losses[0] == pytest.approx(math.log(2), abs={"fp32": 1e-5, "bf16": 1e-2}[precision])
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Path, device: torch.device) -> None:
+    """Scores of the reference that were made of rows with shared prompts are what rows without give, which
+    score some again; and losses of steps of all pairs are equal."""
+    losses = []
+    for sharing in (True, False):
+        save = tmp_path / str(sharing)
+        values: dict[str, Any] = config(
+            LLAMA, ADAMW, PRECISIONS[precision], pairs(tmp_path), {"eod_mask_loss": False},
+            train_impl="dpo", dataset_impl="pairwise", pack_impl="best_fit", prefix_sharing=sharing, train_iters=3,
+            save=str(save), checkpoint_factor=100, reference_cache_dir=str(tmp_path / "references"),
+        )  # fmt: skip
+        for key in ("data_path", "split", "train_batch_size"):
+            del values[key]
+        rows = preference_samples_per_epoch(NeoXArgs.from_dict(values))
+        with run({**values, "train_batch_size": rows, "train_micro_batch_size_per_gpu": rows}) as training:
+            train(training)
+        lines = (save / "logs" / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["train/lm_loss"] for row in map(json.loads, lines) if "train/lm_loss" in row])
+    assert losses[0] == pytest.approx(losses[1], rel={"fp32": 1e-4, "bf16": 0.05}[precision])
 
 
 @pytest.mark.parametrize("name", ["neox_pp1_mp1", "llama_pp1_mp1"])

@@ -14,6 +14,7 @@ TP2: dict[str, Any] = {"model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2": (LLAMA, TP2),
     "tp2 sp": (LLAMA, {**TP2, "sequence_parallel": True}),
+    "tp2 sp async": (LLAMA, {**TP2, "sequence_parallel": True, "async_tensor_parallel": "auto"}),
     "dp2": (NEOX, {}),
     "dp2 zero1": (NEOX, {"zero_optimization": {"stage": 1}}),
     "dp2 zero2": (NEOX, {"zero_optimization": {"stage": 2}}),

@@ -165,6 +165,14 @@ def test_a_compiled_package_that_does_not_load(monkeypatch, tmp_path):
     assert check.state == "failed" and "undefined symbol: _ZN3c10" in check.found
 
 
+def test_an_apex_that_is_not_nvidias(monkeypatch, tmp_path):
+    (tmp_path / "apex").mkdir()
+    (tmp_path / "apex" / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (check,) = compiled_checks({"apex": "0.9.10dev"}.get)
+    assert check.state == "failed" and "the package apex that is installed is not NVIDIA's" in check.found
+
+
 def test_ports(listening):
     assert port_check(free_port()).state == "ok"
     assert f"is taken by process {os.getpid()} (" in port_check(listening).found

@@ -17,7 +17,8 @@ from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups, build_groups, shard
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.parallelize import compile_blocks, recompute_blocks
+from megatron.training.compile_blocks import compile_blocks
+from megatron.training.recompute import recompute_blocks
 
 Weights = dict[int, dict[str, Tensor]]
 

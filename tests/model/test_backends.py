@@ -1,23 +1,30 @@
 """The table of attention backends: its names, the layers that ask for one, and a new one."""
 
+import inspect
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import list_flash_attention_impls
 
 from megatron.model import build_stage
-from megatron.model.attention import AttentionInputs, choose_backends
-from megatron.model.attention.backends import AttentionOptions, Sdpa
+from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends, registered
+from megatron.model.attention.backends import AttentionBackend, AttentionOptions, Flash, Sdpa, Varlen
+from megatron.model.attention.flex import Flex
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
-from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
+from megatron.neox_arguments import ConfigError
+from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,31 +70,147 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
     args, log_lines = small(**MIXED, attention_backend="math", precision="bfloat16"), list[str]()
     specs = [attention_spec(args, block) for block in range(4)]
     chosen = choose_backends(args, torch.device("cuda"), specs, log_lines.append)
-    assert [chosen[spec.backend].supports_varlen(spec.window) for spec in specs] == [True, False, False, True]
+    batch = document_batch(args)
+    forms = [chosen[spec.backend].form(batch, spec.window) for spec in specs]
+    assert forms == ["cu_seqlens", None, None, "cu_seqlens"]
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
 
 
+HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
+PAIRS: dict[str, Any] = {
+    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
+    "pack_impl": "best_fit",
+}  # fmt: skip
+
+
+def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **changes: Any) -> AttentionBackends:
+    """What is chosen there, where whatever is tried works."""
+    args = small(**{"precision": "bfloat16", **changes})
+    spec, log = attention_spec(args, 0), None if log_lines is None else log_lines.append
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AttentionBackend, "supports", lambda self, call: None)
+        return choose_backends(args, torch.device("cuda"), [spec], log, capability)[spec.backend]
+
+
 @pytest.mark.parametrize(
-    "asked, capability, said, at_length, at_others",
+    "capability, changes, expected",
     [
-        ("auto", (9, 0), "cudnn, at other lengths than 16 flash", "Cudnn", "Flash"),
-        ("auto", (8, 0), "flash", "Flash", "Flash"),
-        ("cudnn", (9, 0), "cudnn", "Cudnn", "Cudnn"),
-        ("cudnn", (8, 0), "cudnn", "Cudnn", "Cudnn"),
+        (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+        (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+        (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
+        (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
+        (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
+        (HOPPER, {"attention_dropout": 0.1}, {"with dropout": "Cudnn", "over documents": "EfficientVarlen"}),
+        (HOPPER, {"precision": "fp32"}, {"over documents": "EfficientVarlen"}),
+        (HOPPER, {"pos_emb": "alibi"}, {"with a mask": "Cudnn"}),
+        (HOPPER, PAIRS, {"plain": "Cudnn", "over documents": "Varlen", "with shared prompts": "Flex"}),
+        (AMPERE, PAIRS, {"plain": "Flash", "over documents": "Varlen", "with shared prompts": "Flex"}),
+        (HOPPER, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+        (AMPERE, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+        (HOPPER, {"attention_backend": "flex"}, {"plain": "Flex", "over documents": "Flex", "with a mask": "Cudnn"}),
+        (HOPPER, {"attention_backend": "math", **PAIRS}, {"plain": "Math"}),
+    ],
+)  # fmt: skip
+def test_the_choice_by_gpu_and_kind_of_call(
+    capability: tuple[int, int], changes: dict[str, Any], expected: dict[str, str]
+) -> None:
+    backends = on_gpu(capability, **changes)
+    kinds = {kind: type(backend).__name__ for kind, backend in backends.by_kind.items()}
+    assert {kind: kinds[kind] for kind in expected} == expected
+    maskless = {"over documents", "in windows", "with shared prompts"}
+    assert maskless & set(kinds) == maskless & set(expected), "else under a mask"
+
+
+def test_flex_runs_rows_of_training_alone() -> None:
+    """Generation runs without a compiler."""
+    chosen = on_gpu(HOPPER, attention_backend="flex")
+    assert chosen.form(random_batch(small()), None) == "blocks"
+    assert chosen.form(random_batch(small(), seq=9), None) is None
+    assert isinstance(chosen.other_lengths["plain"], Flash)
+
+
+def test_flex_takes_the_documents_that_varlen_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As heads of more than 256."""
+    monkeypatch.setattr(Varlen, "supports", lambda self, call: "head_dim is too large")
+    chosen = on_gpu(HOPPER)
+    assert isinstance(chosen.by_kind["over documents"], Flex)
+    assert chosen.passed_over["over documents"] == "flash: head_dim is too large"
+    batch = document_batch(small())
+    assert chosen.form(batch, None) == "blocks" and chosen.form(random_batch(small()), None) is None
+    shorter = random_batch(small(), seq=9)
+    assert chosen.form(replace(shorter, cu_seqlens=batch.cu_seqlens), None) == "cu_seqlens", "compiled for no length"
+
+
+def test_the_table_at_start() -> None:
+    log_lines: list[str] = []
+    on_gpu(HOPPER, log_lines, **PAIRS)
+    assert log_lines == [
+        "attention_backend: auto chose (kind of call, backend, why not one before it)\n"
+        "  plain                cudnn, at other lengths than 16 flash\n"
+        "  with a mask          cudnn, at other lengths than 16 flash\n"
+        "  from a cache         cudnn, at other lengths than 16 flash\n"
+        "  over documents       flash\n"
+        "  with shared prompts  flex"
+    ]
+    log_lines.clear()
+    on_gpu(AMPERE, log_lines, precision="fp32")
+    assert log_lines[0].splitlines()[1:] == [
+        "  plain           flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
+        "  with a mask     flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
+        "  from a cache    flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
+        "  over documents  efficient  flash: it has 16 bits; flex: it is for 16 bits",
+    ]
+
+
+@pytest.mark.parametrize(
+    "asked, capability, at_length, at_others",
+    [
+        ("auto", HOPPER, "Cudnn", "Flash"),
+        ("auto", AMPERE, "Flash", "Flash"),
+        ("cudnn", HOPPER, "Cudnn", "Cudnn"),
+        ("cudnn", AMPERE, "Cudnn", "Cudnn"),
     ],
 )
 def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
-    asked: str, capability: tuple[int, int], said: str, at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
+    asked: str, capability: tuple[int, int], at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    no_gpu_is_tried(monkeypatch, capability)
-    args, ran = small(attention_backend=asked, precision="bfloat16"), list[str]()
+    backends, ran = on_gpu(capability, attention_backend=asked), list[str]()
     monkeypatch.setattr(Sdpa, "run", lambda self, q, *_: ran.append(type(self).__name__) or q)
-    backends = chosen(args, "cuda")
-    assert backends.name == said
-    for length in (args.seq_length, args.seq_length - 1):
+    for length in (16, 15):
         x = torch.zeros(length, 1, 4, 8)
         backends.attend(x, x, x, AttentionInputs(), AttentionOptions())
     assert ran == [at_length, at_others]
+
+
+NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_attn.cute.interface")]
+
+
+@pytest.mark.parametrize("name, implementation, module", NEWER)
+def test_newer_flash_attention_is_activated_where_it_is_named(
+    name: str, implementation: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert implementation in list_flash_attention_impls(), "torch's own registry knows it"
+    source = import_module(f"torch.nn.attention._fa{implementation[-1]}")
+    register = getattr(source, f"register_flash_attention_fa{implementation[-1]}")
+    assert inspect.signature(register).parameters["module_path"].default == module
+    active: list[str] = []
+    for part in (module.rsplit(".", depth)[0] for depth in range(module.count("."), -1, -1)):
+        monkeypatch.setitem(sys.modules, part, ModuleType(part))
+    monkeypatch.setattr(registered, "activate_flash_attention_impl", active.append)
+    on_gpu(HOPPER)
+    assert not active
+    backends = on_gpu(HOPPER, attention_backend=name)
+    assert {kind: backend.name for kind, backend in backends.by_kind.items()} == {
+        "plain": name, "with a mask": name, "from a cache": name, "over documents": name
+    }  # fmt: skip
+    assert set(active) == {implementation}
+    assert isinstance(backends.by_kind["over documents"], Varlen) and isinstance(backends.by_kind["plain"], Flash)
+
+
+@pytest.mark.parametrize("name, implementation, module", NEWER)
+def test_newer_flash_attention_that_is_not_installed(name: str, implementation: str, module: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} needs {module}, which is not installed .*: (pip|compile) .*auto"):
+        on_gpu(HOPPER, attention_backend=name)
 
 
 @pytest.mark.parametrize("backend", ["auto", "math"])
@@ -96,7 +219,8 @@ def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str
     build_stage(
         small(**MIXED, attention_dropout=0.1, attention_backend=backend), ParallelGroups.single(), log_lines.append
     )
-    assert any(re.match("attention_config: flash chose .*with dropout math", line) for line in log_lines), log_lines
+    (said,) = (line for line in log_lines if line.startswith("attention_config: flash chose"))
+    assert re.search(r"\n  with dropout +math .*flash: .*dropout", said) and re.search(r"\n  plain +flash\n", said)
 
 
 MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""

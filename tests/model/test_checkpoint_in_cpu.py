@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.model import stage as stage_module
+from megatron.training import recompute as recompute_module
 from tests.model.stages import gradients, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, curves
@@ -50,7 +50,7 @@ def test_the_inputs_of_recomputed_blocks_move_and_nothing_else(together: int, mo
         assert not pin_memory, "only for GPUs"
         return torch.autograd.graph.saved_tensors_hooks(lambda x: moved.append(x) or x.clone(), lambda x: x)
 
-    monkeypatch.setattr(stage_module, "save_on_cpu", watched)
+    monkeypatch.setattr(recompute_module, "save_on_cpu", watched)
     trained(checkpoint_num_layers=together)
     assert not moved
     trained(checkpoint_in_cpu=True, checkpoint_num_layers=together)

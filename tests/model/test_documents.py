@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.data import Batch
 from megatron.data.batch import collate
+from megatron.model import Stage
 from megatron.model.attention import document_mask
-from megatron.mpu import token_logprobs
+from megatron.objectives import label_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
 from tests.model.stages import document_batch, documents, gradients, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -21,6 +23,13 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [TP2, TP2 | SP, PP2, PP2 | {"checkpoint_activations": True}, TP2 | SP | {"checkpoint_activations": True}],
     4: [TP2 | PP2, TP2 | PP2 | SP],
 }
+
+
+def logprobs_of(stage: Stage, batch: Batch) -> Tensor:
+    """`[batch, seq]`."""
+    out = stage(None, batch, partial(label_logprobs, batch=batch, group=None))
+    assert isinstance(out, Tensor)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +51,15 @@ def test_every_layout_equals_one_process(world_size: int, references: list[Step]
 def test_a_packed_row_is_its_documents_alone(name: str) -> None:
     args = small(**MODELS[name])
     stage, batch = stage_with(args, random_weights(args)), document_batch(args, rows=3)
-    packed = token_logprobs(stage(None, batch), batch.labels.t(), None).t()
+    packed = logprobs_of(stage, batch)
     assert len(documents(batch)) > 5
     blind = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
-    leaking = token_logprobs(stage(None, blind), batch.labels.t(), None).t()
+    leaking = logprobs_of(stage, blind)
     for row, first, last in documents(batch):
         assert batch.positions is not None
         whole = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
         alone = whole.map(lambda t: t[row : row + 1, first:last])  # noqa: B023
-        expected = token_logprobs(stage(None, alone), alone.labels.t(), None).t()[0]
+        expected = logprobs_of(stage, alone)[0]
         torch.testing.assert_close(packed[row, first:last], expected, rtol=1e-5, atol=1e-5)
         if first:
             assert (leaking[row, first:last] - expected).abs().max() > 1e-3, "boundaries make no difference"
@@ -97,14 +106,14 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
             (1, 0),
             (1, 1),
         ]
-        logprobs = token_logprobs(stage(None, packed), packed.labels.t(), None).t() * packed.loss_weights
+        logprobs = logprobs_of(stage, packed) * packed.loss_weights
         logprobs.sum().backward()
         together = gradients(stage)
         stage.zero_grad()
         for row, first, last in documents(packed):
             # The document after it is not predicted
             alone = collate(rows[row : row + 1, first : last + 1])
-            expected = token_logprobs(stage(None, alone), alone.labels.t(), None)[:, 0]
+            expected = logprobs_of(stage, alone)[0]
             expected = expected * packed.loss_weights[row, first:last]
             assert packed.loss_weights[row, first:last].sum() == last - first - (rows[row, last - 1] == 0)
             torch.testing.assert_close(logprobs[row, first:last], expected, rtol=1e-5, atol=1e-5)

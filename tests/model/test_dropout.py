@@ -1,7 +1,6 @@
 """Dropout: recomputation repeats its masks, and ranks that hold the same activations drop the same of
 them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.attention import AttentionInputs
+from megatron.model.attention.seeded_attention import seeded_attention
 from tests.model.runs import LLAMA, NEOX, Step, assert_same_step, sgd_steps
 from tests.model.stages import groups_of, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -18,6 +18,8 @@ RECOMPUTE: list[dict[str, Any]] = [
     {},
     {"checkpoint_activations": True, "checkpoint_num_layers": 1},
     {"checkpoint_activations": True, "checkpoint_num_layers": 2},
+    {"checkpoint_activations": True, "recompute_every": 2},
+    {"checkpoint_activations": True, "recompute_granularity": "selective"},
 ]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -50,16 +52,16 @@ def test_recomputation_is_bit_equal(layout: str) -> None:
 def test_blocks_are_run_again_in_the_backward_pass(
     together: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import megatron.model.stage as stage_module
+    import megatron.training.recompute as recompute_module
 
     pieces, runs = [], []
-    real = stage_module.checkpoint
+    real = recompute_module.checkpoint
 
     def count(*args: Any, **kwargs: Any) -> Tensor:
         pieces.append(args)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(stage_module, "checkpoint", count)
+    monkeypatch.setattr(recompute_module, "checkpoint", count)
     args = small(num_layers=4, checkpoint_activations=together > 0, checkpoint_num_layers=together or 1)
     stage = stage_with(args, random_weights(args)).train()
     for index in range(2, 6):
@@ -120,15 +122,15 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
         seeds.append(int(seed))
         return x
 
-    def record_attention(function: Callable[[], Tensor], seed: Tensor, device: torch.device) -> Tensor:
-        seeds.append(int(seed))
-        return function()
+    def record_attention(*given: Any) -> Tensor:
+        seeds.append(int(given[4]))
+        return seeded_attention(*given)
 
     args = small(num_layers=3, **DROPOUT)
     stage = stage_with(args, random_weights(args)).train()
     monkeypatch.setattr(block_module, "dropout", record)
     monkeypatch.setattr(embedding_module, "dropout", record)
-    monkeypatch.setattr(attention_module, "seeded", record_attention)
+    monkeypatch.setattr(attention_module, "seeded_attention", record_attention)
     for seed in (0, 1):
         stage(None, random_batch(args, seed=seed))
     assert len(seeds) == len(set(seeds)) == 2 * (1 + 3 * 3)

@@ -24,7 +24,7 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
     part = SEQ // world_size
     local_slice = slice(rank * part, (rank + 1) * part)
     cut_input = {"gather_from_sequence"}
-    cut_output = {"reduce_scatter_to_sequence", "scatter_to_sequence"}
+    cut_output = {"scatter_to_sequence"}
     results = {}
     for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
         # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
@@ -54,7 +54,6 @@ def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -
             "copy_to_tensor": (x[r], grad.sum(0)),
             "reduce_from_tensor": (x.sum(0), grad[r]),
             "gather_from_sequence": (gathered, grad.sum(0)[slices[r]]),
-            "reduce_scatter_to_sequence": (x.sum(0)[slices[r]], gathered_grad),
             "scatter_to_sequence": (x[0][slices[r]], gathered_grad),
         }
         assert results.keys() == expected.keys()
@@ -83,8 +82,7 @@ def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "reduce_scatter_to_sequence",
-     "scatter_to_sequence", "gather_from_tensor"],
+    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence", "gather_from_tensor"],
 )  # fmt: skip
 def test_without_a_group_nothing_happens(name: str) -> None:
     x: Any = torch.ones(2)

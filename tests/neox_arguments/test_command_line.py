@@ -43,6 +43,8 @@ def test_conf_dir_and_names_without_ending(folder):
         (["--wandb_team", "t"], "wandb_team", "t"),
         (["--num_gpus", "2"], "num_gpus", 2),
         (["--include", "localhost:2,3"], "include", "localhost:2,3"),
+        (["--fp8"], "precision_fp8", "auto"),
+        (["--no-fp8"], "precision_fp8", "off"),
     ],
 )
 def test_flags_set_keys_over_files(folder, flags, key, value):
@@ -51,7 +53,17 @@ def test_flags_set_keys_over_files(folder, flags, key, value):
         assert getattr(args, key) == value
         assert args.origin(key).startswith("--")
     assert getattr(parse_script(["a", "b", *flags], "train.py"), key) == value
-    assert parse_deepy(["train.py", "a", "b"]).args.origin(key) == {"wandb_group": "b.yml:2"}.get(key, "default")
+    unset = {"wandb_group": "b.yml:2", "precision_fp8": "derived"}.get(key, "default")
+    assert parse_deepy(["train.py", "a", "b"]).args.origin(key) == unset
+
+
+def test_fp8_flags_win_over_files_and_are_typed_again_on_other_machines(folder):
+    (folder / "fp8.yml").write_text("precision_fp8: off\nte_fp8_mha: true\nprecision: bfloat16\n")
+    assert parse_deepy(["train.py", "a", "fp8"]).args.precision_fp8 == "off"
+    forced, kept = parse_deepy(["train.py", "a", "fp8", "--fp8"]), parse_deepy(["train.py", "a", "--no-fp8"])
+    assert forced.args.precision_fp8 == "auto" and forced.args.origin("precision_fp8") == "--fp8"
+    assert list(forced.words) == ["train.py", "a", "fp8", "--fp8"] and list(kept.words)[-1] == "--no-fp8"
+    assert parse_deepy(["train.py", "a", "--set", "te_fp8_mha=true"]).args.precision_fp8 == "te"
 
 
 def test_evaluation_flags_reach_their_keys(folder):

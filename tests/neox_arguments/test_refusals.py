@@ -24,7 +24,6 @@ CASES = [
     ({"train_impl": "REINFORCE"}, "train_impl", "training with rewards is not built yet"),
     ({"moe_num_experts": 8}, "moe_num_experts", "mixture of experts is not built yet"),
     ({"amp": {"enabled": True}}, "amp", "write bf16: {enabled: true}"),
-    ({"te_fp8_mha": True}, "te_fp8_mha", "FP8 is not built yet"),
     ({"ga_dataset": "x"}, "ga_dataset", "unlearning is not built yet"),
     ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
     ({"deepspeed": False}, "deepspeed", "write engine: native instead"),
@@ -88,7 +87,11 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
 @pytest.mark.parametrize(
     "values, line",
     [
-        ({"te_fp8_wgrad": False}, "no effect here: te_fp8_wgrad (FP8 is off: te_fp8_mha is not true)"),
+        ({"te_fp8_wgrad": False}, "te_fp8_wgrad (program) has no effect without precision_fp8 or te_fp8_mha"),
+        (
+            {"te_fp8_margin": 1, "precision_fp8": "tensorwise", "precision": "bfloat16", "num_layers": 4},
+            "te_fp8_margin (program) has no effect without precision_fp8: te",
+        ),
         (
             {"data_types": {"grad_accum_dtype": "bf16"}},
             "no effect here: data_types.grad_accum_dtype (gradients are summed in fp32, in which small terms are not "
@@ -96,8 +99,7 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
         ),
         (
             {"te_mha": True, "te_layernorm_mlp": True},
-            "te_backend: auto chose native for te_mha and te_layernorm_mlp (program): our own layers, the same maths "
-            "and names on disk",
+            "te_mha and te_layernorm_mlp (program): our own layers, the same maths and names on disk",
         ),
         (
             {"te_columnparallel": True},

@@ -41,7 +41,12 @@ def resolved_here() -> set[str]:
     for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    for name, owner in (("values/derive.py", "values"), ("values/ffn_width.py", "values"), ("resolved.py", "self")):
+    for name, owner in (
+        ("values/derive.py", "values"),
+        ("values/ffn_width.py", "values"),
+        ("values/losses.py", "args"),
+        ("resolved.py", "self"),
+    ):
         for node in ast.walk(ast.parse((HERE / name).read_text())):
             if not isinstance(node, ast.Attribute | ast.Subscript):
                 continue

@@ -316,7 +316,27 @@ CASES = [
         {"use_qk_layernorm": True},
         "use_qk_layernorm: one norm cannot serve all heads of queries and 2 of keys",
     ),
-    ({"compile": True}, {"compile": "block"}, "compile: expected false or block, got true"),
+    ({"compile": True}, {"compile": "block"}, "compile: expected auto, false, block or block-max, got true"),
+    (
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "checkpoint_activations": True},
+        "recompute_granularity: selective needs checkpoint_activations: true",
+    ),
+    (
+        {"recompute_granularity": "selective", "checkpoint_activations": True, "checkpoint_num_layers": 2},
+        {"recompute_granularity": "full", "checkpoint_activations": True, "checkpoint_num_layers": 2},
+        "recompute_granularity: selective is within a block: checkpoint_num_layers 2 (program) must be 1",
+    ),
+    (
+        {"recompute_granularity": "selective", "checkpoint_activations": True, "checkpoint_in_cpu": True},
+        {"checkpoint_activations": True, "checkpoint_in_cpu": True},
+        "recompute_granularity: checkpoint_in_cpu (program) needs full recomputation",
+    ),
+    (
+        {"activation_memory_budget": 0.5, "checkpoint_activations": True},
+        {"activation_memory_budget": 0.5},
+        "activation_memory_budget: is instead of checkpoint_activations (program)",
+    ),
     (
         {"intermediate_size": 100, "expansion_factor": 2},
         {"expansion_factor": 2},

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megatron.data import Batch
-from megatron.data.batch import document_starts
+from megatron.data.batch import document_starts, share_prefixes
 
 VOCAB = 48
 
@@ -59,6 +59,18 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
         *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
         response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs),
     )  # fmt: skip
+
+
+def shared_in_rows(
+    documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]
+) -> Batch:
+    """`in_rows` of pairs, the prompt of each (but for its last token) once, in the chosen document."""
+    prefixes = [len(prompt) - 1 if number % 2 else 0 for number, (prompt, _) in enumerate(documents)]
+    own = [(prompt[prefix:], answer) for (prompt, answer), prefix in zip(documents, prefixes, strict=True)]
+    batch = in_rows(own, rows, length, signs)
+    assert batch.response_ids is not None
+    padding = [0] * (len(signs) - len(documents))
+    return share_prefixes(batch, batch.response_ids, np.array(prefixes + padding))
 
 
 def documents_of(pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[Document]:

@@ -1,20 +1,28 @@
 """One optimizer step's loss by the rules of the engine, without an engine."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.mpu import HeadInput
+from megatron.mpu import HeadInput, OutputLayer, PlainProduct, plain_kernels
 from megatron.objectives import Objective, response_sums
 
 Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
 
 
 def as_head(logits: Tensor) -> HeadInput:
-    """What gives these logits."""
-    return HeadInput(logits, lambda hidden_states: hidden_states)
+    """What gives these logits: their product with ones on the diagonal."""
+
+    def head(hidden_states: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
+        if use is None:
+            return hidden_states
+        weight = torch.eye(logits.shape[-1], dtype=logits.dtype, device=logits.device)
+        return use(hidden_states, OutputLayer(weight, PlainProduct(), plain_kernels()))
+
+    return HeadInput(logits, head)
 
 
 @torch.no_grad()

@@ -30,7 +30,8 @@ ENGINE = {
     },
     "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
     "torch/optim/optimizer.py": None,
-    "megatron/mpu/random.py": {"dropout", "seeded"},  # of a seed on the host
+    "megatron/mpu/random.py": {"dropout"},  # of a seed on the host
+    "megatron/model/attention/seeded_attention.py": {"seeded_attention"},  # of one too
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
 READ = {"megatron/training/metrics/host_copy.py": {"read"}}

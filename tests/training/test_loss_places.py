@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.batch import places_of_loss
 from megatron.mpu import HeadInput, token_logprobs
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
@@ -36,15 +37,15 @@ def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) ->
     total, made = torch.zeros(1, device=batch.labels.device), 0
     halves = zip(*(x.chunk(2) for x in (head.hidden_states, batch.labels.t(), batch.loss_weights.t())), strict=True)
     for hidden_states, labels, weights in halves:
-        logits = head.head(hidden_states[weights > 0])
-        total = total - token_logprobs(logits, labels[weights > 0], group).sum()
-        made += len(logits)
+        chosen = HeadInput(hidden_states[weights > 0], head.head)
+        total = total - token_logprobs(chosen, labels[weights > 0], group).sum()
+        made += len(chosen.hidden_states)
     assert made == int(batch.loss_weights.sum()) < batch.labels.numel()
     return total, {}
 
 
 def first_labels(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> Tensor:
-    return token_logprobs(head.head(head.hidden_states[:1]), batch.labels.t()[:1], group)[0]
+    return token_logprobs(HeadInput(head.hidden_states[:1], head.head), batch.labels.t()[:1], group)[0]
 
 
 CHUNKED = Objective(LANGUAGE_MODELLING.weight, in_chunks)
@@ -62,7 +63,12 @@ class Taken(NamedTuple):
 def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     batches = [document_batch(args, seed=seed + i) for i in range(2)]
-    return [replace(b, loss_weights=torch.randint(0, 2, b.tokens.shape, generator=generator)) for b in batches]
+    weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
+    named = [
+        replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in zip(batches, weights, strict=True)
+    ]
+    assert all(batch.loss_places is not None for batch in named)
+    return named
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
@@ -80,7 +86,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
                 batches, partial(first_labels, group=groups.group("tensor")), lambda batch: (len(batch.tokens),)
             )
         else:
-            logprobs = [values[:, 0] for values in engine.token_logprobs(batches)]
+            logprobs = [
+                values[:, 0] for values in engine.token_logprobs([replace(b, loss_places=None) for b in batches])
+            ]
         before = engine.weights()
         steps_taken.append(Taken(engine.train_step(batches, LR).loss.detach(), logprobs, before, engine.weights()))
         engine.close()

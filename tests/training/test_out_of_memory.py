@@ -102,7 +102,16 @@ def given(**changes: Any) -> NeoXArgs:
             {"train_micro_batch_size_per_gpu": 3}, 2,
             ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"],
         ),
-        ({"checkpoint_activations": False}, 2, ["checkpoint_activations: false -> true"]),
+        (
+            {"checkpoint_activations": False}, 2,
+            ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"],
+        ),
+        ({"recompute_granularity": "selective"}, 2, ["recompute_granularity: selective -> full"]),
+        ({"recompute_every": 3}, 2, ["recompute_every: 3 -> 1"]),
+        (
+            {"checkpoint_activations": False, "activation_memory_budget": 0.5}, 2,
+            ["activation_memory_budget: 0.5 -> 0.25"],
+        ),
         ({"checkpoint_num_layers": 2}, 2, ["checkpoint_num_layers: 2 -> 1"]),
         ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
         ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),

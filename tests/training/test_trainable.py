@@ -20,7 +20,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.metrics.flops import model_flops
-from megatron.training.parallelize import parallelize, recompute_blocks
+from megatron.training.parallelize import parallelize
+from megatron.training.recompute import recompute_blocks
 from tests.marks import with_more
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with

@@ -4,6 +4,8 @@ Document d of the pos set and of the neg set are prompt and chosen, prompt and r
 mask the prompt; without labels the prompt is the tokens that both begin with (TRL's implicit prompt).
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megatron.data.errors import DataError
@@ -22,6 +24,22 @@ def implicit_prompt_lengths(pos: IndexedDataset, neg: IndexedDataset, pairs: int
     precedes the first token."""
     shared = np.array([max(1, common_prefix(pos.get(i), neg.get(i))) for i in range(pairs)], np.int64)
     return np.repeat(shared[:, None], 2, axis=1)
+
+
+def shared_prefixes(sides: Sequence[IndexedDataset], begin: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """How many tokens chosen and rejected begin alike with, [pairs] int64; sides: their two files.
+
+    begin [pairs, 2]: the first token that is used of each side. most [pairs]: at most that many are compared.
+    """
+    pos, neg = sides
+    starts, counts = begin.tolist(), most.tolist()
+    return np.array(
+        [
+            common_prefix(pos.get(i, first, count), neg.get(i, other, count)) if count > 0 else 0
+            for i, ((first, other), count) in enumerate(zip(starts, counts, strict=True))
+        ],
+        np.int64,
+    )
 
 
 def check_pairs(pos: IndexedDataset, neg: IndexedDataset) -> None:

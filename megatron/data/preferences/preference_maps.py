@@ -1,6 +1,6 @@
 """Which tokens of which responses make the samples of preference training: their index maps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,7 +21,13 @@ COUNTS = (
     "cut_prompt_tokens",
     "cut_answers",
     "cut_answer_tokens",
+    "shared",  # tokens of prefixes that are laid out once
+    "shareable",  # tokens of prefixes that chosen and rejected have in common
 )
+
+# From the first token that is used of each document [units, 2], and how many come before the first trained
+# one of either [units], to how many of these begin both alike, [units].
+CommonPrefixes = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,15 @@ class PreferenceMaps(IndexMaps):
     """`IndexMaps` over documents, or over pairs where a pair takes two rows.
 
     begin, size [documents] int64: the first token that is used of each document, and how many. prompt
-    [documents] int64: how many of these tokens come before the first trained one. counts [12] int64: as named
-    in `COUNTS`.
+    [documents] int64: how many of these tokens come before the first trained one. shared [documents] int64:
+    how many of these tokens are left out of the row, since the document before begins with them. counts [14]
+    int64: as named in `COUNTS`.
     """
 
     begin: np.ndarray
     size: np.ndarray
     prompt: np.ndarray
+    shared: np.ndarray
     counts: np.ndarray
 
 
@@ -60,12 +68,16 @@ def build_preference_maps(
     packing: Packing,
     limits: LengthLimits,
     before: Sequence[int] = (),
+    common_prefixes: CommonPrefixes | None = None,
+    least_saving: float = 0.0,
 ) -> PreferenceMaps:
     """Maps of whole epochs with at least num_samples samples; there may be no row at all.
 
     sizes [units, responses]: tokens of each document, prompt included. first [units, responses]: the first
     trained token of each; its size where none is trained. before: where the earlier segments of the order
-    end, in samples (see `build_packed`).
+    end, in samples (see `build_packed`). common_prefixes: of pairs in one row, whose prefixes then are laid
+    out once, if that leaves out at least the share least_saving of all tokens. Where pairs are cut, and
+    whether they are, does not depend on it.
     """
     width = seq_length + 1
     full = sizes.astype(np.int64)
@@ -85,7 +97,15 @@ def build_preference_maps(
     keep = trained & short & reached
     if packing.compat:  # all documents as they are
         begin, size, keep = np.zeros_like(full), full, np.ones(len(full), bool)
-    lengths = np.where(keep, size.sum(axis=1) if one_row else size.max(axis=1), 0)
+    prompt, shared = np.clip(first - begin, 0, size), np.zeros_like(size)
+    if pairs_in_one_row and common_prefixes is not None and not packing.compat:
+        # The last token before the answers stands before each of them: its place predicts their first tokens.
+        common = common_prefixes(begin, np.where(keep, prompt.min(axis=1), 0))
+        shared[:, 1] = np.maximum(0, common - 1)
+    shareable = shared.sum()
+    if shareable < least_saving * size[keep].sum():
+        shared[:] = 0
+    lengths = np.where(keep, (size - shared).sum(axis=1) if one_row else size.max(axis=1), 0)
     whole = replace(packing, truncate_documents=None)
     if packing.compat or keep.any():
         maps = build_maps(lengths, 0, len(lengths), num_samples, seq_length, seed, whole, None, before)
@@ -100,8 +120,8 @@ def build_preference_maps(
         len(untrained), untrained[0] if len(untrained) else -1,
         len(unreached), unreached[0] if len(unreached) else -1, (trained & ~short).sum(),
         cut_begin.sum(), begin[cut_begin].sum(), cut_end.sum(), (full - begin - size)[cut_end].sum(),
+        shared.sum(), shareable,
     )  # fmt: skip
-    prompt = np.clip(first - begin, 0, size)
     return PreferenceMaps(
         maps.doc_idx,
         maps.sample_idx,
@@ -109,6 +129,7 @@ def build_preference_maps(
         begin.ravel(),
         size.ravel(),
         prompt.ravel(),
+        shared.ravel(),
         np.array(counts, np.int64),
     )
 

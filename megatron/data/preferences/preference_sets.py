@@ -32,7 +32,13 @@ from megatron.data.labels import first_labelled_token, open_labels, open_rewards
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
 from megatron.data.preferences.kto import mismatched_maps
-from megatron.data.preferences.pairwise import check_pairs, check_reference, check_sums, implicit_prompt_lengths
+from megatron.data.preferences.pairwise import (
+    check_pairs,
+    check_reference,
+    check_sums,
+    implicit_prompt_lengths,
+    shared_prefixes,
+)
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, PreferenceMaps, build_preference_maps
 from megatron.data.run_datasets import Datasets, SetContents
@@ -47,7 +53,7 @@ from megatron.data.set_config import (
 )
 from megatron.data.sliced_documents import DocumentSlices
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import needs_step_baselines, sample_kind
+from megatron.neox_arguments.values.losses import least_prefix_saving, needs_step_baselines, sample_kind
 
 IndexedDatasets = tuple[IndexedDataset, ...]
 
@@ -56,9 +62,9 @@ IndexedDatasets = tuple[IndexedDataset, ...]
 class PreferenceMapsKey(CacheKey):
     """All that decides the maps of one member. The names of its fields are part of the names of cached files.
 
-    contents: hashes of the labels, or without labels of the tokens. units: pairs or examples. per_unit:
-    responses of one unit. before: where the earlier segments of the order end, in samples (see
-    `build_packed`).
+    contents: hashes of the labels, and of the tokens where there are no labels or prefixes are shared. units:
+    pairs or examples. per_unit: responses of one unit. before: where the earlier segments of the order end,
+    in samples (see `build_packed`). least_prefix_saving: as of `losses.least_prefix_saving`.
     """
 
     index_sha256: tuple[str, ...]
@@ -71,6 +77,7 @@ class PreferenceMapsKey(CacheKey):
     packing: Packing
     limits: LengthLimits
     before: tuple[int, ...] = ()
+    least_prefix_saving: float | None = None
     answers_version: int = 1
 
 
@@ -270,7 +277,10 @@ def _cache_dir(args: NeoXArgs, member: _PreferenceSource) -> Path:
 
 def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) -> PreferenceMapsKey:
     """ends: where the segments of the order end, in samples; the last is how many are wanted."""
-    deciding, hash_cache = member.labels or member.sources, hash_cache_dir(args, member.sources[0].prefix)
+    saving, hash_cache = least_prefix_saving(args), hash_cache_dir(args, member.sources[0].prefix)
+    deciding = member.labels or member.sources
+    if saving is not None and member.labels is not None:
+        deciding += member.sources  # what they begin with
     return PreferenceMapsKey(
         tuple(source.index_sha256 for source in member.sources),
         tuple(cached_sha256(file, hash_cache) for source in deciding for file in source.data_files),
@@ -282,6 +292,7 @@ def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) ->
         packing_from_args(args),
         LengthLimits(args.max_length, args.max_prompt_length),
         tuple(ends[:-1]),
+        saving,
     )
 
 
@@ -304,9 +315,10 @@ def _build_maps(member: _PreferenceSource, key: PreferenceMapsKey) -> Preference
     else:
         first = implicit_prompt_lengths(member.sources[0], member.sources[1], key.units)
     shape = (-1, key.per_unit)
+    shares = key.least_prefix_saving is not None
     maps = build_preference_maps(
         sizes.reshape(shape), first.reshape(shape), key.num_samples, key.seq_length, key.seed, key.packing, key.limits,
-        key.before,
+        key.before, partial(shared_prefixes, member.sources) if shares else None, key.least_prefix_saving or 0.0,
     )  # fmt: skip
     if len(maps.sample_idx) < 2:
         raise DataError(
@@ -350,9 +362,10 @@ def _load_member(
         )  # fmt: skip
         kl_dataset = build(parts, prompts, kl_maps, preference_labels=np.ones(count, np.float32))
     return build(
-        [DocumentSlices(numbers % sources, numbers // sources, maps.begin, maps.size)],
-        maps.prompt,
+        [DocumentSlices(numbers % sources, numbers // sources, maps.begin + maps.shared, maps.size - maps.shared)],
+        maps.prompt - maps.shared,
         maps,
+        shared=maps.shared if maps.counts[COUNTS.index("shared")] else None,
         preference_labels=_preference_labels(args, member, count),
         two_rows=two_rows,
         references=member.references,
@@ -385,11 +398,18 @@ def _log_lines(member: _PreferenceSource, key: PreferenceMapsKey, maps: Preferen
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"
     rows = 2 if key.per_unit == 2 and key.packing.pack_impl != "best_fit" else 1
-    padding = 100 * (1 - count["tokens"] / (samples * rows * (key.seq_length + 1)))
+    padding = 100 * (1 - (count["tokens"] - count["shared"]) / (samples * rows * (key.seq_length + 1)))
     line = f"{member.name}: {member.file}: {units} {unit} in {samples * rows} rows of {key.seq_length} tokens"
     if batch is not None:
         line += f", {units / samples * batch:.1f} {unit} a step on average"
     lines = [f"{line}; {padding:.1f} % padding"]
+    if key.least_prefix_saving is not None:
+        share = 100 * count["shareable"] / max(1, count["tokens"])
+        what = "are laid out once" if count["shared"] else "stand twice: sharing them does not pay"
+        lines.append(
+            f"{member.name}: prefix_sharing: {count['shareable']} tokens that chosen and rejected begin with "
+            f"({share:.1f} %) {what}"
+        )
     for what, why in (("untrained", "an answer has no token to train"), ("unreached", "all to train is cut off")):
         if count[what]:
             lines.append(

@@ -12,6 +12,7 @@ from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import best_fit
+from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
 
 # name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
@@ -44,14 +45,17 @@ def responses_of(sample: PreferenceSample) -> list[Response]:
 
     Raises DataError for a response that no row holds.
     """
-    responses = []
+    responses: list[Response] = []
     for number in range(len(sample.preference_labels)):
         for row, response_ids in zip(sample.rows, sample.response_ids, strict=True):
             places = np.flatnonzero(response_ids == number)
             if len(places):
-                labels = row.labels[places].copy()
+                tokens, labels = row.tokens[places], row.labels[places].copy()
                 labels[:1] = MASKED  # nothing stands before the first token, so it is never predicted
-                responses.append(Response(row.tokens[places], labels))
+                if sample.prefix_lengths is not None and (shared := int(sample.prefix_lengths[number])):
+                    tokens = np.concatenate([responses[-1].tokens[:shared], tokens])
+                    labels = np.concatenate([np.full(shared, MASKED, np.int64), labels])
+                responses.append(Response(tokens, labels))
                 break
         else:
             raise DataError(f"a sample has no row of its answer {number}")
@@ -63,33 +67,65 @@ def all_responses_of(sample: PreferenceSample) -> list[Response]:
     return responses_of(sample) + (responses_of(sample.kl_sample) if sample.kl_sample is not None else [])
 
 
-def pack_responses(responses: Sequence[Response], width: int, packed: bool) -> tuple[list[PreferenceSample], list[int]]:
+def pack_responses(
+    responses: Sequence[Response], width: int, packed: bool, least_saving: float | None = None
+) -> tuple[list[PreferenceSample], list[int]]:
     """(samples of one row of `width` tokens each, indices of `responses` in the order of samples and ids).
 
-    packed: several responses in one sample; otherwise each is alone.
+    packed: several responses in one sample; otherwise each is alone. least_saving: the share of the tokens
+    from which on what a response and the next one begin with is laid out once; None: never.
     """
-    order, begins = np.arange(len(responses)), np.arange(len(responses) + 1)
+    lengths = np.array([len(response.tokens) for response in responses], np.int64)
+    shared = np.zeros_like(lengths)
+    if packed and least_saving is not None:
+        shared = _shared_with_the_one_before(responses, lengths, width)
+        if shared.sum() < least_saving * lengths.sum():
+            shared[:] = 0
+    firsts = np.flatnonzero(shared == 0)  # each with the one that continues its prefix, if any
+    order, begins = np.arange(len(firsts)), np.arange(len(firsts) + 1)
     if packed and responses:
-        order, begins = best_fit(np.array([len(response.tokens) for response in responses]), width)
-    places = order.tolist()
-    return [
-        responses_to_sample([responses[i] for i in places[first:last]], width)
+        order, begins = best_fit(np.add.reduceat(lengths - shared, firsts), width)
+    units = np.split(np.arange(len(responses)), firsts[1:])
+    rows = [
+        [int(i) for unit in order[first:last].tolist() for i in units[unit]]
         for first, last in zip(begins[:-1].tolist(), begins[1:].tolist(), strict=True)
-    ], places
+    ]
+    samples = [responses_to_sample([responses[i] for i in row], width, shared[row]) for row in rows]
+    return samples, [i for row in rows for i in row]
 
 
-def responses_to_sample(responses: Sequence[Response], width: int) -> PreferenceSample:
-    """One row of `width` tokens that holds these responses; without any it is padding."""
+def _shared_with_the_one_before(responses: Sequence[Response], lengths: np.ndarray, width: int) -> np.ndarray:
+    """How many tokens of the beginning of each response, [n], may be left out behind the one before: all that
+    both begin with before the first trained one, but the last, whose place predicts."""
+    shared = np.zeros_like(lengths)
+    for i in range(1, len(responses)):
+        if shared[i - 1] == 0:
+            pair = responses[i - 1 : i + 1]
+            most = min(int(np.argmax(response.labels >= 0)) for response in pair)
+            saved = common_prefix(*(response.tokens[:most] for response in pair)) - 1
+            if saved > 0 and lengths[i - 1] + lengths[i] - saved <= width:
+                shared[i] = saved
+    return shared
+
+
+def responses_to_sample(
+    responses: Sequence[Response], width: int, shared: np.ndarray | None = None
+) -> PreferenceSample:
+    """One row of `width` tokens that holds these responses; without any it is padding. shared: how many
+    tokens of the beginning of each are left out, which are those of the one before."""
+    left_out = [0] * len(responses) if shared is None else shared.tolist()
     tokens, labels = np.zeros(width, np.int64), np.full(width, MASKED, np.int64)
     begins, response_ids, filled = np.zeros(width, bool), np.full(width, -1, np.int64), 0
-    for number, response in enumerate(responses):
-        end = filled + len(response.tokens)
-        tokens[filled:end], labels[filled:end], response_ids[filled:end] = response.tokens, response.labels, number
+    for number, (response, begin) in enumerate(zip(responses, left_out, strict=True)):
+        end = filled + len(response.tokens) - begin
+        tokens[filled:end], labels[filled:end] = response.tokens[begin:], response.labels[begin:]
+        response_ids[filled:end] = number
         begins[filled] = True
         filled = end
     begins[0] = begins[filled : filled + 1] = True
     row = TokenSample(tokens, labels, begins, True)
-    return PreferenceSample((row,), (response_ids,), np.ones(len(responses), np.float32))
+    prefixes = shared if any(left_out) else None
+    return PreferenceSample((row,), (response_ids,), np.ones(len(responses), np.float32), prefix_lengths=prefixes)
 
 
 class ReferenceScores:

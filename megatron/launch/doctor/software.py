@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from megatron.launch.cuda_driver import is_readable_arch_list
 from megatron.launch.doctor.check import Check, failed, warning
+from megatron.launch.environment import install_root
 from megatron.neox_arguments.validation.deepspeed_versions import FIX, TESTED, wrong_deepspeed
 
 PYTHON, TORCH = (3, 11), (2, 11)
@@ -27,8 +28,13 @@ OPTIONAL = {  # what each is for
     "s3fs": "save in S3",
     "starlette": "tools/serve.py",
 }
-# Not needed here, and of trouble when they were compiled for another torch.
-COMPILED = {"flash-attn": "flash_attn", "transformer-engine": "transformer_engine.pytorch"}
+# Only runs that name them need them; of trouble when they were compiled for another torch. Values: what shows
+# that one works.
+COMPILED = {
+    "flash-attn": "import_compiled('flash_attn', 'flash_attn_func', 'flash_attn_varlen_func')",
+    "transformer-engine": "import_compiled('transformer_engine.pytorch', 'DotProductAttention')",
+    "apex": "import_compiled('apex.optimizers', 'FusedAdam'); import amp_C, fused_layer_norm_cuda",
+}
 
 
 @dataclass(frozen=True)
@@ -115,14 +121,16 @@ def extras_checks(find: Callable[[str], str | None] = installed) -> list[Check]:
 
 
 def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = True) -> list[Check]:
-    """Whether what was compiled for another torch or CUDA still loads; each is imported in a process of its
-    own."""
+    """Whether the compiled packages load with this torch and CUDA, and are what their names say; each is
+    imported in a process of its own."""
     checks = []
-    for name, module in COMPILED.items():
+    for name, statement in COMPILED.items():
         number = find(name)
         if number is None or not gpus:  # without a GPU they refuse to be imported at all
             continue
-        command = [sys.executable, "-c", f"import torch, {module}"]
+        given = f"import sys; sys.path.insert(0, {str(install_root())!r}); import torch"
+        load = "from megatron.neox_arguments.optional_packages import import_compiled"
+        command = [sys.executable, "-c", f"{given}; {load}; {statement}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         except subprocess.TimeoutExpired:
@@ -130,8 +138,8 @@ def compiled_checks(find: Callable[[str], str | None] = installed, gpus: bool = 
             continue
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-            advice = f"compile it again for this torch: pip install --no-build-isolation {name}; or remove it"
-            checks.append(failed(name, f"{number} cannot be imported: {reason}", advice))
+            reason = reason.removeprefix("megatron.neox_arguments.optional_packages.PackageProblem: ")
+            checks.append(failed(name, f"{number}: {reason}", "compile it again for this torch, or remove it"))
         else:
             checks.append(Check(name, "ok", number))
     return checks

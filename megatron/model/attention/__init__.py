@@ -2,7 +2,7 @@
 
 from megatron.model.attention.backend_choice import AttentionBackends, choose_backends
 from megatron.model.attention.backends import AttentionOptions
-from megatron.model.attention.inputs import AttentionInputs, cached_inputs, text_inputs, tree_attention_inputs
+from megatron.model.attention.inputs import AttentionInputs, cached_inputs, text_inputs, tree_inputs
 from megatron.model.attention.layer import SelfAttention
 from megatron.model.attention.masks import document_mask, window_mask
 
@@ -11,7 +11,7 @@ __all__ = [
     "AttentionBackends",
     "AttentionOptions",
     "SelfAttention",
-    "tree_attention_inputs",
+    "tree_inputs",
     "cached_inputs",
     "choose_backends",
     "document_mask",

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.model.attention.inputs import AttentionInputs
+from megatron.model.attention.masks import block_mask
+from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen, seeded_attention
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
-from megatron.mpu import seed_tensor, seeded
+from megatron.mpu import seed_tensor
 from megatron.mpu.torch_versions import varlen_attn
 
 
@@ -24,7 +26,8 @@ class AttentionCall:
 
     queries, keys: numbers of tokens to try the call with; where they are equal, its gradient is needed too.
     masked: a mask is given. dropping: attention probabilities have dropout.
-    documents: document boundaries (and the layer's window, if any) are given instead of a mask.
+    documents: document boundaries (and the layer's window, if any) are given instead of a mask. contexts: so
+    are the branches of trees, which share contexts.
     compiled: torch compiles the code around the call.
     """
 
@@ -36,6 +39,7 @@ class AttentionCall:
     masked: bool = False
     dropping: bool = False
     documents: bool = False
+    contexts: bool = False
     compiled: bool = False
 
 
@@ -56,15 +60,35 @@ class AttentionOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """One way to compute attention; name: the value of `attention_backend` that asks for it. plans_shapes:
-    its first call of every shape takes long.
+    """One way to compute attention; name: the value of `attention_backend` that asks for it.
 
-    A new backend is a subclass here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
+    needs_gpu: it runs on GPUs alone. by_name_only: it runs only where its name is asked for. plans_shapes:
+    its first call of every shape takes long. form: what of `AttentionInputs` tells it which keys are seen,
+    where neither a mask nor plain causality does. A new backend is a subclass in a file here and a line in
+    `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
     """
 
     name: str
     needs_gpu: ClassVar[bool] = False
+    by_name_only: ClassVar[bool] = False
     plans_shapes: ClassVar[bool] = False
+    form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
+
+    def missing(self) -> str | None:
+        """None where what it needs is installed, else the package to install, in words."""
+        return None
+
+    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
+        """None where it may run such calls without being named (by `auto`, or where a named one cannot), else
+        the reason in words.
+
+        capability: compute capability of the GPU; None on a CPU.
+        """
+        return None
+
+    def handles(self, call: AttentionCall) -> bool:
+        """Whether it is made for such calls; `supports` tries whether it can do one."""
+        return not call.contexts
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         """Causal attention, softmax(q k^T * scale + mask) v. A cache, if any, has k and v already.
@@ -90,14 +114,21 @@ class AttentionBackend:
             if training and spec.relative is None:  # masks over a cache are added, see `cached_inputs`
                 mask = mask.detach() if spec.biased else mask == 0
         q, k, v = (zeros(*shape, spec.head_dim) for shape in shapes)
-        starts = torch.arange(3, device=call.device, dtype=torch.int32) * call.queries
-        longest, window = torch.empty(call.queries, 0), -1 if spec.window is None else spec.window
-        documents = AttentionInputs(cu_seqlens=starts, longest=longest, window=window)
+        inputs = AttentionInputs(mask=mask)
+        if self.form == "blocks" and mask is None:
+            ids = torch.zeros(2, call.queries, dtype=torch.int32, device=call.device)
+            given = {"branch_ids": ids, "context_ids": ids} if call.contexts else {}
+            given |= {"branch_ids": ids} if call.documents else {}
+            inputs = AttentionInputs(blocks=block_mask(call.queries, call.device, spec.window, **given))
+        elif call.documents:
+            starts = torch.arange(3, device=call.device, dtype=torch.int32) * call.queries
+            longest, window = torch.empty(call.queries, 0), -1 if spec.window is None else spec.window
+            inputs = AttentionInputs(cu_seqlens=starts, longest=longest, window=window)
         with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
                 options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0, seed=seed_tensor(0))
-                out = self.run(q, k, v, documents if call.documents else AttentionInputs(mask=mask), options)
+                out = self.run(q, k, v, inputs, options)
                 if training:
                     out.sum().backward()
                     if mask is not None and mask.requires_grad and mask.grad is None:
@@ -130,25 +161,31 @@ class Sdpa(AttentionBackend):
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         sdpa = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
         mask, p = inputs.mask, options.dropout_p
+        if mask is not None and mask.is_floating_point():
+            mask = mask.to(q.dtype)
+        if p > 0.0 and options.seed is not None:
+            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+            return seeded_attention(q, k, v, mask, options.seed, p, options.scale, self.kernel.name).transpose(0, 1)
         with sdpa_kernel(self.kernel):
             if inputs.cu_seqlens is not None:
                 return _one_by_one(sdpa, q, k, v, inputs.cu_seqlens)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-            if mask is not None and mask.is_floating_point():
-                mask = mask.to(q.dtype)
             if options.cache is not None and inputs.columns is not None:
                 assert mask is not None, "all of the cache is shown"
                 parts = options.cache.read()
                 outs = [sdpa(q[rows], k, v, mask[rows, ..., : k.shape[2]]) for rows, k, v in parts]
                 out = outs[0] if len(outs) == 1 else torch.cat(outs)
             else:
-                whole = partial(sdpa, q, k, v, attn_mask=mask, dropout_p=p, is_causal=mask is None)
-                out = whole() if p == 0.0 or options.seed is None else seeded(whole, options.seed, q.device)
+                out = sdpa(q, k, v, attn_mask=mask, is_causal=mask is None)
         return out.permute(2, 0, 1, 3)
 
 
 class Cudnn(Sdpa):
     needs_gpu, plans_shapes, kernel = True, True, SDPBackend.CUDNN_ATTENTION
+
+    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
+        fast = capability == (9, 0) or (capability or (0, 0))[0] == 10
+        return None if fast else "it is the fastest on Hopper and Blackwell alone (9.0, 10.x)"
 
 
 class Flash(Sdpa):
@@ -169,9 +206,10 @@ class Varlen(AttentionBackend):
 
     needs_gpu = True
 
+    def handles(self, call: AttentionCall) -> bool:
+        return call.documents
+
     def supports(self, call: AttentionCall) -> str | None:
-        if not call.documents:
-            return "it is for documents and windows"
         if call.spec.biased or call.spec.dropout > 0.0:
             return "it has no biases and no dropout"
         return "it has 16 bits" if call.dtype == torch.float32 else super().supports(call)
@@ -190,25 +228,22 @@ class EfficientVarlen(AttentionBackend):
 
     needs_gpu = True
 
+    def handles(self, call: AttentionCall) -> bool:
+        return call.documents
+
     def supports(self, call: AttentionCall) -> str | None:
-        if not call.documents:
-            return "it is for documents and windows"
         return "it has no biases here" if call.spec.biased else super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         shape, starts, longest = q.transpose(0, 1).shape, inputs.cu_seqlens, inputs.longest
         assert starts is not None and longest is not None
         rows = [_rows(x).unsqueeze(0) for x in (q, k, v)]
-        rows = [x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows]
-        causal, window = 1, None if inputs.window < 0 else inputs.window + 1  # the kernel's counts the query itself
-        attend = partial(
-            torch.ops.aten._efficient_attention_forward, *rows, None, starts, starts, longest.shape[0],
-            longest.shape[0], options.dropout_p, causal, True, scale=options.scale, window_size=window,
-        )  # fmt: skip
-        if options.dropout_p == 0.0 or options.seed is None:
-            out: Tensor = attend()[0]
+        q, k, v = (x.repeat_interleave(shape[2] // x.shape[2], dim=2) for x in rows)
+        p, seed, most = options.dropout_p, options.seed, longest.shape[0]
+        if p > 0.0 and seed is not None:
+            out = seeded_attention(q, k, v, None, seed, p, options.scale, VARLEN, starts, most, inputs.window)
         else:
-            out = seeded(lambda: attend()[0], options.seed, q.device)
+            out = efficient_varlen(q, k, v, starts, most, inputs.window, 0.0, options.scale)
         return out.view(shape).transpose(0, 1)
 
 

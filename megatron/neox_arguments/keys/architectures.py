@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 
-_FP8, _MOE, _MAMBA, _MUP = "FP8", "mixture of experts", "Mamba", "MuP"
-_FP8_OFF = "FP8 is off: te_fp8_mha is not true"
+_MOE, _MAMBA, _MUP = "mixture of experts", "Mamba", "MuP"
 _SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
 _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
@@ -18,21 +17,16 @@ _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
 class TransformerEngineKeys:
     """Transformer-Engine's layers, under its names on disk."""
 
-    te_backend: Literal["auto", "native"] = new_key(
+    te_backend: Literal["auto", "native", "transformer_engine"] = new_key(
         "auto",
-        "Whose layers do the maths of te_mha and te_layernorm_mlp, under Transformer-Engine's names on disk; native: "
-        "our own, which auto chooses",
+        "Whose kernels compute FP8 products and norms; native: torch's; transformer_engine: that package's, not in "
+        "compiled blocks; auto: its products for precision_fp8: te where it works, else native. The layers, and their "
+        "names on disk with te_mha and te_layernorm_mlp, are our own with either",
     )
     te_mha: bool = key(False, "Transformer-Engine's attention")
     te_layernorm_mlp: bool = key(False, "Transformer-Engine's MLP, which holds the norm before it")
     te_columnparallel: bool = key(False, "Transformer-Engine's column-parallel linears", no_effect=_SAME_LINEARS)
     te_rowparallel: bool = key(False, "Transformer-Engine's row-parallel linears", no_effect=_SAME_LINEARS)
-    te_fp8_format: Literal["hybrid", "e4m3"] = key("hybrid", "FP8 formats of forward and backward", no_effect=_FP8_OFF)
-    te_fp8_wgrad: bool = key(True, "Weight gradients in FP8", no_effect=_FP8_OFF)
-    te_fp8_amax_history_len: int = key(1, "Steps that scaling factors look back", no_effect=_FP8_OFF, ge=1)
-    te_fp8_amax_compute_algo: str = key("most_recent", "How scaling factors are made", no_effect=_FP8_OFF)
-    te_fp8_margin: int = key(0, "Margin of scaling factors", no_effect=_FP8_OFF)
-    te_fp8_mha: bool = key(False, "Attention in FP8", later=_FP8)
 
 
 @dataclass(frozen=True)

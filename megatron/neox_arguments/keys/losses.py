@@ -71,7 +71,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "simpo": Loss("pair_losses.simpo", (*_SMOOTHED, "simpo_gamma")),
             "orpo": Loss("pair_losses.orpo"),
         },
-        ("dpo_loss_weights", "dpo_reference_free"),
+        ("dpo_loss_weights", "dpo_reference_free", "prefix_sharing"),
     ),
     "rm": TrainImpl("pairs", later="the reward model"),
     "kto": TrainImpl(

@@ -17,6 +17,7 @@ Activation = Literal[
 ]  # fmt: skip
 DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
+_NORM_KERNEL = f"{_KERNEL}; apex: true takes apex's fused norms"
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,15 @@ class ModelKeys:
     )
     attention_backend: AttentionBackendName = new_key(
         "auto",
-        "Kernel of attention; auto takes the first that works here, in the order named, but cudnn only on GPUs of "
-        "compute capability 9.0 and later, for rows of seq_length",
+        "Kernel of attention. auto, for each kind of call: cudnn for rows of seq_length on Hopper and Blackwell, flash "
+        "on other GPUs, for other lengths, for documents and windows, flex for shared prompts, else the first that "
+        "works, in the order named; printed once. Only where they are named run flash3 and flash4 (packages that "
+        "torch puts in the place of its own flash, for the whole process), flash_attn and transformer_engine",
+    )
+    apex: Literal["auto"] | bool = new_key(
+        False,
+        "Use FusedLayerNorm, FusedRMSNorm and (native engine) FusedAdam of NVIDIA's apex; auto: where it is installed "
+        "and works. Compiled blocks keep torch's norms, which the compiler fuses",
     )
     make_vocab_size_divisible_by: int = key(
         128,
@@ -176,8 +184,10 @@ class ModelKeys:
         "How the output layer is split",
         refuse_values={"row": "GPT-NeoX broke it (#905) and took it out; write column"},
     )
-    compile: Literal[False, "block"] = new_key(
-        False, "Compile each transformer block with torch.compile; attention_dropout cuts it into several graphs"
+    compile: Literal["auto", False, "block", "block-max"] = new_key(
+        "auto",
+        "Compile each kind of transformer block once with torch.compile; block-max: and try every kernel for its "
+        "products (max-autotune, minutes at the start); auto: block on GPUs where Triton and a C compiler are found",
     )
     scaled_upper_triang_masked_softmax_fusion: bool = key(False, "Fused causal softmax", no_effect=_KERNEL)
     scaled_masked_softmax_fusion: bool = key(False, "Fused masked softmax", no_effect=_KERNEL)
@@ -192,8 +202,8 @@ class ModelKeys:
     use_flashattn_swiglu: bool = key(False, "flash-attn's kernel of swiglu", no_effect=_KERNEL)
     fused_kernels_build_path: str | None = key(None, "Where kernels are compiled", no_effect="none are compiled")
     rope_fusion: bool = key(False, "Fused rotary embedding", no_effect=_KERNEL)
-    layernorm_fusion: bool = key(False, "Fused layernorm", no_effect=_KERNEL)
-    rmsnorm_fusion: bool = key(False, "Fused rmsnorm", no_effect=_KERNEL)
+    layernorm_fusion: bool = key(False, "Fused layernorm", no_effect=_NORM_KERNEL)
+    rmsnorm_fusion: bool = key(False, "Fused rmsnorm", no_effect=_NORM_KERNEL)
     bias_dropout_fusion: bool = key(False, "Fused bias and dropout", no_effect=_KERNEL)
 
 

@@ -77,6 +77,12 @@ class ParallelKeys:
         "type:transformer|mlp", "What is balanced over pipeline stages: `type:REGEX` layers, `uniform` or `parameters`"
     )
     sequence_parallel: bool = key(False, "Also split the sequence between tensor-parallel regions (Megatron)")
+    async_tensor_parallel: Literal["auto"] | bool = new_key(
+        False,
+        "With sequence_parallel on GPUs of one machine that read each other's memory (NVLink): gather and scatter in "
+        "pieces, while the linear's product computes others, by torch's symmetric memory; linears in FP8 do without. "
+        "auto: where that can be had",
+    )
     distributed_backend: Literal["auto", "nccl", "gloo", "mpi"] = key(
         "auto",
         "Collectives, and with them the device; auto: nccl on GPUs, gloo on CPUs; gloo: CPUs, also beside GPUs",

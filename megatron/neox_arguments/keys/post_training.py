@@ -74,6 +74,11 @@ class PostTrainingKeys:
         "beginning",
         ge=1,
     )
+    prefix_sharing: Literal["auto", True, False] = new_key(
+        "auto",
+        "Pairs, pack_impl: best_fit: tokens that chosen and rejected begin with are computed once, with equal losses "
+        "and gradients; more pairs fit in a row. auto: without dropout, and where it saves 2 % of the tokens",
+    )
     dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
         "sigmoid",
         "Loss of a pair, or a list of losses, as TRL spells them; sigmoid_norm: on averages over tokens (OLMo 3, "

@@ -71,6 +71,21 @@ class TrainingKeys:
     )
     checkpoint_activations: bool = key(False, "Recompute activations in the backward pass instead of keeping them")
     checkpoint_num_layers: int = key(1, "Blocks recomputed together", ge=1)
+    recompute_granularity: Literal["full", "selective"] = new_key(
+        "full",
+        "checkpoint_activations: recompute all of a block, or all but its matrix products and attention, which cost "
+        "most and are kept (Megatron)",
+    )
+    recompute_every: int = new_key(
+        1, "checkpoint_activations: recompute every so many-th block alone (torchtitan's selective_ac_option)", ge=1
+    )
+    activation_memory_budget: float | None = new_key(
+        None,
+        "Share of the activations of a compiled block that is kept; torch.compile chooses which to recompute, cheapest "
+        "first. 1: what it keeps of itself; 0: the inputs alone",
+        ge=0,
+        le=1,
+    )
     checkpoint_in_cpu: bool = key(False, "Keep the inputs of recomputed blocks in host memory")
     contiguous_checkpointing: bool = key(
         False, "Keep those inputs in one buffer", no_effect="the allocator does not fragment from them"

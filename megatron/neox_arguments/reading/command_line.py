@@ -49,6 +49,12 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
     (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: where to listen"}),
     (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port"}),
+    (
+        ("--fp8",),
+        "precision_fp8",
+        {"action": "store_const", "const": "auto", "help": "training: FP8, where the GPU has it"},
+    ),
+    (("--no-fp8", "--no_fp8"), "precision_fp8", {"action": "store_const", "const": "off", "help": "training: no FP8"}),
     (("--wandb_group",), "wandb_group", {"metavar": "NAME", "help": "Weights & Biases group"}),
     (("--wandb_run_name",), "wandb_run_name", {"metavar": "NAME", "help": "Weights & Biases run name"}),
     (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),
@@ -130,6 +136,14 @@ def parse_deepy(
     )  # fmt: skip
 
 
+def _given(parsed: argparse.Namespace) -> Iterator[tuple[str, str, Any, dict[str, Any]]]:
+    """Of each flag of `_FLAGS` that was given: its name, its key, the value, and how argparse takes it."""
+    for names, key, options in _FLAGS:
+        value = getattr(parsed, key)
+        if value is not None and value == options.get("const", value):
+            yield next(name for name in names if name.startswith("--")), key, value, options
+
+
 def _words(parsed: argparse.Namespace) -> Iterator[str]:
     yield parsed.user_script
     yield from parsed.conf_file
@@ -137,11 +151,10 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
         yield from ("--conf_dir", parsed.conf_dir)
     if parsed.hf_model is not None:
         yield from ("--hf-model", parsed.hf_model)
-    for names, key, options in _FLAGS:
-        value = getattr(parsed, key)
-        if value is None or key in _OF_ONE_MACHINE:
+    for flag, key, value, options in _given(parsed):
+        if key in _OF_ONE_MACHINE:
             continue
-        yield next(name for name in names if name.startswith("--"))
+        yield flag
         if options.get("action") != "store_const":
             yield from map(str, value if isinstance(value, list) else [value])
     if parsed.set:
@@ -230,10 +243,7 @@ def _assignments(parsed: argparse.Namespace, read_hf_model: ReadHFModel | None) 
     assignments: list[tuple[str, Any, str]] = []
     if read_hf_model is not None and parsed.hf_model is not None:
         assignments += [(key, value, "--hf-model") for key, value in read_hf_model(parsed.hf_model).items()]
-    for names, key, _ in _FLAGS:
-        value = getattr(parsed, key)
-        if value is not None:
-            assignments.append((key, value, next(name for name in names if name.startswith("--"))))
+    assignments += [(key, value, flag) for flag, key, value, _ in _given(parsed)]
     return assignments + parse_overrides(parsed.set, "--set")
 
 

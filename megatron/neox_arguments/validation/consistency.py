@@ -20,6 +20,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     _logging(args, problems)
     _evaluation(args, problems)
     _gradients(args, problems)
+    _recomputation(args, problems)
     _checkpoints(args, problems)
     _data(args, problems)
     validate_packing(args, problems)
@@ -42,7 +43,23 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
     _vocab_file(args, problems)
     _best(args, problems)
     _demos(args, problems)
+    _fp8(args, problems)
     return problems
+
+
+def _fp8(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """`auto` finds these by itself, and leaves FP8 off."""
+    key = "precision_fp8" if args.user_values.get("precision_fp8") is not None else "te_fp8_mha"
+    if args.precision_fp8 in ("auto", "off"):
+        return
+    if args.params_dtype != "bf16":
+        problems.add(key, f"FP8 needs bf16 weights, these are {args.params_dtype}; write precision: bfloat16")
+    if not args.fp8_blocks:
+        problems.add(
+            key,
+            f"no block of num_layers {args.cite('num_layers')} is left for FP8; write first_last_layers_bf16: "
+            "false, or smaller num_layers_at_start_in_bf16 and num_layers_at_end_in_bf16",
+        )
 
 
 def validate_generation(args: ResolvedArgs) -> ErrorCollector:
@@ -95,6 +112,21 @@ def validate_serving(args: ResolvedArgs) -> ErrorCollector:
 def _gradients(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.user_values.get("fp32_allreduce") and args.communication_data_type not in (None, "fp32"):
         problems.add("fp32_allreduce", f"communication_data_type is {args.cite('communication_data_type')}; remove one")
+
+
+def _recomputation(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    selective = args.recompute_granularity == "selective"
+    if selective and not args.checkpoint_activations:
+        problems.add("recompute_granularity", "selective needs checkpoint_activations: true, which turns it on")
+    if selective and args.checkpoint_num_layers > 1:
+        where = args.cite("checkpoint_num_layers")
+        problems.add("recompute_granularity", f"selective is within a block: checkpoint_num_layers {where} must be 1")
+    if selective and args.checkpoint_in_cpu:
+        where = args.origin("checkpoint_in_cpu")
+        problems.add("recompute_granularity", f"checkpoint_in_cpu ({where}) needs full recomputation; remove one")
+    if args.activation_memory_budget is not None and args.checkpoint_activations:
+        where = args.origin("checkpoint_activations")
+        problems.add("activation_memory_budget", f"is instead of checkpoint_activations ({where}); remove one")
 
 
 def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:

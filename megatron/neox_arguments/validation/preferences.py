@@ -83,5 +83,8 @@ def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
             f"expected one for each of the {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
             f"got {len(weights)}",
         )
+    if args.prefix_sharing is True and args.pack_impl != "best_fit":
+        problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
+                                       f"{args.cite('pack_impl')})")  # fmt: skip
     if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:
         problems.add("dpo_label_smoothing", "exo_pair takes its logarithm; set it above 0, say 0.001")

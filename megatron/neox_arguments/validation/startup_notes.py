@@ -8,6 +8,12 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 from megatron.neox_arguments.resolved import ResolvedArgs
 
+_OF_FP8_TE = ("te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin")
+_OF_FP8 = (
+    "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
+    "output_layer_in_bf16", "te_fp8_format", "te_fp8_wgrad", *_OF_FP8_TE,
+)  # fmt: skip
+
 
 def startup_notes(args: ResolvedArgs) -> list[str]:
     """The notes, a line each without its newline; an empty list when there are none."""
@@ -37,11 +43,9 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
         settings = " and ".join(f"{name} {args.user_values[name]} ({args.origins[name]})" for name in dropouts)
         lines.append(f"disable_dropout ({why}): trained without {settings}")
     te_layers = [name for name in ("te_mha", "te_layernorm_mlp") if getattr(args, name)]
-    if te_layers and args.user_values.get("te_backend") != args.te_backend:
+    if te_layers and args.user_values.get("te_backend") != "native":
         by = f"{' and '.join(te_layers)} ({args.origin(te_layers[0])})"
-        lines.append(
-            f"te_backend: auto chose {args.te_backend} for {by}: our own layers, the same maths and names on disk"
-        )
+        lines.append(f"{by}: our own layers, the same maths and names on disk")
     if args.te_layernorm_mlp:
         kind, epsilon = (
             ("rms_norm", args.rms_norm_epsilon) if "rms" in args.norm else ("layernorm", args.layernorm_epsilon)
@@ -57,15 +61,16 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
 
 def _alone(args: ResolvedArgs) -> Iterator[tuple[str, str]]:
     """Keys that were set and only act beside another one that is not."""
-    engine = args.te_mha or args.te_layernorm_mlp
     for name, other, is_set in (
         ("checkpoint_in_cpu", "checkpoint_activations", args.checkpoint_activations),
+        ("recompute_every", "checkpoint_activations", args.checkpoint_activations),
         ("lr_wsd_decay_style", "lr_decay_style: wsd", args.lr_decay_style == "wsd"),
         ("checkpoint_factor", "save", args.save is not None),
         ("memory_profiling_path", "memory_profiling", args.memory_profiling),
         ("wandb_mode", "use_wandb", args.use_wandb),
         ("comet_mode", "use_comet", args.use_comet),
-        ("te_backend", "te_mha or te_layernorm_mlp", engine),
+        *((name, "precision_fp8 or te_fp8_mha", args.precision_fp8 != "off") for name in _OF_FP8),
+        *((name, "precision_fp8: te", args.precision_fp8 in ("te", "off")) for name in _OF_FP8_TE),
     ):
         if name in args.user_values and args.user_values[name] != keys_of(type(args))[name].default and not is_set:
             yield name, other

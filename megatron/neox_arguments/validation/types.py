@@ -128,6 +128,8 @@ def _coerce_one(member: Any, value: Any) -> Any:
                 isinstance(value, str) and isinstance(choice, str) and value.lower() == choice.lower()
             ):
                 return choice
+        if value is False and "off" in allowed:  # YAML 1.1 reads off as false
+            return "off"
         raise _Mismatch(_one_of(allowed))
     if get_origin(member) is tuple:
         if not isinstance(value, tuple):

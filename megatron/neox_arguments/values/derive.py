@@ -37,8 +37,10 @@ def derive(
         values["zero_optimization"] = resolve_section(ZeroOptimization, {}, problems)
     if values["lr_decay_iters"] is None and values["train_iters"] is not None:
         values["lr_decay_iters"] = max(1, int(values["train_iters"] * (values["lr_decay_fraction"] or 1)))
-    if values["te_backend"] == "auto":
-        values["te_backend"] = "native"  # the only one there is; what a run says at its start names the choice
+    if values["precision_fp8"] is None:
+        values["precision_fp8"] = "te" if values["te_fp8_mha"] else "off"
+    if values["te_backend"] == "auto" and values["precision_fp8"] != "te":
+        values["te_backend"] = "native"  # with te the device and what is installed decide
     if values["text_gen_type"] is None:
         values["text_gen_type"] = "input-file" if values["sample_input_file"] else "unconditional"
     for name in ("comms_logger", "dump_state"):

@@ -5,6 +5,8 @@ from typing import Literal
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
 from megatron.neox_arguments.resolved import ResolvedArgs
 
+_SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where others stand, takes about that
+
 
 def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
     """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
@@ -28,6 +30,16 @@ def scores_reference(args: ResolvedArgs) -> bool:
     them."""
     precomputed = args.precompute_model_name is not None and sample_kind(args) == "pairs"
     return needs_reference(args) and not precomputed
+
+
+def least_prefix_saving(args: ResolvedArgs) -> float | None:
+    """The share of a set's tokens from which on the prefixes that pairs share are laid out once; None: never
+    (`prefix_sharing`)."""
+    if not args.prefix_sharing or sample_kind(args) != "pairs" or args.pack_impl != "best_fit" or args.compat_pack_impl:
+        return None
+    if args.prefix_sharing == "auto":
+        return None if args.hidden_dropout or args.attention_dropout else _SAVING_THAT_PAYS
+    return 0.0
 
 
 def needs_step_baselines(args: ResolvedArgs) -> bool:

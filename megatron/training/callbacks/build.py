@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from megatron.callbacks import Callback
 from megatron.distributed import run_on_each_rank
 from megatron.training.callbacks.best_model import BestModelCallback
+from megatron.training.callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.callbacks.gradient_probes import build_probes
 from megatron.training.callbacks.history import HistoryCallback
 from megatron.training.callbacks.log import LogCallback, ProgressBarCallback, build_bar
@@ -52,6 +53,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     callbacks += [
         packing,  # counts the places of a step's rows
         gradients,  # shows gradients to those who measure them
+        *([CompiledGraphs()] if args.compile else []),
         log,  # takes the step's values, to be read when the next step has begun
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, bar, callbacks),  # calls on_validation_end

@@ -14,6 +14,7 @@ from megatron.training.metrics.flops import model_flops, neox_flops, readable_fl
 from megatron.training.metrics.host_copy import HostCopy
 from megatron.training.metrics.metric_probes import Probe
 from megatron.training.nonfinite_guard import on_device
+from megatron.training.recompute import products_run_again
 from megatron.training.run import Training
 
 
@@ -120,7 +121,7 @@ class LogCallback(Callback):
         row["runtime/tokens_per_sec"] = rows * self.length / seconds
         if has_curriculum(args):
             row["curriculum_seqlen"], row["curriculum_tokens"] = step.row_length, step.row_tokens
-        device_seconds, factor = seconds * self.training.groups.world_size, 4 if args.checkpoint_activations else 3
+        device_seconds, factor = seconds * self.training.groups.world_size, 3 + products_run_again(args)
         hardware, model = (neox_flops(args, n, self.length, self.row_length) / device_seconds for n in (factor, 3))
         row["runtime/flops_per_sec_per_gpu"] = hardware
         flops = model_flops(args, self.length, self.row_length)

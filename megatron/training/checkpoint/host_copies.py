@@ -29,7 +29,7 @@ class PageLocking:
 
 
 @dataclass(frozen=True)
-class Room:
+class RankMemory:
     """A rank's `machine`, with `free` bytes of memory, and the `size` in bytes of what the rank is to save,
     for which it holds `held` already; problem: of `HostCopies`."""
 
@@ -40,7 +40,7 @@ class Room:
     problem: str | None
 
 
-def lacks_memory(ranks: Sequence[Room]) -> str | None:
+def lacks_memory(ranks: Sequence[RankMemory]) -> str | None:
     """Says of the first machine that has too little memory for a copy of all that its ranks save; None: all
     have enough."""
     for machine in sorted({rank.machine for rank in ranks}):
@@ -81,9 +81,9 @@ class HostCopies:
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
         return copied.copy_(tensor, non_blocking=True)
 
-    def room_for(self, size: int) -> Room:
-        """What there is for copies of `size` bytes."""
-        return Room(platform.node(), size, self.held, free_host_memory(unknown=1 << 62), self.problem)
+    def memory_for(self, size: int) -> RankMemory:
+        """How much memory this machine and this object have for copies of `size` bytes."""
+        return RankMemory(platform.node(), size, self.held, free_host_memory(unknown=1 << 62), self.problem)
 
     def wait(self) -> None:
         """Until all copies have arrived."""

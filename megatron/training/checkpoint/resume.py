@@ -29,6 +29,7 @@ from megatron.checkpointing import (
     zero_file,
 )
 from megatron.checkpointing.huggingface import load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.layout import model_files
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
@@ -157,6 +158,7 @@ class Checkpointer(CheckpointWriter):
         counters = {"iteration": iteration, "consumed_samples": consumed, "skipped_steps": skipped}
         window = state.get("spike_window", [])
         self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
+        self._load_scaling(path, state)
         if goes_on:
             self.saved_at = iteration
             if manifest is not None:
@@ -166,6 +168,22 @@ class Checkpointer(CheckpointWriter):
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
         return TrainingProgress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
+
+    def _load_scaling(self, path: Path, state: Mapping[str, Any]) -> None:
+        """The scales of FP8, which are the same on all ranks with the same layers: of another split into
+        pipeline stages from all its files."""
+        scaling = self.engine.stage.delayed_scaling
+        if scaling is None:
+            return
+        saved = dict(state.get("delayed_scaling", {}))
+        if not scaling.products.keys() <= saved.keys():
+            states = run_on_each_rank(self.groups, lambda: [load_tensors(file) for file in model_files(path).values()])
+            for other in states:
+                saved |= other.get("delayed_scaling", {})
+        scaling.load(saved)
+        unknown = len(scaling.products.keys() - saved.keys())
+        if unknown:
+            self.logger.info(f"{path} has no FP8 scales of {unknown} linears; their first step makes them")
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
         """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not

@@ -114,6 +114,8 @@ def _was(manifest: Manifest, key: str) -> Any:
         return order[key]
     if key == "data_seed":
         return manifest.seed
+    if key == "prefix_sharing":
+        return False
     if key == "train_epochs":
         return any(name.endswith("_per_epoch") for name in order)
     return manifest.config.get(key, keys_of(NeoXArgs)[key].default)

@@ -294,7 +294,7 @@ class CheckpointWriter:
         written beside the steps: where that was asked for, and the copy fits into the memory that every
         machine has free."""
         optimizer = not self.args.no_save_optim
-        per_rank = run_on_all_ranks(self.groups, lambda: self._copies.room_for(self._bytes(optimizer)))
+        per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
         needed = sum(rank.size for rank in per_rank)
 
         def check(needed: int) -> None:
@@ -433,6 +433,7 @@ class CheckpointWriter:
             "consumed_tokens": progress.consumed_tokens,
             "row_tokens": dict(progress.row_tokens),
             "skipped_steps": progress.skipped,
+            **({"delayed_scaling": scaling.state()} if (scaling := self.engine.stage.delayed_scaling) else {}),
             # DeepSpeed's own counters may be a step further, which changed nothing.
             "global_steps": progress.iteration,
             "global_samples": progress.consumed_samples,

@@ -23,11 +23,11 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
 from megatron.data import Batch
-from megatron.model import Stage, forward_only, init_stage
+from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
-from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.objectives import Objective
 from megatron.training.deepspeed.attach import attach_deepspeed, name_device, plain_mpu, shard_at_once
 from megatron.training.deepspeed.config import deepspeed_config, zero_stage_used
 from megatron.training.deepspeed.hooks import guard_steps, judge_steps
@@ -38,12 +38,13 @@ from megatron.training.deepspeed.private_names import check_deepspeed
 from megatron.training.deepspeed.sharded_state import ShardedState
 from megatron.training.deepspeed.state import EngineState
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine_base import EngineBase
 from megatron.training.nonfinite_guard import GradientWatch, SpikeGuard, most_skips
 from megatron.training.optimizers import clip_gradients, gradient_norm, leave_out, set_learning_rate, state_tensors
 from megatron.training.step_loss import StepLoss
 
 
-class DeepSpeedEngine:
+class DeepSpeedEngine(EngineBase):
     """`Engine` in any layout, by DeepSpeed."""
 
     name = "deepspeed"
@@ -68,7 +69,6 @@ class DeepSpeedEngine:
         self.watch.watch(list(named.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
-        self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
         self._on_gradients: OnGradients | None = None
         self._params = stage_parameters(stage)
         optimizer = build_sharded_optimizer(stage, args, groups)
@@ -154,29 +154,16 @@ class DeepSpeedEngine:
                 norm = 0.0
             if untrained and scaler is not None:
                 vars(scaler).update(scaler_before)  # it took the step for an overflow
+        left_out = skipped | untrained | spike
+        if not isinstance(left_out, Tensor):
+            left_out = torch.full((), left_out, device=self.groups.device)
+        self._end_step(left_out)
         finding = self.watch.end(skipped, untrained)
         return StepResult(loss, norm, skipped, spike, metrics, untrained, self._loss_scale, finding)
 
     @property
     def _loss_scale(self) -> float | None:
         return float(self._ds.optimizer.loss_scale) if self.dtype == torch.float16 else None
-
-    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        self._fill_reference = fill
-
-    def complete(self, batches: list[Batch]) -> list[Batch]:
-        batches = [batch.to(self.groups.device) for batch in batches]
-        if self._fill_reference is not None:
-            batches = self._fill_reference(batches)
-        if self.objective.step_baselines is not None:
-            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
-        return batches
-
-    def _mean_metrics(self) -> dict[str, Tensor]:
-        if not self.objective.metrics:
-            return {}
-        sums = self.groups.sum(self._loss.metrics, "data")
-        return self.objective.means(self.groups.from_last_stage(sums))
 
     def _plain_step(self, batches: list[Batch]) -> Tensor:
         self._ds.train()
@@ -231,27 +218,6 @@ class DeepSpeedEngine:
             self._ds.reset_activation_shape()  # a curriculum: stages tell each other the new shape
         nothing = torch.zeros((), device=self.groups.device)
         return self._ds.train_batch(iter([(nothing, nothing)] * len(batches)))
-
-    def forward_only(
-        self,
-        batches: list[Batch],
-        read: Callable[[HeadInput, Batch], Tensor],
-        shape: Callable[[Batch], tuple[int, ...]],
-    ) -> list[Tensor]:
-        module = self.stage if self._pipe is not None else self._ds.module
-        was_training = module.training
-        module.eval()
-        try:
-            return forward_only(module, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
-        finally:
-            module.train(was_training)
-
-    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        read = partial(label_logprobs, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
-        return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
-
-    def scores(self, batches: list[Batch]) -> list[Tensor]:
-        return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     # -- weights ---------------------------------------------------------------------------------------------
 

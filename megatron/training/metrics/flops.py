@@ -38,9 +38,11 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 
-def neox_flops(args: NeoXArgs, factor: int, seq_length: float | None = None, row_length: float | None = None) -> float:
-    """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 with
-    recomputation.
+def neox_flops(
+    args: NeoXArgs, factor: float, seq_length: float | None = None, row_length: float | None = None
+) -> float:
+    """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 where all
+    blocks are recomputed (`recompute.products_run_again`).
 
     It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the
     head is right for factor 4 alone.

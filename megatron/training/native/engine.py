@@ -10,12 +10,13 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
 from megatron.data import Batch
-from megatron.model import Stage, forward_only
+from megatron.model import Stage
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.objectives import Objective
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
+from megatron.training.engine_base import EngineBase
 from megatron.training.native.fully_sharded import CutWeights
 from megatron.training.native.limits import hybrid_problems, idle_keys, limits
 from megatron.training.native.optimizer_state import OptimizerState
@@ -26,7 +27,7 @@ from megatron.training.optimizers import state_tensors
 from megatron.training.step_loss import StepLoss
 
 
-class NativeEngine:
+class NativeEngine(EngineBase):
     """`Engine` by autograd, torch's `fully_shard` and a torch optimizer, with one pipeline stage.
 
     Between two logged steps the host never waits for the device, but for `skip_step_above_sigma`, which asks
@@ -56,7 +57,6 @@ class NativeEngine:
         self._update = Update(self.shards, args, groups, self.watch)
         self._state = OptimizerState(self.shards, self._update.optimizer, self.dtype)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
-        self._fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
 
     @staticmethod
     def check(args: NeoXArgs) -> None:
@@ -99,43 +99,10 @@ class NativeEngine:
         if not spike:
             self._update.step(gradients, norm, skipped, lr)
         self.shards.clear_gradients()
+        self._end_step(skipped | untrained | spike)
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
         return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, None, finding)
-
-    def _mean_metrics(self) -> dict[str, Tensor]:
-        return self.objective.means(self.groups.sum(self._loss.metrics, "data")) if self.objective.metrics else {}
-
-    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        self._fill_reference = fill
-
-    def complete(self, batches: list[Batch]) -> list[Batch]:
-        batches = [batch.to(self.groups.device) for batch in batches]
-        if self._fill_reference is not None:
-            batches = self._fill_reference(batches)
-        if self.objective.step_baselines is not None:
-            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
-        return batches
-
-    def forward_only(
-        self,
-        batches: list[Batch],
-        read: Callable[[HeadInput, Batch], Tensor],
-        shape: Callable[[Batch], tuple[int, ...]],
-    ) -> list[Tensor]:
-        was_training = self.stage.training
-        self.stage.eval()
-        try:
-            return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
-        finally:
-            self.stage.train(was_training)
-
-    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
-        read = partial(label_logprobs, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
-        return self.forward_only(batches, read, lambda batch: tuple(batch.tokens.shape))
-
-    def scores(self, batches: list[Batch]) -> list[Tensor]:
-        return [response_sums(v, b.to(v.device)) for v, b in zip(self.token_logprobs(batches), batches, strict=True)]
 
     # -- weights ---------------------------------------------------------------------------------------------
 
@@ -198,7 +165,7 @@ class NativeEngine:
         }
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
-        """Of one tensor for each trained shard those that this rank owns."""
+        """Of `tensors`, one for each trained shard, those whose elements count on this rank."""
         pairs = zip(self.shards.trained, tensors, strict=True) if self.shards.is_first_copy else ()
         return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 

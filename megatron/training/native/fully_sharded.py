@@ -1,7 +1,5 @@
 """Weights cut over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
 
-from collections.abc import Iterator
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -63,16 +61,14 @@ class CutWeights:
         init_stage(stage, args, groups, torch.float32, cut_layer)
         cut(stage)
         stage.dtype = dtype
-        for module in self._modules():
+        self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]
+        for module in self._modules:
             # The sum over data ranks: `StepLoss` has divided by the weight of all of them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         shards = [self._shard(*item) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
-
-    def _modules(self) -> Iterator[FSDPModule]:
-        return (module for module in self._stage.modules() if isinstance(module, FSDPModule))
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec) -> Shard:
         local = _local(param)
@@ -108,7 +104,7 @@ class CutWeights:
 
     def publish(self) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
-        for module in self._modules():
+        for module in self._modules:
             module.reshard()
 
     @torch.no_grad()

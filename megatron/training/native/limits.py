@@ -11,7 +11,7 @@ _MEANT = ("stage", "zero_hpz_partition_size", "offload_optimizer", "offload_para
 
 
 NATIVE_OPTIMIZERS = ("muon",)
-"""Those that DeepSpeed does not run."""
+"""Values of `optimizer.type`, in lower case, that run on the native engine alone."""
 
 
 class Limit(NamedTuple):
@@ -50,7 +50,7 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
 
 
 def hybrid_problems(args: NeoXArgs) -> Iterator[str]:
-    """What is wrong with `zero_hpz_partition_size` in this world."""
+    """Yields an error line where `zero_hpz_partition_size` does not fit the ZeRO stage or the data ranks."""
     key = "zero_optimization.zero_hpz_partition_size"
     neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
     if neighbours > 1 and args.zero_stage != 3:

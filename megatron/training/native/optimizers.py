@@ -5,14 +5,16 @@ import torch
 from megatron.model.weight_map import block_specs
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.apex import uses_apex
+from megatron.training.native.apex_adam import ApexAdam
 from megatron.training.native.muon import Muon, is_block_matrix
 from megatron.training.native.shards import Weights
 from megatron.training.optimizers import Lion, weight_decay_groups
 
 
 def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way), SGD or Lion over `weight_decay_groups` of the
-    trained weights, or Muon."""
+    """AdamW (NeoX's `Adam` decays weights the same way; torch's or NVIDIA apex's), SGD or Lion over
+    `weight_decay_groups` of the trained weights, or Muon."""
     options, shards = args.optimizer["params"], list(weights.trained)
     matrices = []
     if args.optimizer_name == "muon":
@@ -33,4 +35,6 @@ def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) 
         return sgd
     if args.optimizer_name == "lion":
         return Lion(groups, lr=args.lr, betas=options["betas"])
+    if uses_apex(args, parallel.device):
+        return ApexAdam(groups, lr=args.lr, betas=options["betas"], eps=options["eps"])
     return torch.optim.AdamW(groups, lr=args.lr, betas=options["betas"], eps=options["eps"], fused=True)

@@ -68,7 +68,8 @@ class Weights(Protocol):
         """After the update."""
 
     def gradient_memory(self) -> list[Tensor | None]:
-        """What this rank keeps of gradients, in any step."""
+        """The tensors that hold gradients on this rank, for reports of memory; None for a gradient that is
+        not there."""
 
     def close(self) -> None:
         """Release gradients, and hooks on the stage."""

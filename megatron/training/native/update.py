@@ -21,6 +21,7 @@ class Update:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
         self.optimizer = build_optimizer(weights, args, groups)
+        self._held = [shard.local for shard in weights.trained]
         owned = [float(weights.is_first_copy and shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._none = torch.zeros((), device=groups.device)
@@ -43,17 +44,16 @@ class Update:
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
         """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
         that cannot do so inside, the host waits for `skip`."""
-        for shard, gradient in zip(self._weights.trained, gradients, strict=True):
-            shard.local.grad = gradient
+        for held, gradient in zip(self._held, gradients, strict=True):
+            held.grad = gradient
         set_learning_rate(self.optimizer, lr)
-        held = [shard.local for shard in self._weights.trained]
         inside = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         if self._max_norm > 0.0 and inside:
             self.optimizer.grad_scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
         elif self._max_norm > 0.0:
-            clip_gradients(held, norm, self._max_norm)
-        leave_out(self.optimizer, held, skip)
+            clip_gradients(self._held, norm, self._max_norm)
+        leave_out(self.optimizer, self._held, skip)
         self.optimizer.step()
-        for shard in self._weights.trained:
-            shard.local.grad = None
+        for held in self._held:
+            held.grad = None
         self._weights.publish()

@@ -8,6 +8,7 @@ before the run goes on from a checkpoint of its own.
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,16 +32,19 @@ from megatron.data.preferences.reference_scores import (
 )
 from megatron.data.run_datasets import SetContents
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
-from megatron.model import build_stage, forward_only, materialize
+from megatron.model import build_stage, eager_blocks, forward_only, materialize
 from megatron.model.init import stage_parameters
+from megatron.model.norms import Norm
+from megatron.mpu import Linear
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import scores_reference
+from megatron.neox_arguments.values.losses import least_prefix_saving, scores_reference
 from megatron.objectives import label_logprobs, response_sums
 from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
+from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine
 from megatron.training.metrics.run_metadata import local_sizes
-from megatron.training.parallelize import compile_blocks
+from megatron.training.precision_policy import choose_precision
 from megatron.training.preference.reference_cache import (
     add_scores,
     cache_folder,
@@ -57,6 +61,7 @@ _TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
 _CHECKED = 8  # cached rows that are scored again
 # Mean difference of a token that other layouts, packings and devices make.
 _TOLERANCE = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.01}
+_TOLERANCE_FP8 = 0.1  # scales depend on what else is in a batch
 _SAY_EVERY = 30.0  # seconds
 
 
@@ -145,6 +150,11 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     present weights."""
     args, groups, weights = engine.args, engine.groups, engine.weights()
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
+    for copy, own in zip(stage.modules(), engine.stage.modules(), strict=True):
+        if isinstance(copy, Linear) and isinstance(own, Linear):
+            copy.product = own.product  # FP8 rounds both alike
+        if isinstance(copy, Norm) and isinstance(own, Norm):
+            copy.functions = own.functions
     compile_blocks(stage, args)
     with torch.no_grad():
         for layer, name, param in stage_parameters(stage, copies=True):
@@ -153,9 +163,10 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
     def fill(batches: list[Batch]) -> list[Batch]:
-        logprobs = forward_only(
-            stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
-        )
+        with nullcontext() if engine.stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
+            logprobs = forward_only(
+                stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
+            )
         filled = [replace(b, reference_logprobs=response_sums(v, b)) for b, v in zip(batches, logprobs, strict=True)]
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
@@ -176,6 +187,8 @@ class _ReferenceCache:
         self.folder, self.about, self.have_weights, self.watchdog = folder, about, have_weights, watchdog
         self.scores = ReferenceScores(on_rank_zero(self.groups, lambda: read_scores(folder)))
         self.collate = collation(self.args, None)
+        in_fp8 = choose_precision(self.args, self.groups.device).recipe is not None
+        self._tolerance = _TOLERANCE_FP8 if in_fp8 else _TOLERANCE[self.args.params_dtype]
 
     def check(self, datasets: Datasets) -> None:
         """Score some rows again. Raises DataError where the cache says something else."""
@@ -197,7 +210,7 @@ class _ReferenceCache:
 
     def _compare(self, rows: Sequence[Response], known: np.ndarray, found: np.ndarray) -> None:
         for row, kept, now in zip(rows, known, found.tolist(), strict=True):
-            within = _TOLERANCE[self.args.params_dtype] * max(1, row.count)
+            within = self._tolerance * max(1, row.count)
             if kept["count"] != row.count or not abs(float(kept["sum"]) - now) <= within:
                 raise DataError(
                     f"{self.folder}: a row of {row.count} trained tokens has the log-probability {kept['sum']:.4f} "
@@ -276,7 +289,8 @@ class _ReferenceCache:
 
     def _score(self, rows: list[Response]) -> np.ndarray:
         """The sum of each row, float32. Data ranks may have different numbers of rows."""
-        samples, order = pack_responses(rows, self.args.seq_length + 1, self.args.pack_impl != "unpacked")
+        packed, saving = self.args.pack_impl != "unpacked", least_prefix_saving(self.args)
+        samples, order = pack_responses(rows, self.args.seq_length + 1, packed, saving)
         size = self.args.train_micro_batch_size_per_gpu * rows_per_sample(self.args)
         batches = max(self._from_data_ranks(-(-len(samples) // size)))
         samples += [responses_to_sample([], self.args.seq_length + 1)] * (batches * size - len(samples))

@@ -27,6 +27,7 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource
+from megatron.training.precision_policy import choose_precision
 
 _ABOUT = "about.json"
 # Whose keys make the model's function
@@ -38,7 +39,8 @@ _OTHERWISE = (
     # of initial values and of training
     "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
     # of how and of what length it is computed, and of files
-    "attention_backend", "attention_config", "compile", "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
+    "attention_backend", "attention_config", "apex", "compile", "seq_length", "rotary_save_freqs_buffer",
+    "mask_padded_vocab",
 )  # fmt: skip
 _HF_WEIGHTS = ("*.safetensors", "*.bin")
 
@@ -81,9 +83,16 @@ def describe_reference(
         "weights": dict(sorted(names.items())),
         "model": {**forward_keys(args), **model_keys(args)},
         "tokenizer": tokenizer.fingerprint(),
-        "precision": args.params_dtype,
+        "precision": _precision(args, groups),
         "scope": "sums over the trained tokens of an answer",
     }
+
+
+def _precision(args: NeoXArgs, groups: ParallelGroups) -> str:
+    recipe = choose_precision(args, groups.device).recipe
+    if recipe is None:
+        return args.params_dtype
+    return f"{args.params_dtype}, FP8 by {recipe} in blocks {args.fp8_blocks.start} to {args.fp8_blocks.stop - 1}"
 
 
 def digest_of(about: Mapping[str, Any]) -> str:

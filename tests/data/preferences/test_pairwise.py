@@ -25,7 +25,8 @@ def make_args(**changes):
     values = {
         **sets, "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
         "pos_train_label_data_paths": (LABELS["chosen"],), "neg_train_label_data_paths": (LABELS["rejected"],),
-        "precompute_model_name": None, "data_impl": "infer", "seq_length": 128, "seed": 1234, "data_seed": None,
+        "precompute_model_name": None, "prefix_sharing": "auto", "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "data_impl": "infer", "seq_length": 128, "seed": 1234, "data_seed": None,
         "pack_impl": "unpacked", "allow_chopped": True, "truncate_documents": None, "drop_last": None,
         "compat_group_texts_batch": None, "compat_pack_impl": False, "padded_vocab_size": 380,
         "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
@@ -153,6 +154,15 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
     assert "1 pairs are left out: all to train is cut off (the first: number 2)" in unreached
     with pytest.raises(DataError, match=r"p\.bin: none of 4 documents makes a train sample"):
         build(4, **two, seq_length=0)
+
+
+def test_references_of_answers_that_share_a_prompt(tmp_path: Path):
+    args = sides(tmp_path, [[9, 8, 8, 1, 2]], [[9, 8, 8, 4]]) | {"seq_length": 8, "pack_impl": "best_fit"}
+    write(tmp_path / "p_base", [[7, 7, 7, -1.5, -2.5]], np.float32)
+    write(tmp_path / "n_base", [[7, 7, 7, -4.5]], np.float32)
+    sample = build(1, precompute_model_name="base", **args)[0]
+    assert sample.prefix_lengths.tolist() == [0, 2] and sample.reference_logprobs.tolist() == [-4, -4.5]
+    assert sample.rows[0].tokens.tolist() == [9, 8, 8, 1, 2, 8, 4, 0, 0]
 
 
 def test_references_for_tokens_and_sums(tmp_path: Path):

@@ -15,14 +15,17 @@ from megatron.data import (
     collation,
     epoch_iterations,
     eval_batches,
+    order_keys,
     order_sha256,
 )
 from megatron.data import train_loader as loader
+from megatron.data.batch import collate_preferences
 from megatron.data.index_maps import Packing
 from megatron.data.labels import first_labelled_token
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.kto import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
+from megatron.data.preferences.reference_scores import Response, pack_responses, responses_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 SEQ, PAIRS = 48, 60
@@ -82,12 +85,26 @@ def answers_of(batch) -> dict[int, tuple[list[int], list[int]]]:
                 assert not weights.any(), "padding is trained"
                 continue
             assert number not in answers
-            answers[number] = batch.tokens[row, places].tolist(), batch.labels[row, places][weights].tolist()
+            first = row * batch.tokens.shape[1]
+            here, before = first + places, prefix_places(batch, first + int(places[0]))
+            assert set(batch.response_ids.view(-1)[before].tolist()) <= {number - 1}
+            tokens = batch.tokens.view(-1)[torch.cat([before, here])]
+            answers[number] = tokens.tolist(), batch.labels[row, places][weights].tolist()
             if batch.positions is not None:
-                assert torch.equal(batch.positions[row, places], torch.arange(len(places)))
-                assert row * SEQ + int(places[0]) in batch.cu_seqlens.tolist()
+                positions = batch.positions.view(-1)[torch.cat([before, here])]
+                assert torch.equal(positions, torch.arange(len(tokens)))
+                assert first + int(places[0]) in batch.cu_seqlens.tolist()
     assert set(answers) == set(range(len(batch.preference_labels)))
     return answers
+
+
+def prefix_places(batch, start: int) -> torch.Tensor:
+    """The places, over the flattened batch, of the tokens before a document that stand in the one before."""
+    if batch.prefixes is None:
+        return torch.zeros(0, dtype=torch.int64)
+    own, bounds = int(batch.prefixes.own[start]), batch.prefixes.cu_seqlens
+    assert batch.prefixes.places[own] == start
+    return batch.prefixes.places[int(bounds[bounds <= own].max()) : own]
 
 
 def batches(args: NeoXArgs, dataset, consumed: int = 0, **rank) -> list:
@@ -121,10 +138,74 @@ def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path:
             assert rejected in (pair[0] + pair[2], (pair[0] + pair[2])[:-1]) and other == pair[2]
             seen[pair[1][0], 2 * i // steps] += 1
             orders.append(pair[1][0])
+        assert (batch.prefixes is None) == (pack_impl != "best_fit")
         if pack_impl == "best_fit":
             assert batch.cu_seqlens[0] == 0 and batch.cu_seqlens[-1] == SEQ
     assert seen == {(pair[1][0], epoch): 1 for pair in pairs for epoch in (0, 1)}
     assert orders[:PAIRS] != orders[PAIRS:], "each epoch has an order of its own"
+
+
+def test_what_a_pair_begins_with_stands_once(tmp_path: Path):
+    """Rows hold more pairs, and their answers, with names for the reference's scores, are those of rows
+    without sharing. Prompts that differ, lose their beginning or are short are shared as far as they are
+    alike."""
+    pairs = random_pairs(4)
+    pairs += [([400, 401, 402, 403], [7, 7], [8, 8, 8]), ([500], [7, 9], [8, 9]), (list(range(420, 450)), [3], [4])]
+    paths = write_pairs(tmp_path, pairs)
+    rejected = open_dataset(paths["neg_train_data_paths"][0])
+    rows = [rejected.get(i, 0, int(rejected.sizes[i])).tolist() for i in range(len(rejected))]
+    rows[PAIRS][2] = 410  # the prompts of one pair differ in their third token
+    write(tmp_path / "neg", rows)
+
+    def looked(**changes) -> tuple[dict, int, list]:
+        args = configuration(tmp_path, max_prompt_length=20, max_length=30, **paths, **changes)
+        datasets = build(args)
+        epoch = len(datasets.train.maps.sample_idx) - 1
+        responses = {r.name: r for i in range(epoch) for r in responses_of(datasets.train[i])}
+        return responses, epoch, [line for line in datasets.log_lines if "prefix_sharing" in line]
+
+    (shared, few, said), (twice, many, unsaid) = looked(), looked(prefix_sharing=False)
+    assert few < many and set(shared) == set(twice) and not unsaid
+    for name, response in shared.items():
+        np.testing.assert_array_equal(response.tokens, twice[name].tokens)
+        np.testing.assert_array_equal(response.labels >= 0, twice[name].labels >= 0)
+    prompts = [min(20, len(pair[0])) for pair in pairs]
+    prompts[PAIRS] = 2
+    saved = sum(prompt - 1 for prompt in prompts)
+    assert f"{saved} tokens that chosen and rejected begin with" in said[0] and said[0].endswith("are laid out once")
+    far = [([10 + n], [7] * 12, [8] * 12) for n in range(20)] + [([1, 2, 3], [7] * 12, [8] * 12)]
+    lone = configuration(tmp_path, **write_pairs(tmp_path, far, "far"))
+    assert build(lone).train[0].prefix_lengths is None, "2 of 500 tokens do not pay"
+    assert build(lone.replace(prefix_sharing=True)).train.shared.sum() == 2
+    assert order_keys(lone)["prefix_sharing"] and not order_keys(lone.replace(prefix_sharing=False))["prefix_sharing"]
+    assert "prefix_sharing" not in order_keys(lone.replace(pack_impl="unpacked"))
+
+
+def test_answers_to_be_scored_share_what_they_begin_with():
+    random = np.random.default_rng(0)
+    responses = []
+    for prompt, answers in zip(random.integers(1, 9, 20), random.integers(1, 9, (20, 2)), strict=True):
+        begin = random.integers(10, 99, prompt)
+        for answer in answers:
+            tokens = np.concatenate([begin, random.integers(10, 99, answer)])
+            responses.append(Response(tokens, np.where(np.arange(len(tokens)) < prompt, -100, tokens)))
+    responses += [responses[3], responses[2]]  # of another order, and a lone one
+    samples, order = pack_responses(responses, 24, True, 0.02)
+    assert sorted(order) == list(range(42)) and sum(sample.prefix_lengths is not None for sample in samples) > 10
+    twice, _ = pack_responses(responses, 24, True)
+    assert len(samples) < len(twice) and all(sample.prefix_lengths is None for sample in twice)
+    found = [response for sample in samples for response in responses_of(sample)]
+    assert [response.name for response in found] == [responses_of(one)[0].name for one in alone(responses, order)]
+    batch = collate_preferences(samples, packed=True)
+    for (tokens, trained), number in zip(answers_of(batch).values(), order, strict=True):
+        whole, masked = responses[number].tokens.tolist(), responses[number].labels
+        assert tokens in (whole, whole[:-1]) and trained == masked[max(1, int(np.argmax(masked >= 0))) :].tolist()
+    never, _ = pack_responses(responses, 24, True, 0.9)
+    assert all(sample.prefix_lengths is None for sample in never), "it does not pay"
+
+
+def alone(responses: list, order: list[int]) -> list:
+    return [pack_responses([responses[i]], 24, False)[0][0] for i in order]
 
 
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
@@ -347,6 +428,7 @@ def test_partners(count: int, per_prompt: int):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: both answers of a pair must stand in one"),
         ({"pack_impl": "packed"}, "answers are whole documents"),
         ({"max_length": 60}, "max_length: rows have 48 tokens"),
         ({"max_length": 8, "max_prompt_length": 8}, "leaves nothing of max_length 8"),

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
-from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, Room, host_copies, lacks_memory
+from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, RankMemory, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.marks import with_more
 from tests.pool import run_ranks
@@ -175,7 +175,7 @@ def test_a_limit_of_locked_memory() -> None:
     assert locks.tries == 4 and copies.held == 3 * PAGE, "it is not tried again"
     del copied
     assert {copies.copy(source).data_ptr() for _ in range(2)} <= set(locks.sizes), "what there is is used"
-    assert copies.room_for(10).problem == copies.problem
+    assert copies.memory_for(10).problem == copies.problem
 
 
 def test_memory_is_unlocked_when_nothing_can_use_it() -> None:
@@ -203,13 +203,13 @@ def test_forked_processes_do_not_have_it() -> None:
 
 
 def test_room_for_a_copy() -> None:
-    one = Room("a", 800, 0, 1000, None)
+    one = RankMemory("a", 800, 0, 1000, None)
     assert lacks_memory([one]) is None
     assert lacks_memory([one, one]) == "a has 1.00 kB of memory free, a copy of the checkpoint takes 1.60 kB"
-    assert lacks_memory([one, Room("b", 800, 0, 1000, None)]) is None
-    held = Room("a", 800, 900, 10, None)
+    assert lacks_memory([one, RankMemory("b", 800, 0, 1000, None)]) is None
+    held = RankMemory("a", 800, 900, 10, None)
     assert lacks_memory([held, held]) is None, "what is held takes no more"
-    assert "takes 800 bytes" in (lacks_memory([held, Room("a", 800, 0, 10, None)]) or "")
+    assert "takes 800 bytes" in (lacks_memory([held, RankMemory("a", 800, 0, 10, None)]) or "")
 
 
 def test_no_value_is_read_on_the_way() -> None:

@@ -128,3 +128,12 @@ def test_passes_and_iterations_are_told_apart(tmp_path: Path) -> None:
     manifest = replace(manifest, data=record)
     with pytest.raises(CheckpointError, match=r"^train_iters: iterations \(\S+a.yml:\d+\), but .* had passes over"):
         check_same_run(saved_run.args, PATH, manifest, True, saved_run.record(), saved_run.tokenizer)
+
+
+def test_pairs_of_an_earlier_run_have_their_prompts_twice(tmp_path: Path) -> None:
+    """Its checkpoint does not say so: there was no other way then."""
+    saved_run = Run(tmp_path / "there")
+    manifest, record = saved_run.manifest(), saved_run.record()
+    record = {**record, "order": {**record["order"], "prefix_sharing": True}}
+    with pytest.raises(CheckpointError, match=r"^prefix_sharing: true \(\S+\), but .* had false"):
+        check_same_run(saved_run.args, PATH, manifest, True, record, saved_run.tokenizer)

@@ -13,7 +13,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError, load_tensors, read_manifest, verify
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, NEOX, bit_equal, config, run_to_end
+from tests.training.runs import GOLDEN, NEOX, begin, bit_equal, config, run_to_end
 
 SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
 
@@ -369,3 +369,19 @@ def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[fl
     train(training, [Draws()])
     training.engine.close()
     return drawn
+
+
+def sizes(rank: int, world_size: int, given: dict[str, Any]) -> int:
+    """For the pool: what this rank says that a checkpoint of its run will take of it, bytes."""
+    training = begin(given)
+    training.engine.close()
+    return training.checkpointer._bytes(optimizer=True)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> None:
+    given = values(tmp_path, precision=precision, hidden_size=256, zero_optimization={"stage": 1}, train_iters=1)
+    said = sum(run_ranks(sizes, 2, given))
+    run_ranks(run_to_end, 2, given)
+    written = sum(file.stat().st_size for file in (tmp_path / "run" / "global_step1").iterdir())
+    assert written / 1.1 < said < written * 1.02, (said, written)

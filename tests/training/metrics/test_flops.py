@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.metrics.flops import model_flops, neox_flops
 from tests.model.stages import random_batch, random_weights, small, stage_with
-from tests.objectives.steps import as_head
 
 ROWS = 3
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,7 +32,7 @@ def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
     with FlopCounterMode(display=False) as counter:
-        LANGUAGE_MODELLING.loss_sum(as_head(stage(None, batch)), batch, None)[0].backward()
+        stage(None, batch, lambda head: LANGUAGE_MODELLING.loss_sum(head, batch, None)[0]).backward()
     one_product = 2 * ROWS * args.seq_length**2 * args.num_attention_heads * args.head_dim
     square = args.num_layers * 6 * one_product  # two products forward, four backward
     by_operator = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}

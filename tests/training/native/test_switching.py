@@ -43,7 +43,8 @@ def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
 
 
 def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
-    given = values(tmp_path, exit_interval=2)
+    """One that is found under `save` alone, too."""
+    given = values(tmp_path, exit_interval=2, load=None)
     for name, more in (("deepspeed", {"engine": "deepspeed"}), ("deepspeed", {"exit_interval": 4})):
         run_ranks(run_to_end, 2, {**given, **more})
         manifest = read_manifest(tmp_path / (tmp_path / "latest").read_text())

@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.data import IndexedDatasetWriter
+from megatron.data.preferences.preference_sets import preference_samples_per_epoch
+from megatron.neox_arguments import NeoXArgs
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
@@ -66,3 +69,24 @@ def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None
     padding = np.array([row["train/padding_share"] for row in rows])
     assert padding == pytest.approx(1 - np.array([row["train/packing_efficiency"] for row in rows]))
     assert (padding.min() > 0.5) if "padded" in name else (0 < padding.mean() < 0.2), padding
+
+
+def test_padded_pairs_and_shared_prompts_train_the_same(tmp_path: Path) -> None:
+    """Steps of all pairs, each run with reference scores of its own making: losses and weights."""
+    ends, data = [], pairs(tmp_path, 12)
+    for changes in ({"pack_impl": "unpacked"}, {"pack_impl": "best_fit", "prefix_sharing": True}):
+        save = tmp_path / changes["pack_impl"]
+        keys = config(
+            LLAMA, ADAMW, data, {"data_path": None, "split": None, "eod_mask_loss": False}, train_impl="dpo",
+            dataset_impl="pairwise", dpo_loss_type=["sigmoid", "sft", "aot"], dpo_beta=2.0, train_iters=3,
+            save=str(save), checkpoint_factor=3, reference_cache_dir=str(save / "references"), **changes,
+        )  # fmt: skip
+        keys = {key: value for key, value in keys.items() if value is not None}
+        rows = preference_samples_per_epoch(NeoXArgs.from_dict({**keys, "train_batch_size": 1}))
+        (end,) = run_ranks(run_to_end, 1, {**keys, "train_batch_size": rows, "train_micro_batch_size_per_gpu": 1})
+        ends.append((rows, losses(save), end[1]))
+    (alone, padded, weights), (few, shared, shared_weights) = ends
+    assert alone == 12 > few and shared == pytest.approx(padded, rel=1e-5) and padded[3] < 0.9 * padded[1]
+    for layer, tensors in weights.items():
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(shared_weights[layer][name], tensor, rtol=1e-4, atol=1e-5, msg=name)

@@ -18,7 +18,7 @@ from megatron.training.evaluation import evaluate_objective
 from megatron.training.parallelize import parallelize
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_weights, small, stage_with
-from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows
+from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import scores, step_loss
 from tests.pool import run_ranks
 
@@ -53,12 +53,14 @@ class Run(NamedTuple):
 
 
 def pair_batches(packed: bool) -> list[Batch]:
-    """Four micro-batches of a pair each; the third's reference is far off."""
+    """Four micro-batches of a pair each; the third's reference is far off. Packed, two of them hold the
+    prompt once."""
     batches = []
     documents = documents_of(PAIRS)
     for i in range(4):
         rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
-        batch = in_rows(documents[2 * i : 2 * i + 2], rows, length, [1.0, 1.0])
+        pair = documents[2 * i : 2 * i + 2]
+        batch = (shared_in_rows if packed and i in (0, 3) else in_rows)(pair, rows, length, [1.0, 1.0])
         batches.append(replace(batch, reference_logprobs=torch.tensor([-20.0 - 7 * i, -30.0 + 5 * i])))
     return batches
 

@@ -19,6 +19,7 @@ from megatron.data import DataError, IndexedDatasetWriter
 from megatron.data.preferences.reference_scores import SCORES
 from megatron.launch import process_info
 from megatron.model import layer_params
+from megatron.model.norm_functions import NormFunctions
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
@@ -27,6 +28,7 @@ from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
 from tests.pool import run_ranks
+from tests.stand_ins import installed
 from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
 
@@ -112,6 +114,20 @@ def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
         for rank_losses in run_ranks(first_losses, size, runs, timeout=120):
             for loss, (_, layout, more, within) in zip(rank_losses, size_looks, strict=True):
                 assert loss == pytest.approx(math.log(2), abs=within), (layout, more)
+
+
+def losses_with_other_norms(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
+    """For the pool: where the norms of apex do next to nothing."""
+    halves = NormFunctions(lambda x, *_: x / 2, lambda x, *_: x / 2)
+    works = mock.patch("megatron.training.apex.apex_problem", lambda device: None)
+    with installed("apex"), works, mock.patch("megatron.training.apex.apex_norms", lambda: halves):
+        return first_losses(rank, world_size, runs)
+
+
+def test_a_copy_has_the_norms_of_the_policy(tmp_path: Path) -> None:
+    values = preferences(tmp_path, PADDED | FLY, engine="native", apex="auto")
+    loss = run_ranks(losses_with_other_norms, 1, [values])[0][0]
+    assert loss == pytest.approx(math.log(2), abs=1e-6)
 
 
 def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:

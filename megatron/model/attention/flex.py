@@ -1,0 +1,61 @@
+"""FlexAttention (`torch.nn.attention.flex_attention`): one compiled kernel for every mask that a function of
+places can say."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions
+from megatron.model.attention.inputs import AttentionInputs
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+class Flex(AttentionBackend):
+    """Causal attention, windows, documents and shared prompts, over the blocks that `AttentionInputs.blocks`
+    shows.
+
+    It is compiled: inside the graph of a compiled block, else by itself. For CPUs torch has no backward pass.
+    """
+
+    needs_gpu, plans_shapes, form = True, True, "blocks"
+
+    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
+        if not (call.documents or call.contexts):
+            return ""  # without a mask, others are faster
+        return "it is for 16 bits" if call.dtype == torch.float32 and not call.contexts else None
+
+    def handles(self, call: AttentionCall) -> bool:
+        return not call.masked
+
+    def supports(self, call: AttentionCall) -> str | None:
+        if call.spec.biased or call.dropping or (call.spec.dropout > 0.0 and (call.documents or call.contexts)):
+            return "it has no biases and no dropout here"
+        return super().supports(call)
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
+        assert inputs.blocks is not None
+        attend = self._compiled if q.is_cuda and not torch.compiler.is_compiling() else _attend
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        return attend(q, k, v, inputs.blocks, options.scale).permute(2, 0, 1, 3)
+
+    @cached_property
+    def _compiled(self) -> "Callable[..., Tensor]":
+        import torch._dynamo.config as dynamo
+
+        # A graph for each kind of mask, dtype and length that is tried or run. Without fullgraph, torch would
+        # go on unfused behind the limit, and fill the memory.
+        dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
+        return torch.compile(_attend, fullgraph=True)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: "BlockMask", scale: float | None) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    out = flex_attention(q, k, v, block_mask=blocks, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    assert isinstance(out, Tensor)
+    return out

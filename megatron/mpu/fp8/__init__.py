@@ -1,0 +1,19 @@
+"""FP8: the matrix products of linear layers with 8-bit floating-point operands and scales, by recipe.
+
+`casting.py` defines how a matrix becomes FP8, `products.py` multiplies, `delayed.py` keeps the history of
+delayed scaling; `transformer_engine.py` has that library multiply.
+"""
+
+from megatron.mpu.fp8.casting import Formats
+from megatron.mpu.fp8.delayed import DelayedProduct, DelayedScaling
+from megatron.mpu.fp8.products import MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
+
+__all__ = [
+    "DelayedProduct",
+    "DelayedScaling",
+    "Formats",
+    "MXProduct",
+    "RowwiseProduct",
+    "ScaledProduct",
+    "TensorwiseProduct",
+]

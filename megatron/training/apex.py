@@ -1,0 +1,60 @@
+"""NVIDIA's apex in a run: whether it is used, and for what."""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.model import Stage
+from megatron.model.norm_functions import apex_norms
+from megatron.model.norms import set_norm_functions
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.optional_packages import PackageProblem
+from megatron.training.native.apex_adam import ApexAdam
+
+
+def uses_apex(args: NeoXArgs, device: torch.device) -> bool:
+    """Whether apex is asked for and works on this device, by one tiny call of each of its parts.
+
+    Raises ConfigError where `apex: true` asks for it and it does not.
+    """
+    problem = None if args.apex is False else apex_problem(device)
+    if problem is not None and args.apex is True:
+        raise args.error("apex", f"true needs {problem}; or write apex: false")
+    return args.apex is not False and problem is None
+
+
+def apex_problem(device: torch.device) -> str | None:
+    """What is missing or does not work, in words that go on after "needs"; None where all works."""
+    try:
+        norms, x = apex_norms(), torch.ones(2, 8, device=device, requires_grad=True)
+        weight = torch.nn.Parameter(torch.ones(8, device=device))
+        out = norms.layer_norm(x, (8,), weight, None, 1e-5) + norms.rms_norm(x, (8,), weight, 1e-5, False)
+        out.sum().backward()
+        ApexAdam([{"params": [weight], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.99), eps=1e-8).step()
+    except PackageProblem as problem:
+        return str(problem)
+    except Exception as problem:  # apex imports its extensions late, and their errors are of any kind
+        reason = (str(problem) or type(problem).__name__).splitlines()[0]
+        return f"NVIDIA's apex to work on {device.type} ({type(problem).__name__}: {reason})"
+    return None
+
+
+def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str], None] | None = None) -> None:
+    """Let the norms of a stage compute with apex's functions where `apex` says so; say what of it is used."""
+    if args.apex is False:
+        return
+    used = []
+    if uses_apex(args, stage.device_of_groups):
+        if not stage.compiled and args.te_backend != "transformer_engine":
+            set_norm_functions(stage, apex_norms())
+            used.append("FusedLayerNorm and FusedRMSNorm")
+        if engine == "native" and args.optimizer_name in ("adam", "adamw"):
+            used.append("FusedAdam")
+        said = (
+            ", ".join(used)
+            or "nothing of it: norms are compiled or another's, and the optimizer is not the native engine's Adam"
+        )
+    else:
+        said = f"torch's own: it would need {apex_problem(stage.device_of_groups)}"
+    if log is not None:
+        log(f"apex: {str(args.apex).lower()} chose {said}")

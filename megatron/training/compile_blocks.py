@@ -1,0 +1,134 @@
+"""Blocks compiled with torch.compile: whether a run does it, and each kind of block once, in one graph."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+
+from megatron.model import Stage
+from megatron.model.block import Block
+from megatron.model.head import OutputProjection
+from megatron.model.specs import BlockSpec
+from megatron.mpu import Product
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import FrozenDict
+from megatron.training.precision_policy import choose_precision, gpu_policy
+
+Compile = Literal[False, "block", "block-max"]
+# Graphs of one kind of block: with and without gradients, another length of rows, dropout in training alone.
+_GRAPHS_OF_A_KIND = 8
+
+
+@dataclass(frozen=True)
+class CompileChoice:
+    """compile: what the key stands for; reason: in words, for the log."""
+
+    compile: Compile
+    reason: str
+
+
+def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> CompileChoice:
+    """What `compile` is for a run of this engine (its name) on this device."""
+    if args.compile != "auto":
+        return CompileChoice(args.compile, args.origin("compile"))
+    if device.type != "cuda":
+        return CompileChoice(False, "auto: not on CPUs, where it takes longer than it saves")
+    if hooked_inside(args, engine):
+        return CompileChoice(False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs")
+    for key in ("te_backend", "attention_backend"):
+        if getattr(args, key) == "transformer_engine":
+            return CompileChoice(False, f"auto: {key} is transformer_engine, whose calls torch cannot compile")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (7, 0):
+        return CompileChoice(False, "auto: Triton needs compute capability 7.0, found {}.{}".format(*capability))
+    if find_spec("triton") is None:
+        return CompileChoice(False, "auto: Triton is not installed")
+    if not _found(_compilers(device)):
+        return CompileChoice(False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH")
+    policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
+    if policy.compile == "block-max" and choose_precision(args, device).recipe is None:
+        if args.user_values.get("precision_fp8") is not None:  # what FP8 or bf16 is best asks for all of the policy
+            place = args.origin("precision_fp8")
+            why = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
+            return CompileChoice("block-max", why)
+        reason += f"; block-max, for long runs in bf16 on {policy.name}, takes minutes more at the start"
+    return CompileChoice("block", reason)
+
+
+def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Callable[[str], None] | None) -> NeoXArgs:
+    """The configuration with `auto` replaced by the choice, which is printed.
+
+    Raises ConfigError where a key needs compiled blocks and there will be none, and where blocks are to be
+    compiled that cannot.
+    """
+    choice = choose_compile(args, device, engine)
+    if args.activation_memory_budget is not None and not choice.compile:
+        needed = f"{args.activation_memory_budget} is kept by the compiler, but compile is off ({choice.reason})"
+        raise args.error("activation_memory_budget", f"{needed}; set compile: block, or checkpoint_activations: true")
+    if args.compile != "auto":
+        if choice.compile and hooked_inside(args, engine):
+            why = "DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs"
+            raise args.error("compile", f"{why}; write engine: native, another ZeRO stage, or compile: auto")
+        return args
+    if log is not None:
+        log(f"compile: {choice.compile or 'false'} ({choice.reason})")
+    place = args.origin("compile")
+    resolved = args.replace(compile=choice.compile)
+    return replace(resolved, origins=FrozenDict({**resolved.origins, "compile": place}))
+
+
+def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
+    """Compile every block. Those of a kind share one graph, whose inputs are their weights, and documents of
+    any number and length run through it; another length of rows makes one more. What is done to a chunk of
+    logits is compiled by itself.
+
+    A block that does not become one graph is an error in the first step.
+    Raises ConfigError where there is no compiler.
+    """
+    if args.compile in (False, "auto"):
+        return
+    _check_compiler(args, stage.device_of_groups)
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as functorch
+
+    stage.compiled = True
+    kinds: list[tuple[BlockSpec, type[Product]]] = []
+    for spec in stage.blocks:
+        block = stage.layers[str(spec.index)]
+        assert isinstance(block, Block)
+        kind = (replace(spec, index=0), type(block.mlp.output.product))
+        kinds += [kind] if kind not in kinds else []
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_KIND * len(kinds))
+    if args.activation_memory_budget is not None:
+        functorch.activation_memory_budget = args.activation_memory_budget
+    mode = {"mode": "max-autotune-no-cudagraphs"} if args.compile == "block-max" else {}
+    for spec in stage.blocks:
+        stage.layers[str(spec.index)].compile(fullgraph=True, **mode)
+    if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
+        head.compile_kernels()
+
+
+def hooked_inside(args: NeoXArgs, engine: str) -> bool:
+    """Whether the engine runs code of its own within blocks, which no graph goes through."""
+    return engine == "deepspeed" and args.zero_stage == 3
+
+
+def _compilers(device: torch.device) -> list[str]:
+    # On a GPU it is Triton that compiles its launchers.
+    return [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
+
+
+def _found(names: list[str]) -> bool:
+    return any(shutil.which(name) for name in names)
+
+
+def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
+    # torch.compile would only say so in the first step.
+    names = _compilers(device)
+    if not _found(names):
+        needed = f"{args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"
+        raise args.error("compile", needed)

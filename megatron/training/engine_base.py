@@ -1,0 +1,91 @@
+"""What engines do alike: passes without gradients, and completing the batches of a step."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.model import Stage, eager_blocks, forward_only
+from megatron.mpu import HeadInput, ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.training.step_loss import StepLoss
+
+
+class EngineBase:
+    """The methods of `Engine` that run the stage and update nothing."""
+
+    args: NeoXArgs
+    groups: ParallelGroups
+    stage: Stage
+    objective: Objective
+    dtype: torch.dtype
+    _loss: StepLoss
+    _fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
+
+    def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
+        """As of `Engine`."""
+        self._fill_reference = fill
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        """As of `Engine`."""
+        batches = [batch.to(self.groups.device) for batch in batches]
+        if self._fill_reference is not None:
+            batches = self._fill_reference(batches)
+        if self.objective.step_baselines is not None:
+            batches = self.objective.step_baselines(batches, self.scores, self.groups.group("data"))
+        return batches
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        """As of `Engine`."""
+        with eager_blocks(self.stage):
+            return self._forward_only(batches, read, shape)
+
+    def _forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        was_training = self.stage.training
+        self.stage.eval()
+        try:
+            return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        finally:
+            self.stage.train(was_training)
+
+    def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """As of `Engine`."""
+        return self.forward_only(batches, self._label_logprobs, _shape)
+
+    def _label_logprobs(self, head: HeadInput, batch: Batch) -> Tensor:
+        return label_logprobs(head, batch, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
+
+    def scores(self, batches: list[Batch]) -> list[Tensor]:
+        """As of `Engine`."""
+        # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
+        logprobs = self._forward_only(batches, self._label_logprobs, _shape)
+        return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
+
+    def _end_step(self, left_out: Tensor) -> None:
+        """What the stage does once the step's gradients are there: new scales of FP8. left_out: boolean `[]`,
+        whether the step changes no weights."""
+        if self.stage.delayed_scaling is not None:
+            self.stage.delayed_scaling.end_step(left_out)
+
+    def _mean_metrics(self) -> dict[str, Tensor]:
+        """The objective's means over the step, the same on every rank."""
+        if not self.objective.metrics:
+            return {}
+        sums = self.groups.sum(self._loss.metrics, "data")
+        return self.objective.means(self.groups.from_last_stage(sums))
+
+
+def _shape(batch: Batch) -> tuple[int, ...]:
+    return tuple(batch.tokens.shape)

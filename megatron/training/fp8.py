@@ -1,0 +1,98 @@
+"""FP8 in a stage: which linears get which product."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from megatron.model import Stage
+from megatron.model.head import Head, TiedHead
+from megatron.model.weight_map import block_specs
+from megatron.mpu import Linear, ParallelGroups, Product
+from megatron.mpu.fp8 import DelayedProduct, DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
+from megatron.mpu.fp8.transformer_engine import EngineDelayedProduct, EngineProduct, TransformerEngine
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.precision_policy import PrecisionChoice, Recipe
+from megatron.training.transformer_engine import choose_te_backend
+
+_E4M3 = Formats(torch.float8_e4m3fn, torch.float8_e4m3fn)
+
+
+def use_fp8(
+    stage: Stage, choice: PrecisionChoice, args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None]
+) -> None:
+    """Give the linears of the blocks that `args.fp8_blocks` names products in FP8, and say so in one line;
+    those whose features the tensor cores do not take stay in bf16, and the line names them. Embedding and
+    attention's own products always do, the output layer by default.
+
+    Raises ConfigError when none is left.
+    """
+    if choice.recipe is None:
+        if choice.reason is not None:
+            log(choice.reason)
+        return
+    multiple = MXProduct.multiple if choice.recipe == "mxfp8" else TensorwiseProduct.multiple
+    taken, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
+    for name, linear in fp8_linears(stage, args):
+        shape = linear.projection()[0].shape if isinstance(linear, TiedHead) else linear.weight.shape
+        if any(size % multiple for size in shape):
+            unfit[f"{name.partition('.')[2]} {list(shape)}"] += 1
+        else:
+            taken.append((name, linear))
+    if not taken and unfit:
+        raise args.error("precision_fp8", f"no linear has features that are multiples of {multiple}; write off")
+    by_engine, backend = choose_te_backend(args, choice.recipe, groups.device)
+    make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if by_engine else None)
+    for name, linear in taken:
+        linear.product = make(name)
+    blocks = args.fp8_blocks
+    line = f"{choice.reason}{backend}; blocks {blocks.start} to {blocks.stop - 1} of {args.num_layers}, counted from 0"
+    if not args.output_layer_in_bf16:
+        line += " and the output layer"
+    if not args.te_fp8_wgrad:
+        line += ", without gradients of weights"
+    if unfit:
+        line += f"; in bf16, not multiples of {multiple}: " + ", ".join(f"{n} x {name}" for name, n in unfit.items())
+    log(line)
+
+
+def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
+    """The linears of this stage's blocks in `args.fp8_blocks`, and its output layer where that is not to stay
+    in bf16, by the names of their layers."""
+    first = block_specs(args)[0].index
+    for spec in stage.blocks:
+        if spec.index - first in args.fp8_blocks:
+            for name, module in stage.layers[str(spec.index)].named_modules(prefix=str(spec.index)):
+                if isinstance(module, Linear):
+                    yield name, module
+    last = str(stage.specs[-1].index)
+    head = stage.layers[last]
+    if not args.output_layer_in_bf16 and isinstance(head, Head):
+        yield f"{last}.final_linear", head.final_linear
+    elif not args.output_layer_in_bf16 and isinstance(head, TiedHead):
+        yield f"{last}.word_embeddings", head
+
+
+def product_maker(
+    recipe: Recipe, stage: Stage, args: NeoXArgs, groups: ParallelGroups, engine: TransformerEngine | None = None
+) -> Callable[[str], Product]:
+    """From the name of a linear to its product. Those without state are one object for all; those of `te` are
+    noted as the stage's `delayed_scaling`. engine: multiplies; None: torch does."""
+    in_fp8 = args.te_fp8_wgrad
+    formats = Formats(gradient=torch.float8_e4m3fn) if args.te_fp8_format == "e4m3" else Formats()
+    if recipe == "te":
+        scaling = DelayedScaling(
+            groups, formats, in_fp8, args.te_fp8_amax_history_len, args.te_fp8_amax_compute_algo, args.te_fp8_margin,
+            DelayedProduct if engine is None else partial(EngineDelayedProduct, engine=engine),
+        )  # fmt: skip
+        stage.delayed_scaling = scaling
+        return scaling.add
+    one: Product
+    if engine is not None:
+        one = EngineProduct(engine, _E4M3 if recipe == "mxfp8" else formats, in_fp8, recipe == "mxfp8")
+    elif recipe == "mxfp8":
+        one = MXProduct(in_fp8)
+    else:
+        one = RowwiseProduct(in_fp8) if recipe == "rowwise" else TensorwiseProduct(formats, in_fp8)
+    return lambda name: one

@@ -1,0 +1,55 @@
+"""Transformer-Engine in a run: whether its kernels compute, and for what."""
+
+from collections.abc import Callable
+
+import torch
+
+from megatron.model import Stage
+from megatron.model.norm_functions import transformer_engine_norms
+from megatron.model.norms import set_norm_functions
+from megatron.mpu.fp8.transformer_engine import engine_problem
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.precision_policy import Recipe
+
+_RECIPES = ("te", "tensorwise", "mxfp8")
+
+
+def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.device) -> tuple[bool, str]:
+    """(whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`. recipe: of
+    FP8; None: there is none.
+
+    `auto` takes it for delayed scaling (`te`), where it is installed and works, and blocks are not compiled:
+    torch cannot look into its calls.
+    Raises ConfigError where it is asked for and cannot be had.
+    """
+    if args.te_backend == "native" or (args.te_backend == "auto" and recipe != "te"):
+        return False, ""
+    problem = None
+    if args.compile not in (False, "auto"):  # auto: nothing is compiled
+        problem = f"compile: false, not {args.compile}: torch cannot compile its calls"
+    elif recipe not in (None, *_RECIPES):
+        problem = f"precision_fp8: {', '.join(_RECIPES)} or off, not {recipe}, which it does not have"
+    else:
+        problem = engine_problem(device, recipe or "tensorwise")
+    if args.te_backend == "transformer_engine":
+        if problem is not None:
+            raise args.error("te_backend", f"transformer_engine needs {problem}; or write te_backend: native")
+        return recipe is not None, "; multiplied by Transformer-Engine (te_backend)"
+    if problem is None:
+        return True, "; te_backend: auto chose transformer_engine"
+    return False, f"; te_backend: auto chose native, the other would need {problem}"
+
+
+def use_transformer_engine_norms(
+    stage: Stage, args: NeoXArgs, recipe: Recipe | None, log: Callable[[str], None] | None = None
+) -> None:
+    """Let the norms of a stage compute with Transformer-Engine's kernels where `te_backend` names it. recipe:
+    of FP8, None without. Raises ConfigError where they do not work, or are apex's."""
+    if args.te_backend != "transformer_engine":
+        return
+    if args.apex is True:
+        raise args.error("apex", f"te_backend ({args.origin('te_backend')}) has the norms; remove one of both")
+    choose_te_backend(args, recipe, stage.device_of_groups)
+    set_norm_functions(stage, transformer_engine_norms())
+    if log is not None:
+        log("te_backend: transformer_engine computes the norms" + ("" if recipe is None else " and FP8"))

@@ -1,0 +1,45 @@
+"""FlexAttention: in the graph of a compiled block, or compiled by itself; new boundaries of documents compile
+nothing anew, and no tensor is seq x seq."""
+
+from typing import Any
+
+import pytest
+
+from tests.fake.checks import assert_clean, assert_layout
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, PACKED_DPO, PAIRS, PREFIXES, RECOMPUTE, SP2, WINDOW, Case
+from tests.marks import with_more
+
+FLEX: dict[str, Any] = {"attention_backend": "flex"}
+DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]
+SHARED: dict[str, Any] = {"documents": PAIRS, "prefixes": PREFIXES, "pairs": True}
+CASES: dict[str, Case] = {
+    "documents": Case(values={**FLEX, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
+    "documents, by itself": Case(values={**FLEX, **PACKED, **GQA}, documents=DOCUMENTS),
+    "windows": Case(values={**FLEX, **WINDOW, **COMPILE}),
+    "rows, by itself": Case(values=FLEX),
+    "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
+    "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
+    "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),
+}
+
+
+LONGER = [name for name in CASES if name != "documents"]
+
+
+@pytest.mark.parametrize("name", with_more(CASES, *LONGER))
+def test_blocks_of_flex_attention(name: str, fake_cuda: FakeCuda) -> None:
+    case = CASES[name]
+    seen = fake_cuda.run(case)
+    assert_clean(seen)
+    calls = LAYERS * max(1, len(case.documents))
+    again = 2 if "recompute" in name else 1
+    assert seen["kernels"]["flex_attention"] == again * calls
+    assert seen["kernels"]["flex_attention_backward"] == calls and not seen["varlen"]
+    if "compile" in case.values:
+        assert seen["compiled"] == seen["compiled again"] and seen["compiled"]["breaks"] == 0
+
+
+@pytest.mark.more
+def test_sequence_parallel_ranks(fake_cuda: FakeCuda) -> None:
+    assert_layout(fake_cuda, [Case(2, rank, {**FLEX, **SP2, **COMPILE}) for rank in range(2)])

@@ -1,0 +1,109 @@
+"""FP8 on fake CUDA: which products every recipe asks the tensor cores for, with which formats, layouts and
+scales, in which blocks; compiled blocks are one graph, also where scales have a state."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.fake.checks import assert_clean, assert_layout
+from tests.fake.client import FakeCuda
+from tests.fake.layouts import COMPILE, HIDDEN, LAYERS, MICRO_BATCH, RECOMPUTE, SEQ, SP2, TP2, Case
+from tests.fake.test_native import native
+from tests.marks import with_more
+
+FFN, TOKENS = 512, SEQ * MICRO_BATCH
+FORWARD = "e4m3fn"
+
+
+def linears(tensor: int) -> list[tuple[int, int]]:
+    """(features out, in) of a block's linears on a tensor rank: queries, keys and values, their output, gate
+    and up projection, their output."""
+    return [
+        (3 * HIDDEN // tensor, HIDDEN), (HIDDEN, HIDDEN // tensor), (2 * FFN // tensor, HIDDEN), (HIDDEN, FFN // tensor)
+    ]  # fmt: skip
+
+
+def derived(recipe: str, blocks: int, tensor: int = 1, wgrad: bool = True) -> Counter[tuple[Any, ...]]:
+    """Products of a step as the observer notes them: of each linear the output, which alone may sum fast,
+    and both gradients."""
+    gradient = "e4m3fn" if recipe in ("rowwise", "mxfp8") else "e5m2"
+    counted: Counter[tuple[Any, ...]] = Counter()
+    for out, into in linears(tensor):
+        products = [(TOKENS, out, into, FORWARD, True), (TOKENS, into, out, gradient, False)]
+        if wgrad:
+            products.append((out, into, TOKENS, gradient, False))
+        for rows, columns, summed, kind, fast in products:
+            scales: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+            if recipe == "rowwise" and fast:
+                scales = ((rows, 1), (1, columns))
+            if recipe == "mxfp8":  # tiles of 128 x 4, flat
+                scales = tuple((-(-lines // 128) * 128 * -(-summed // 128) * 4,) for lines in (rows, columns))  # type: ignore[assignment]
+            fast_sums = fast and recipe != "mxfp8"
+            counted[rows, columns, summed, kind, FORWARD, *scales, "bfloat16", fast_sums] += blocks
+    return counted
+
+
+def seen_products(seen: dict[str, Any]) -> Counter[tuple[Any, ...]]:
+    return Counter({tuple(tuple(x) if isinstance(x, list) else x for x in call): n for *call, n in seen["scaled"]})
+
+
+@pytest.mark.parametrize("recipe", with_more(["tensorwise", "rowwise", "mxfp8", "te"], "te", "rowwise"))
+def test_products_of_inner_blocks(recipe: str, fake_cuda: FakeCuda) -> None:
+    """Those of the first and the last block, of heads and of attention are bf16."""
+    capability = (10, 0) if recipe == "mxfp8" else (9, 0)
+    seen = fake_cuda.run(Case(values={"precision_fp8": recipe}, capability=capability))
+    assert_clean(seen)
+    assert seen_products(seen) == derived(recipe, LAYERS - 2)
+    plain = fake_cuda.run(Case())
+    assert plain["scaled"] == []
+    # As many products as without FP8.
+    assert _products(seen) == _products(plain)
+
+
+def _products(seen: dict[str, Any]) -> int:
+    kernels = Counter(seen["kernels"])
+    return sum(kernels[name] for name in ("aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm", "aten.matmul"))
+
+
+@pytest.mark.more
+def test_keys_of_layers_and_of_weight_gradients(fake_cuda: FakeCuda) -> None:
+    keys = {"precision_fp8": "tensorwise", "te_fp8_wgrad": False, "num_layers_at_start_in_bf16": 3}
+    seen = fake_cuda.run(Case(values={**keys, "num_layers_at_end_in_bf16": 0}))
+    assert_clean(seen)
+    assert seen_products(seen) == derived("tensorwise", 1, wgrad=False)
+
+
+@pytest.mark.parametrize("name", with_more(["tp2", "tp2 sp", "recompute"], "tp2", "recompute"))
+def test_layouts(name: str, fake_cuda: FakeCuda) -> None:
+    """No communication comes with it: the collectives are those of bf16."""
+    keys = {"tp2": TP2, "tp2 sp": SP2, "recompute": RECOMPUTE}[name]
+    tensor = keys.get("model_parallel_size", 1)
+    case = Case(tensor, tensor - 1, {**keys, "precision_fp8": "tensorwise"})
+    assert_layout(fake_cuda, [case])
+    expected, found = derived("tensorwise", LAYERS - 2, tensor), seen_products(fake_cuda.run(case))
+    if name == "recompute":
+        assert found.keys() == expected.keys() and found.total() > expected.total()
+    else:
+        assert found == expected
+
+
+COMPILED: dict[str, Case] = {
+    "tensorwise": Case(values={**COMPILE, "precision_fp8": "tensorwise"}),
+    "te": Case(values={**COMPILE, "precision_fp8": "te"}),
+    "rowwise": Case(values={**COMPILE, "precision_fp8": "rowwise"}),
+    "mxfp8": Case(values={**COMPILE, "precision_fp8": "mxfp8"}, capability=(10, 0)),
+    "te, ZeRO 3": native(3, **COMPILE, precision_fp8="te"),
+    "te, tp2 sp": Case(2, 1, {**COMPILE, **SP2, "precision_fp8": "te"}),
+    "te, recompute": Case(values={**COMPILE, **RECOMPUTE, "precision_fp8": "te"}),
+}
+
+
+@pytest.mark.parametrize("name", with_more(COMPILED, *(name for name in COMPILED if name != "te, ZeRO 3")))
+def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
+    """One for blocks in bf16, one for those in FP8, whose scales are its inputs, and that of the logits (over
+    tensor ranks two); new scales compile nothing."""
+    seen = fake_cuda.run(COMPILED[name])
+    assert_clean(seen)
+    graphs = 4 if "tp2" in name else 3
+    assert seen["compiled"] == seen["compiled again"] == {"graphs": graphs, "breaks": 0}

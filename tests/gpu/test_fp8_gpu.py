@@ -1,0 +1,85 @@
+"""FP8 on tensor cores beside a CPU: the same casts bit for bit, products to the last bit of bf16, steps
+beside bf16, and compiled blocks beside eager ones."""
+
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.mpu.fp8 import DelayedScaling, Formats, MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
+from megatron.mpu.groups import ParallelGroups
+from megatron.training.loop import batches_of
+from tests.gpu.runs import run
+from tests.training.runs import ADAMW, LLAMA, config
+
+pytestmark = pytest.mark.gpu
+LEAST = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
+SHAPE: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "seq_length": 128,
+    "max_position_embeddings": 128,
+}
+
+
+def made(recipe: str, device: torch.device) -> ScaledProduct:
+    if recipe == "te":
+        scaling = DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0)
+        return scaling.add("a")
+    plain: dict[str, Callable[[], ScaledProduct]] = {
+        "tensorwise": lambda: TensorwiseProduct(Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct,
+    }  # fmt: skip
+    return plain[recipe]()
+
+
+@pytest.fixture(params=list(LEAST))
+def recipe(request: pytest.FixtureRequest, device: torch.device) -> str:
+    name = request.param
+    if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < LEAST[name]:
+        pytest.skip(f"{name} needs compute capability {LEAST[name]}, this GPU has {have}")
+    return name
+
+
+def test_casts_and_products_are_the_cpu_s(recipe: str, device: torch.device) -> None:
+    make = torch.Generator().manual_seed(2)
+    x = (torch.randn(160, 256, generator=make) * torch.logspace(-2, 2, 256)).bfloat16()
+    weight = (torch.randn(384, 256, generator=make) * 0.02).bfloat16()
+    grad = (torch.randn(160, 384, generator=make) * 1e-6).bfloat16()
+    ours, theirs = made(recipe, device), made(recipe, torch.device("cpu"))
+    for matrix, operand in ((x, "input"), (weight, "weight"), (grad, "gradient")):
+        for transposed in (False, True):
+            here = ours.cast(matrix.to(device), operand, transposed)  # type: ignore[arg-type]
+            there = theirs.cast(matrix, operand, transposed)  # type: ignore[arg-type]
+            assert here.values.cpu().view(torch.uint8).equal(there.values.view(torch.uint8))
+            assert here.scale.cpu().float().equal(there.scale.float())
+    on_gpu = [tensor.to(device) for tensor in (x, weight, grad)]
+    for name, (a, b) in {"output": (0, 1), "input_gradient": (2, 1), "weight_gradient": (2, 0)}.items():
+        here = getattr(ours, name)(on_gpu[a], on_gpu[b]).cpu().double()
+        there = getattr(theirs, name)((x, weight, grad)[a], (x, weight, grad)[b]).double()
+        # Hopper sums an output in 14 bits (fast accumulation), all else is one rounding to bf16.
+        bound = 2**-8 if name != "output" else 2**-6
+        assert (here - there).norm() <= bound * there.norm(), name
+
+
+def losses(steps: int, **more: Any) -> list[float]:
+    given = config(LLAMA, ADAMW, SHAPE, precision="bfloat16", train_micro_batch_size_per_gpu=4, **more)
+    with run(given) as training:
+        batches = batches_of(training)
+        return [float(training.engine.train_step(next(batches), 1e-3).loss) for _ in range(steps)]
+
+
+def test_losses_stay_beside_bf16(recipe: str, device: torch.device) -> None:
+    bf16, fp8 = losses(10), losses(10, precision_fp8=recipe)
+    assert bf16 != fp8
+    assert max(abs(a - b) / b for a, b in zip(fp8, bf16, strict=True)) < 1e-2
+    assert bf16[-1] < bf16[0] - 0.2
+
+
+@pytest.mark.only_gpu("two kinds of blocks take long enough to compile on a CPU")
+def test_compiled_blocks_equal_eager_ones(recipe: str, device: torch.device) -> None:
+    if not any(map(shutil.which, ("gcc", "clang"))):
+        pytest.skip("compiling needs gcc or clang")
+    eager, compiled = losses(4, precision_fp8=recipe), losses(4, precision_fp8=recipe, compile="block")
+    assert max(abs(a - b) / b for a, b in zip(compiled, eager, strict=True)) < 1e-2

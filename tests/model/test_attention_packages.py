@@ -1,0 +1,148 @@
+"""Attention by flash-attn and Transformer-Engine, which stand-ins with their signatures replace: loss and
+gradients beside the plain mathematics; packages that are not there or broken."""
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model import build_stage
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError
+from tests.model.runs import SGD, assert_same_step, sgd_steps
+from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+from tests.stand_ins import flash_attn, installed, modules
+
+PACKAGES = ("flash_attn", "transformer_engine")
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"num_kv_heads": 2, "query_pre_attn_scalar": 11},
+    "windows": {"sliding_window_width": 3, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("package", PACKAGES)
+def test_logits_and_gradients_equal_the_plain_mathematics(package: str, kind: str) -> None:
+    keys = KINDS[kind]
+    weights = random_weights(small(**keys))
+    with installed(*PACKAGES):
+        by_kind = chosen(small(**keys, attention_backend=package)).by_kind
+    ran = {kind: by_kind[kind].name for kind in ("plain", "over documents", "in windows") if kind in by_kind}
+    assert set(ran.values()) == {package} and len(ran) == 2 + (kind == "windows"), ran
+    for batch in (random_batch(small()), document_batch(small())):
+        results = []
+        for backend in ("math", package):
+            with installed(*PACKAGES):
+                stage = stage_with(small(**keys, attention_backend=backend), weights)
+                logits = stage(None, batch)
+                logits.float().logsumexp(-1).square().mean().backward()
+            results.append([logits.detach(), *(param.grad for param in stage.parameters())])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_flash_attn_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler meets no import. In flash-attn it would find an operator, here torch's attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float | None = None, **_: Any) -> Tensor:
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=softmax_scale).transpose(1, 2)
+
+    with installed("flash_attn"):
+        monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", attend)
+        args, batch = small(attention_backend="flash_attn"), random_batch(small())
+        stage = stage_with(args, random_weights(args))
+        eager = stage(None, batch)
+        for spec in stage.blocks:
+            stage.layers[str(spec.index)].compile(fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(stage(None, batch), eager)
+
+
+def _steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
+    """For the pool: `sgd_steps` where both packages are installed."""
+    with installed(*PACKAGES):
+        return sgd_steps(rank, world_size, configs)
+
+
+def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
+    configs = [{**KINDS["grouped"], "attention_backend": package} for package in PACKAGES]
+    (reference,) = run_ranks(sgd_steps, 1, [{**KINDS["grouped"], "attention_backend": "math"}])[0]
+    ranks = run_ranks(_steps, 2, [{**values, "model_parallel_size": 2} for values in configs])
+    for ours in zip(*ranks, strict=True):
+        assert_same_step(small(**SGD, **KINDS["grouped"]), list(ours), reference)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_what_flash_attn_is_asked_for(deterministic: bool) -> None:
+    calls: list[dict[str, Any]] = []
+    args = small(attention_backend="flash_attn", attention_dropout=0.25, query_pre_attn_scalar=11)
+    with modules(flash_attn.modules(calls=calls)):
+        stage = stage_with(args, random_weights(args))
+        calls.clear()
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            first, again = (stage.train()(None, document_batch(args)) for _ in range(2))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        dropping = list(calls)
+        stage.eval()(None, document_batch(args))
+    assert torch.equal(first, again), "the seed alone makes the mask"
+    assert {call["dropout_p"] for call in dropping} == {0.25} != {call["dropout_p"] for call in calls[len(dropping) :]}
+    assert {call["softmax_scale"] for call in calls} == {11**-0.5}
+    assert {call["deterministic"] for call in dropping} == {deterministic}
+    assert all(call["causal"] and call["window_size"] == (-1, 0) for call in calls)
+
+
+def _refusal(backend: str, **keys: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        build_stage(small(attention_backend=backend, **keys), ParallelGroups.single())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "package, pip", [("flash_attn", "flash-attn=="), ("transformer_engine", "transformer-engine[")]
+)
+def test_a_package_that_is_not_installed(package: str, pip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.neox_arguments.optional_packages.find_spec", lambda name: None)
+    said = _refusal(package)
+    assert f"attention_backend: {package} needs" in said and "not installed" in said and pip in said
+
+
+def test_an_installed_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """As Transformer-Engine 2.20.2 without CUDA."""
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('cudnn not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "cannot be imported (RuntimeError: cudnn not found): pip install" in _refusal("transformer_engine")
+
+
+def test_flash_attn_4_alone_is_not_flash_attn() -> None:
+    with modules({"flash_attn": {}}):
+        assert "flash-attn-4 alone is installed" in _refusal("flash_attn")
+
+
+def test_what_a_package_cannot_do_is_said_at_start() -> None:
+    with modules(flash_attn.modules(any_dtype=False)):
+        assert "FlashAttention only support fp16 and bf16" in _refusal("flash_attn")
+        assert "no masks and no biases" in _refusal("flash_attn", precision="bfloat16", pos_emb="alibi")
+    with installed("transformer_engine"):
+        assert "cannot be compiled" in _refusal("transformer_engine", compile="block")
+
+
+@torch.no_grad()
+def test_generation_beside_a_package_runs_on_another_backend() -> None:
+    args = small(attention_backend="flash_attn")
+    with installed("flash_attn"):
+        assert re.fullmatch("flash_attn, .*from a cache flash", chosen(args).name)
+
+
+def test_auto_imports_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron.model.attention.packages.import_compiled", pytest.fail)
+    assert chosen(small()).name.startswith("flash")

@@ -1,0 +1,221 @@
+"""Trees: texts that share a beginning stand in a row once, and every text is as if it stood alone; and
+FlexAttention, which reads them as blocks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.utils
+import torch.nn.attention.flex_attention as flex_attention
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+from megatron.model.attention import AttentionBackends, AttentionOptions, tree_inputs
+from megatron.model.attention.flex import Flex
+from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
+from megatron.model.specs import attention_spec
+from tests.model.runs import SGD, assert_same_step, sgd_steps
+from tests.model.stages import (
+    chosen,
+    document_batch,
+    gradients,
+    inputs_of,
+    random_batch,
+    random_weights,
+    small,
+    stage_with,
+)
+from tests.model.test_attention import by_formula
+from tests.model.test_prefix_sharing import MODELS, pairs, step
+from tests.pool import run_ranks
+
+# Two answers to a prompt, a document by itself, and one that another continues.
+BRANCHES = torch.tensor([0] * 4 + [1] * 3 + [2] * 4 + [3] * 3 + [5, 5], dtype=torch.int32)
+CONTEXTS = torch.tensor([0] * 11 + [3] * 3 + [3, 3], dtype=torch.int32)
+POSITIONS = torch.tensor([*range(7), *range(4, 8), *range(5)])
+TEXTS = [[*range(7)], [*range(4), *range(7, 11)], [*range(11, 16)]]  # the places of each
+OWN = [3, 4, 5]  # tokens at the end of each that it alone has, or the first that have them
+PAIRED: dict[str, Any] = {
+    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
+    "pack_impl": "best_fit",
+}  # fmt: skip
+
+
+@contextmanager
+def flex_runs_on_a_cpu() -> Iterator[None]:
+    """Let FlexAttention run unfused, with gradients: torch says that it has none on CPUs, but only its kernel
+    has none."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Flex, "needs_gpu", False)
+        patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
+        patch.setattr(flex_attention, "_warn_once", lambda *words, **more: None)
+        yield
+
+
+@pytest.fixture
+def flex_on_a_cpu() -> Iterator[None]:
+    with flex_runs_on_a_cpu():
+        yield
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("form", [None, "blocks"])
+def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: int, flex_on_a_cpu: None) -> None:
+    """Outputs and gradients beside the formula over each text; numbers are in no order in the second row."""
+    spec = attention_spec(small(sliding_window_width=window, num_kv_heads=kv_heads), 0)
+    branch_ids, context_ids = (torch.stack([ids, 5 - ids]) for ids in (BRANCHES, CONTEXTS))
+    inputs = tree_inputs(spec, POSITIONS.repeat(2, 1), branch_ids, context_ids, 16, form, lambda *_: None)
+    assert (inputs.blocks is None, inputs.mask is None) == (form is None, form is not None)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(16, 2, heads, 8, generator=generator).requires_grad_() for heads in (4, kv_heads, kv_heads)]
+    factors = torch.randn(16, 2, 4, 8, generator=generator)
+    backends = chosen(small()) if form is None else AttentionBackends({"with shared prompts": Flex("flex")})
+    out = backends.attend(*leaves, inputs, AttentionOptions())
+    actual = torch.autograd.grad((out * factors).sum(), leaves)
+    expected, total = torch.zeros(16, 2, 4, 8, dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+    for places, own in zip(TEXTS, OWN, strict=True):
+        steps = torch.arange(len(places))
+        hidden = (steps > steps[:, None]) | (steps[:, None] - steps > (len(places) if window is None else window))
+        alone = by_formula(
+            *(leaf[places] for leaf in leaves), torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        )
+        first = 0 if places[0] not in TEXTS[0] or places is TEXTS[0] else len(places) - own
+        expected[places[first:]] = alone[first:].detach()
+        total = total + (alone[first:] * factors[places[first:]]).sum()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, torch.autograd.grad(total, leaves), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["rotary", "window"])
+def test_pairs_that_share_prompts_run_on_flex_attention(name: str, flex_on_a_cpu: None) -> None:
+    flex = {**MODELS[name], **PAIRED, "attention_backend": "flex"}
+    args = small(**flex, seq_length=36, max_position_embeddings=64)
+    batch, stage = pairs(True), stage_with(args, random_weights(args))
+    assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None
+    (loss, _, grads), (expected, _, expected_grads) = (
+        step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS[name])
+    )
+    torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 5])
+def test_flex_attention_equals_the_plain_formula(window: int | None, packed: bool, flex_on_a_cpu: None) -> None:
+    """Rows and packed rows, through the model."""
+    outcomes = []
+    for name in ("flex", "math"):
+        args = small(num_kv_heads=2, sliding_window_width=window, attention_backend=name)
+        stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
+        positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
+        assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
+        logits = stage(None, batch)
+        logits.square().sum().backward()
+        outcomes.append((logits.detach(), gradients(stage)))
+    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=2e-4)
+
+
+def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses and gradients of blocks that are not compiled; other documents compile nothing anew."""
+    compile_eagerly = partialmethod(nn.Module.compile, backend="aot_eager")  # no kernel of it has gradients on a CPU
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    monkeypatch.setattr("megatron.training.compile_blocks._check_compiler", lambda args, device: None)
+    outcomes = []
+    for compiled in (False, "block"):
+        args = small(num_kv_heads=2, attention_backend="flex", compile=compiled)
+        stage = stage_with(args, random_weights(args)).train()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        for seed in (0, 1, 2):
+            stage.zero_grad()
+            logits = stage(None, document_batch(args, seed=seed))
+            logits.square().sum().backward()
+            outcomes.append((logits.detach(), gradients(stage)))
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        assert not torch._dynamo.utils.counters["graph_break"]
+    torch._dynamo.reset()
+    torch.testing.assert_close(outcomes[:3], outcomes[3:], rtol=1e-4, atol=1e-3)
+
+
+def flex_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
+    """For the pool."""
+    with flex_runs_on_a_cpu():
+        return sgd_steps(rank, world_size, configs)
+
+
+def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
+    (reference,) = run_ranks(sgd_steps, 1, [{"num_kv_heads": 2, "attention_backend": "math"}])[0]
+    flex = {"num_kv_heads": 2, "attention_backend": "flex", "model_parallel_size": 2}
+    for ours in zip(*run_ranks(flex_steps, 2, [flex]), strict=True):
+        assert_same_step(small(**SGD, num_kv_heads=2), list(ours), reference)
+
+
+def drawn_ids(rows: int, seq: int, generator: torch.Generator) -> Tensor:
+    starts = torch.rand(rows, seq, generator=generator) < 4 / seq
+    return starts.cumsum(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("seq", [BLOCK - 3, 4 * BLOCK, 5 * BLOCK + 9])
+@pytest.mark.parametrize("window", [None, 100, 300])
+@pytest.mark.parametrize("kind", ["causal", "documents", "trees"])
+def test_blocks_are_those_of_torch(kind: str, window: int | None, seq: int) -> None:
+    """`create_block_mask` looks at every single place; ours may hold a few blocks more where numbers are in
+    no order, and must hold each that shows a place."""
+    generator, rows = torch.Generator().manual_seed(0), 1 if kind == "causal" else 2
+    branch = None if kind == "causal" else drawn_ids(rows, seq, generator)
+    context = None if kind != "trees" else (branch - branch % 3).to(torch.int32)  # type: ignore[operator]
+    mask = block_mask(seq, torch.device("cpu"), window, None, branch, context)
+    dense = create_mask(mask.mask_mod, rows, 1, seq, seq, device="cpu")
+    steps = torch.arange(seq)
+    expected = (steps <= steps[:, None]).expand(rows, 1, seq, seq)
+    if branch is not None:
+        expected = expected & tree_attention_mask(branch, branch if context is None else context)
+    if window is not None:
+        expected = expected & (steps[:, None] - steps <= window)
+    assert torch.equal(dense, expected)
+    theirs = create_block_mask(mask.mask_mod, rows, 1, seq, seq, device="cpu")
+    partial, whole = lists_of(mask)
+    their_partial, their_whole = (lists.expand_as(partial) for lists in lists_of(theirs))
+    assert not (partial & whole).any() and not (whole & ~their_whole).any()
+    seen, their_seen = partial | whole, their_partial | their_whole
+    assert not (their_seen & ~seen).any(), "a block that shows a place is left out"
+    if kind != "trees":
+        assert torch.equal(seen, their_seen) and torch.equal(whole, their_whole)
+    assert (seen & ~their_seen).sum() <= 0.2 * seen.sum()
+
+
+def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """The blocks that a function looks into, and those that are seen whole."""
+    return blocks_of(mask.kv_num_blocks, mask.kv_indices), blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)
+
+
+def blocks_of(numbers: Tensor | None, indices: Tensor | None) -> Tensor:
+    """Boolean `[rows, 1, blocks, blocks]`."""
+    assert numbers is not None and indices is not None
+    listed = torch.arange(indices.shape[-1]) < numbers.unsqueeze(-1)
+    return torch.zeros_like(listed).scatter_(-1, indices.long(), listed)
+
+
+def test_documents_are_numbered() -> None:
+    starts = torch.tensor([0, 2, 5, 6, 8, 8], dtype=torch.int32)
+    assert document_ids(starts, 2, 4).tolist() == [[1, 1, 2, 2], [2, 3, 4, 4]]
+    assert document_ids(starts, 2, 4).dtype == torch.int32
+
+
+def test_what_a_document_lends_is_the_context_of_both() -> None:
+    starts = torch.tensor([0, 5, 8, 10, 16, 16], dtype=torch.int32)  # the second continues 2 tokens of the first
+    written_out = torch.tensor([0, 5, 10, 12, 18, 18], dtype=torch.int32)
+    branch, context = prefix_ids(starts, written_out, 2, 8)
+    mask = tree_attention_mask(branch, context)[0, 0]
+    assert [row.nonzero().flatten().tolist() for row in mask[4:8]] == [
+        [0, 1, 2, 3, 4],
+        [0, 1, 5],
+        [0, 1, 5, 6],
+        [0, 1, 5, 6, 7],
+    ]
+    assert branch.dtype == context.dtype == torch.int32
+    plain = tree_attention_mask(*prefix_ids(starts, starts, 2, 8))
+    assert torch.equal(plain, tree_attention_mask(*(document_ids(starts, 2, 8),) * 2))

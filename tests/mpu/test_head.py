@@ -1,0 +1,299 @@
+"""Loss and log-probabilities in chunks over a cut vocabulary against float64 formulas of all logits at
+once."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.mpu import (
+    HeadInput,
+    LossOfTokens,
+    OutputLayer,
+    PlainProduct,
+    Product,
+    build_groups,
+    plain_kernels,
+    token_logprobs,
+    token_logprobs_and_statistics,
+    token_loss_sum,
+)
+from megatron.mpu.cross_entropy import Kernels, compiled_kernels
+from megatron.objectives.language_modelling import dft, nll
+from tests.live_bytes import LiveBytes
+from tests.pool import run_ranks
+
+SEQ, BATCH, HIDDEN, VOCAB = 50, 3, 16, 32
+ROWS = SEQ * BATCH
+ALL_AT_ONCE, THREE_CHUNKS = 2**30, 64 * VOCAB  # of 64, 64 and 22 tokens, whatever the dtype and the ranks
+
+
+class Case(NamedTuple):
+    hidden: Tensor
+    weight: Tensor
+    labels: Tensor
+    weights: Tensor
+    grad: Tensor  # of log-probabilities
+
+
+def case(dtype: torch.dtype = torch.float32) -> Case:
+    """Logits of size 4 with large offsets a row, which must cancel; labels of every part of the
+    vocabulary."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(SEQ, BATCH, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    weight[:, 0] = 6.0
+    labels = torch.randint(0, VOCAB, (SEQ, BATCH), generator=generator)
+    labels.view(-1)[:4] = torch.tensor([0, VOCAB - 1, VOCAB // 2, VOCAB // 2 - 1])
+    weights = torch.randint(0, 2, (SEQ, BATCH), generator=generator)
+    return Case(hidden.to(dtype), weight.to(dtype), labels, weights, torch.randn(SEQ, BATCH, generator=generator))
+
+
+def head_of(
+    hidden: Tensor, weight: Tensor, kernels: Kernels | None = None, product: Product | None = None
+) -> HeadInput:
+    layer = OutputLayer(weight, product or PlainProduct(), kernels or plain_kernels())
+    return HeadInput(hidden, lambda x, use: use(x, layer))
+
+
+@contextmanager
+def sizes(chunk: int, kept: int) -> Iterator[None]:
+    """Chunks of so many bytes, and logits of so many bytes kept."""
+    with mock.patch("megatron.mpu.head.CHUNK_BYTES", chunk), mock.patch("megatron.mpu.head.KEPT_BYTES", kept):
+        yield
+
+
+class Found(NamedTuple):
+    """values: log-probabilities and statistics, or a loss and sums; gradients of this rank's part."""
+
+    values: list[Tensor]
+    hidden: Tensor
+    weight: Tensor
+
+
+Options = dict[str, Any]
+
+
+def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, kernels: Kernels | None = None) -> Found:
+    """For the pool: log-probabilities, or with a `kind` the sum of a loss, backwards too."""
+    group = None
+    if world_size > 1:
+        group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    given, kind, columns = case(dtype), options.get("kind"), options.get("columns")
+    hidden = given.hidden.requires_grad_()
+    weight = given.weight.chunk(world_size)[rank].contiguous().requires_grad_()
+    places = places_of(given) if options.get("places") else None
+    head, labels = head_of(hidden, weight, kernels), given.labels % (columns or VOCAB)
+    with sizes(options.get("chunk", THREE_CHUNKS * dtype.itemsize // world_size), options.get("kept", 0)):
+        if kind is not None:
+            loss, sums = token_loss_sum(head, labels, given.weights, kind, group, columns, places)
+            values = [loss, *sums]
+            loss.backward(torch.tensor(0.25))
+        else:
+            logprobs, statistics = token_logprobs_and_statistics(head, labels, group, columns, places)
+            values = [logprobs, *statistics]
+            logprobs.backward(given.grad)
+    assert all(one.dtype == torch.float32 for one in values)
+    assert hidden.grad is not None and weight.grad is not None and hidden.grad.dtype == weight.grad.dtype == dtype
+    return Found([one.detach() for one in values], hidden.grad, weight.grad)
+
+
+def places_of(given: Case) -> Tensor:
+    """Every second place with a weight, so that the others would be seen, and some of weight 0 at the end,
+    in the order of `[seq, batch]`."""
+    weights = given.weights.reshape(-1)
+    return torch.cat([weights.nonzero()[::2, 0], (weights == 0).nonzero()[:5, 0]])
+
+
+def formula(given: Case, options: Options, dtype: torch.dtype = torch.float64) -> Found:
+    """The same by torch's functions of all logits. dtype: of products; what follows is in fp32 at least."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (given.hidden, given.weight))
+    columns, kind = options.get("columns"), options.get("kind")
+    logits = (hidden @ weight.t())[..., :columns]
+    logits = logits if dtype == torch.float64 else logits.float()
+    distribution, labels = logits.log_softmax(-1), given.labels % (columns or VOCAB)
+    logprobs = distribution.gather(-1, labels[..., None]).squeeze(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    is_top = (logits.argmax(-1) == labels).double()
+    counted = torch.ones_like(given.grad)
+    if options.get("places"):
+        counted = counted.view(-1).zero_().index_fill_(0, places_of(given), 1.0).view_as(counted)
+    weights = given.weights * counted
+    if kind is not None:
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        if kind.loss is dft:
+            losses = losses * logprobs.detach().exp()
+        loss = (losses * weights).sum()
+        values = [loss, *((one * weights).sum() for one in (entropy, is_top) if kind.statistics)]
+        z_loss = kind.z_loss * (logits.logsumexp(-1).square() * weights).sum()
+        (0.25 * (loss + z_loss)).backward()
+    else:
+        values = [logprobs, entropy, logits.mean(-1), is_top]
+        (logprobs * counted).backward(given.grad.to(logprobs.dtype))
+        values = [one * counted for one in values]
+    assert hidden.grad is not None and weight.grad is not None
+    return Found([one.detach() for one in values], hidden.grad, weight.grad)
+
+
+def errors(ranks: list[Found], exact: Found) -> list[float]:
+    """Of each value and of both gradients: the norm of the difference over that of what is exact."""
+    hidden = torch.stack([found.hidden.double() for found in ranks]).sum(0)  # as `copy_to_tensor` sums it
+    weight = torch.cat([found.weight for found in ranks]).double()
+    pairs = zip([*ranks[0].values, hidden, weight], [*exact.values, exact.hidden, exact.weight], strict=True)
+    return [float((mine.double() - one).norm() / one.norm().clamp(min=1e-12)) for mine, one in pairs]
+
+
+KINDS: dict[str, Options] = {
+    "logprobs": {},
+    "logprobs, kept": {"kept": ALL_AT_ONCE},
+    "logprobs, one kept": {"kept": 2 * THREE_CHUNKS * 4},
+    "logprobs, one chunk": {"chunk": ALL_AT_ONCE, "kept": ALL_AT_ONCE},
+    "logprobs, places": {"places": True},
+    "logprobs, padded": {"columns": 21},
+    "nll": {"kind": LossOfTokens(nll)},
+    "nll, one chunk": {"kind": LossOfTokens(nll), "chunk": ALL_AT_ONCE},
+    "nll, places": {"kind": LossOfTokens(nll, 0.0, True), "places": True},
+    "z-loss, statistics, padded": {"kind": LossOfTokens(nll, 0.1, True), "columns": 21},
+    "dft": {"kind": LossOfTokens(dft, 0.0, True)},
+}
+
+
+def assert_exact(ranks: list[Found], dtype: torch.dtype, options: Options) -> None:
+    """As near to the formula in float64 as torch's functions of all logits in this dtype, or nearer than
+    1e-6."""
+    exact = formula(case(dtype), options)
+    found, torchs = errors(ranks, exact), errors([formula(case(dtype), options, dtype)], exact)
+    assert all(mine <= max(1e-6, 1.2 * other) for mine, other in zip(found, torchs, strict=True)), (found, torchs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_float64_formulas(name: str, dtype: torch.dtype) -> None:
+    assert_exact([on_rank(0, 1, dtype, KINDS[name])], dtype, KINDS[name])
+
+
+def all_kinds(rank: int, world_size: int) -> list[Found]:
+    """For the pool."""
+    return [on_rank(rank, world_size, torch.float32, options) for options in KINDS.values()]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_cut_vocabulary(world_size: int) -> None:
+    """With four ranks and 21 columns the last holds nothing but padding, and the one before it some."""
+    ranks = run_ranks(all_kinds, world_size)
+    for number, options in enumerate(KINDS.values()):
+        found = [kinds[number] for kinds in ranks]
+        assert_exact(found, torch.float32, options)
+        for one in found[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(one.values, found[0].values, strict=True)), "ranks differ"
+
+
+class Counted:
+    """torch's products, and which of them were asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        self.calls.append("output")
+        return x @ weight.t()
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        self.calls.append("input")
+        return grad @ weight
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        self.calls.append("weight")
+        return grad.t() @ x
+
+
+def summed_loss(head: HeadInput, given: Case) -> Tensor:
+    return token_loss_sum(head, given.labels, given.weights, LossOfTokens(nll), None)[0]
+
+
+def summed_logprobs(head: HeadInput, given: Case) -> Tensor:
+    return token_logprobs(head, given.labels, None).sum()
+
+
+CALLS: dict[str, tuple[Callable[[HeadInput, Case], Tensor], int, list[str]]] = {
+    "loss": (summed_loss, 0, ["output", "input", "weight"] * 3),
+    "logprobs": (summed_logprobs, 0, ["output"] * 3 + ["output", "input", "weight"] * 3),
+    "logprobs, kept": (summed_logprobs, ALL_AT_ONCE, ["output"] * 3 + ["input", "weight"] * 3),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_products(name: str) -> None:
+    """Three of each chunk, with the layer's own product; log-probabilities whose logits are not kept have a
+    fourth; none of a gradient that nobody wants."""
+    function, kept, expected = CALLS[name]
+    for frozen in (None, "weight", "hidden", "both"):
+        given, product = case(), Counted()
+        hidden = given.hidden.requires_grad_(frozen not in ("hidden", "both"))
+        weight = given.weight.requires_grad_(frozen not in ("weight", "both"))
+        with sizes(4 * THREE_CHUNKS, kept):
+            value = function(head_of(hidden, weight, product=product), given)
+            if frozen == "both":
+                assert product.calls == ["output"] * 3
+                continue
+            value.backward()
+        left_out = {"weight": "weight", "hidden": "input", None: None}[frozen]
+        assert product.calls == [call for call in expected if call != left_out]
+        with pytest.raises(RuntimeError, match="one backward pass|second time"):
+            value.backward()
+    with torch.no_grad(), sizes(4 * THREE_CHUNKS, kept):
+        product = Counted()
+        function(head_of(given.hidden, case().weight.requires_grad_(), product=product), given)
+        assert product.calls == ["output"] * 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_compiled_kernels(backend: str) -> None:
+    """The same numbers, and one graph of each function for chunks of any number of rows."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter, compile_with = CompileCounterWithBackend(backend), torch.compile
+    with mock.patch("torch.compile", partial(compile_with, backend=counter)):
+        kernels = compiled_kernels()
+    for rows in (64, 192):  # chunks of 64, 64 and 22; of all
+        for kind in (LossOfTokens(nll, 0.1, True), None):
+            options: Options = {"kind": kind, "chunk": 4 * VOCAB * rows}
+            plain, compiled = (on_rank(0, 1, torch.float32, options, one) for one in (None, kernels))
+            for mine, expected in zip([*compiled.values, *compiled[1:]], [*plain.values, *plain[1:]], strict=True):
+                torch.testing.assert_close(mine, expected)
+    assert counter.frame_count == len(kernels)
+
+
+class Peaks(NamedTuple):
+    peak: int
+    largest: int  # elements of a tensor in fp32
+
+
+def peaks(tokens: int, vocab: int, function: Callable[[HeadInput, Case], Tensor]) -> Peaks:
+    """Of forward and backward in bf16, with chunks of 1 MiB, slices of 2^16 logits and nothing kept."""
+    hidden = torch.randn(tokens, 1, HIDDEN).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, HIDDEN).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens, 1))
+    given = Case(hidden, weight, labels, torch.ones_like(labels), torch.empty(0))
+    with sizes(2**20, 0), mock.patch("megatron.mpu.cross_entropy.CPU_SLICE", 2**16), LiveBytes() as live:
+        function(head_of(hidden, weight), given).backward()
+    return Peaks(live.peak, live.largest)
+
+
+@pytest.mark.parametrize("function", [summed_loss, summed_logprobs])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(function: Callable[[HeadInput, Case], Tensor]) -> None:
+    """A chunk of logits, a few slices of fp32, the gradient of the weight in fp32 and as it comes, and
+    numbers for each token; all logits would be 32 MiB."""
+    tokens, vocab = 2048, 8192
+    found = peaks(tokens, vocab, function)
+    assert found.peak < 2**20 + 3 * 4 * 2**16 + 3 * 4 * vocab * HIDDEN + tokens * (4 * HIDDEN + 64)
+    assert found.largest == vocab * HIDDEN
+    more = peaks(2 * tokens, vocab, function)
+    assert more.peak - found.peak <= tokens * (4 * HIDDEN + 64)

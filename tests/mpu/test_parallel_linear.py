@@ -1,0 +1,295 @@
+"""Column- and row-parallel linears together as in a block, on several ranks, beside torch's own linears on
+one: values, gradients, what is kept for backward, and what travels when."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed._symmetric_memory as symmetric_memory
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from megatron.mpu import Linear, LinearSpec, build_groups, parallel_linear, row_parallel_sum
+from tests.pool import run_ranks
+
+SEQ, BATCH, HIDDEN, INNER = 8, 3, 10, 12
+COLUMNS, ROWS = ("mlp_in", "attention_in"), ("mlp_out", "attention_out")
+SHAPES = {name: (INNER, HIDDEN) for name in COLUMNS} | {name: (HIDDEN, INNER) for name in ROWS}
+
+
+class Case(NamedTuple):
+    """sequence: sequence parallelism. trained: which of "x", "weight", "bias" have gradients. how: "eager",
+    "compiled" or "recomputed". other: not the plain product. pipelined: by symmetric memory."""
+
+    sequence: bool
+    trained: tuple[str, ...] = ("x", "weight", "bias")
+    how: str = "eager"
+    other: bool = False
+    pipelined: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+class InOtherOrder:
+    """The plain products, written otherwise."""
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("...i,oi->...o", x, weight).contiguous()
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum("...o,oi->...i", grad, weight).contiguous()
+
+    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
+        return torch.einsum("sbo,sbi->oi", grad, x).contiguous()
+
+
+def _random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _values() -> dict[str, Tensor]:
+    values = {f"{name}.weight": _random(i, *shape) / 4 for i, (name, shape) in enumerate(SHAPES.items())}
+    values |= {f"{name}.bias": _random(10 + i, shape[0]) for i, (name, shape) in enumerate(SHAPES.items())}
+    return values | {"x": _random(20, SEQ, BATCH, HIDDEN), "grad": _random(21, SEQ, BATCH, HIDDEN)}
+
+
+class Layers(nn.Module):
+    """x + a row after a column, then both rows' sum after both columns, as of a parallel residual."""
+
+    def __init__(self, groups: Any, case: Case) -> None:
+        super().__init__()
+        for name, (out, in_) in SHAPES.items():
+            spec = LinearSpec(in_, out, "column" if name in COLUMNS else "row", bias=True)
+            layer = Linear(spec, groups, case.sequence)
+            if case.other:
+                layer.product = InOtherOrder()
+            layer.async_tensor_parallel = case.pipelined
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_out(torch.tanh(self.attention_in(x)))
+        inner = [torch.tanh(getattr(self, name)(x)) for name in COLUMNS]
+        return x + row_parallel_sum([getattr(self, name) for name in ROWS], inner)
+
+
+def _whole(trained: tuple[str, ...]) -> dict[str, Tensor]:
+    """Output and gradients on one process, by torch."""
+    values = _values()
+    for name, tensor in values.items():
+        tensor.requires_grad_(name.rpartition(".")[2] in trained)
+
+    def layer(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, values[f"{name}.weight"], values[f"{name}.bias"])
+
+    x = values["x"]
+    x = x + layer("attention_out", torch.tanh(layer("attention_in", x)))
+    x = x + sum(layer(out, torch.tanh(layer(in_, x))) for in_, out in zip(COLUMNS, ROWS, strict=True))
+    x.backward(values["grad"])
+    return {"y": x.detach()} | {name: tensor.grad for name, tensor in values.items() if tensor.grad is not None}
+
+
+def _part(name: str, whole: Tensor, case: Case, rank: int, size: int) -> Tensor:
+    """A rank's part of a parameter, input, output, or gradient of one."""
+    if name in ("x", "y", "grad"):
+        return whole.chunk(size)[rank] if case.sequence else whole
+    layer, _, kind = name.partition(".")
+    if layer in COLUMNS:
+        return whole.chunk(size)[rank]
+    return whole.chunk(size, 1)[rank] if kind == "weight" else whole
+
+
+class Seen(NamedTuple):
+    """Of one case on one rank: output and gradients, what ran in backward, and the shapes of what was cloned
+    and of what was kept for backward beside parameters."""
+
+    found: dict[str, Tensor]
+    backward: list[tuple[str, tuple[int, ...]]]
+    clones: list[tuple[int, ...]]
+    kept: list[tuple[int, ...]]
+
+
+class Recorder(TorchDispatchMode):
+    """Notes collectives with the shape of the larger tensor, products with that of their result, and
+    "wait"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, tuple[int, ...]]] = []
+        self.clones: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name == "aten::clone":
+            self.clones.append(tuple(out.shape))
+        if name in ("aten::mm", "aten::addmm"):
+            self.events.append(("product", tuple(out.shape)))
+        elif name.startswith("c10d::"):
+            tensors = [leaf for leaf in torch.utils._pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.events.append((name, tuple(max(tensors, key=Tensor.numel).shape)))
+        return out
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Enter it, with the waits for what was started."""
+        finish = parallel_linear.finish
+
+        def noted(started: Any) -> Tensor:
+            self.events.append(("wait", ()))
+            return finish(started)
+
+        with mock.patch.object(parallel_linear, "finish", noted), self:
+            yield
+
+
+def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
+    """For the pool: every case on this rank."""
+    groups = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
+    library = torch.library.Library("symm_mem", "IMPL")  # torch's own twins of its kernels, which it has for CUDA alone
+    library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")
+    library.impl("fused_matmul_reduce_scatter", symmetric_memory._fused_matmul_reduce_scatter_fallback, "CPU")
+    values, results = _values(), []
+    for case in cases:
+        layers = Layers(groups, case)
+        for name, parameter in layers.named_parameters():
+            parameter.data.copy_(_part(name, values[name], case, rank, world_size))
+            parameter.requires_grad_(name.rpartition(".")[2] in case.trained)
+        layers.to(case.dtype)
+        x, grad = (_part(name, values[name], case, rank, world_size).clone().to(case.dtype) for name in ("x", "grad"))
+        x.requires_grad_("x" in case.trained)
+        if case.how == "compiled":
+            layers.compile(backend="aot_eager", fullgraph=True)
+        parameters = {p.untyped_storage().data_ptr() for p in layers.parameters()}
+        kept: list[tuple[int, ...]] = []
+
+        def keep(tensor: Tensor, parameters: set[int] = parameters, kept: list[Any] = kept) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in parameters:
+                kept.append(tuple(tensor.shape))
+            return tensor
+
+        forward, backward = Recorder(), Recorder()
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            if case.how == "eager":
+                with forward.recording():
+                    y = layers(x)
+            else:
+                y = checkpoint(layers, x, use_reentrant=False) if case.how == "recomputed" else layers(x)
+        if case.how == "compiled":
+            y.backward(grad)
+        else:
+            with backward.recording():
+                y.backward(grad)
+        found = {"y": y.detach()} | ({} if x.grad is None else {"x": x.grad})
+        found |= {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+        results.append(Seen(found, backward.events, forward.clones + backward.clones, kept))
+    return results
+
+
+PARTLY = [("weight",), ("x",), ("x", "bias"), ("bias",)]
+EAGER = [Case(sequence) for sequence in (False, True)]
+CASES = [
+    *EAGER,
+    *(Case(sequence, how="recomputed") for sequence in (False, True)),
+    *(Case(sequence, trained) for sequence in (False, True) for trained in PARTLY),
+    *(Case(sequence, other=True) for sequence in (False, True)),
+    *(Case(sequence, how="compiled") for sequence in (False, True)),
+]
+PIPELINED = [Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]]
+PIPELINED += [Case(True, how=how, pipelined=True) for how in ("recomputed", "compiled")]
+CASES += PIPELINED
+MORE = [*CASES, *(Case(sequence, how="compiled", other=True) for sequence in (False, True))]
+
+
+def assert_as_one_process(ranks: list[list[Seen]], cases: list[Case]) -> None:
+    """Sums over ranks are in another order: fp32's rounding of sums of some 30 terms of size 1."""
+    for i, case in enumerate(cases):
+        expected = _whole(case.trained)
+        for rank, results in enumerate(ranks):
+            assert results[i].found.keys() == expected.keys(), case
+            for name, whole in expected.items():
+                wanted = _part(name, whole, case, rank, len(ranks))
+                difference = (results[i].found[name] - wanted).abs().max()
+                assert difference <= 2e-6 * wanted.abs().max() + 1e-6, (case, name, difference)
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[list[Seen]]:
+    return run_ranks(run, 2, CASES)
+
+
+def test_as_one_process(seen: list[list[Seen]]) -> None:
+    assert_as_one_process(seen, CASES)
+
+
+@pytest.mark.more
+def test_as_one_process_on_four_ranks() -> None:
+    assert_as_one_process(run_ranks(run, 4, MORE), MORE)
+
+
+def test_bf16_gradients_are_bf16() -> None:
+    for results in run_ranks(run, 2, [Case(sequence, dtype=torch.bfloat16) for sequence in (False, True)]):
+        for one in results:
+            assert {tensor.dtype for tensor in one.found.values()} == {torch.bfloat16}
+
+
+WHOLE = (SEQ, BATCH, HIDDEN)
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled"])
+def test_the_shard_is_kept(how: str, seen: list[list[Seen]]) -> None:
+    """Under sequence parallelism nothing of the whole sequence at the hidden width is kept, but three times
+    what a rank has of it: the input of each column."""
+    elements = SEQ * BATCH * HIDDEN
+    of_case = [results[CASES.index(Case(True, how=how))].kept for results in seen]
+    for kept in of_case:
+        sizes = [torch.Size(shape).numel() for shape in kept]
+        assert elements not in sizes, kept
+        assert sizes.count(elements // 2) == (3 if how == "eager" else 2), kept  # a compiled graph keeps one once
+
+
+def column_backward(sequence: bool) -> list[tuple[str, tuple[int, ...]]]:
+    """Of one column-parallel linear on two ranks: the gradient of its input is sent before the product of the
+    weight's gradient, and waited for after it."""
+    of_input, of_weight = ("product", (SEQ * BATCH, HIDDEN)), ("product", (INNER // 2, HIDDEN))
+    if not sequence:
+        return [of_input, ("c10d::allreduce_", WHOLE), of_weight, ("wait", ())]
+    gather, scatter = ("c10d::_allgather_base_", WHOLE), ("c10d::_reduce_scatter_base_", WHOLE)
+    return [gather, of_input, scatter, ("wait", ()), of_weight, ("wait", ())]
+
+
+def row_backward(sequence: bool, layers: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Of the sum of row-parallel linears: under sequence parallelism one gather for all its products. torch's
+    own linear takes the weight's gradient first."""
+    of_input, of_weight = ("product", (SEQ * BATCH, INNER // 2)), ("product", (HIDDEN, INNER // 2))
+    gather = [("c10d::_allgather_base_", WHOLE)] if sequence else []
+    return [*gather, *[of_weight, of_input] * layers]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_travels_and_when(sequence: bool, seen: list[list[Seen]]) -> None:
+    for results in seen:
+        events = results[CASES.index(Case(sequence))].backward
+        columns, rows = column_backward(sequence), row_backward(sequence, 1)
+        assert sorted(events) == sorted([*columns * 3, *row_backward(sequence, 2), *rows])
+        start = [i for i in range(len(events)) if events[i : i + len(columns)] == columns]
+        assert len(start) == 3, events
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_nothing_is_cloned(sequence: bool, seen: list[list[Seen]]) -> None:
+    assert [results[CASES.index(Case(sequence))].clones for results in seen] == [[], []]
+
+
+def test_recomputation_sends_no_last_sum_again(seen: list[list[Seen]]) -> None:
+    """It ends where all that backward needs is there: before the last rows' products and their sum."""
+    for sequence, once, again in ((False, "c10d::allreduce_", 1), (True, "c10d::_reduce_scatter_base_", 1)):
+        for results in seen:
+            plain, recomputed = (
+                [event for event in results[CASES.index(Case(sequence, how=how))].backward if event[0] == once]
+                for how in ("eager", "recomputed")
+            )
+            assert len(recomputed) == len(plain) + again

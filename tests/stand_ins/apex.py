@@ -1,0 +1,112 @@
+"""A stand-in for NVIDIA's apex, by apex/optimizers/fused_adam.py, csrc/multi_tensor_adam.cu and the
+docstrings of apex/normalization/fused_layer_norm.py."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.stand_ins.signatures import bind
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Capturable FusedAdam. Like apex's it counts steps by group before it knows of this step's flag, and
+    keeps one flag for all groups, that of the group before."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        call = bind("apex", "FusedAdam", args, kwargs)
+        assert call["capturable"] and call["adam_w_mode"] and not call["amsgrad"]
+        lr = torch.tensor(call["lr"], dtype=torch.float32)
+        defaults = {"lr": lr, **{key: call[key] for key in ("bias_correction", "betas", "eps", "weight_decay")}}
+        super().__init__(call["params"], defaults)
+        for group in self.param_groups:
+            group["lr"] = group["lr"].to(group["params"][0].device)
+        self._step_supports_amp_scaling = True
+        self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int)
+
+    @torch.no_grad()
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """The update, unless `grad_scaler` found something that is not finite."""
+        scaler = bind("apex", "FusedAdam.step", args, kwargs)["grad_scaler"]
+        for group in self.param_groups:
+            params = group["params"]
+            if "step" in group:
+                group["step"] += (self._dummy_overflow_buf != 1).to(torch.int)
+            else:
+                group["step"] = torch.tensor([1], dtype=torch.int)
+            assert group["step"].dtype == torch.int32 and group["lr"].dtype == torch.float32
+            device = params[0].device
+            found = torch.zeros(1) if scaler is None else scaler._check_inf_per_device(self)[device]
+            self._dummy_overflow_buf.copy_(found)
+            scale = torch.ones(1) if scaler is None else scaler._get_scale_async()
+            for param in params:
+                if param.grad is None:
+                    continue
+                assert param.dtype == param.grad.dtype == torch.float32
+                state = self.state[param]
+                if len(state) == 0:
+                    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+                if int(self._dummy_overflow_buf) != 1:
+                    _adam(param, state, group, scale)
+
+
+def _adam(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor) -> None:
+    """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2) in fp64."""
+    assert param.grad is not None
+    (beta1, beta2), count = group["betas"], int(group["step"])
+    gradient = param.grad.double() / scale.double()
+    param.grad.copy_(gradient)  # the kernel leaves it unscaled
+    first = beta1 * state["exp_avg"].double() + (1 - beta1) * gradient
+    second = beta2 * state["exp_avg_sq"].double() + (1 - beta2) * gradient**2
+    direction = (first / (1 - beta1**count)) / ((second / (1 - beta2**count)).sqrt() + group["eps"])
+    param.copy_(param.double() - group["lr"].double() * (direction + group["weight_decay"] * param.double()))
+    state["exp_avg"].copy_(first)
+    state["exp_avg_sq"].copy_(second)
+
+
+def fused_layer_norm(*args: Any, **kwargs: Any) -> Tensor:
+    call = bind("apex", "fused_layer_norm", args, kwargs)
+    return _layer_norm(**call)
+
+
+def fused_layer_norm_affine(*args: Any, **kwargs: Any) -> Tensor:
+    call = bind("apex", "fused_layer_norm_affine", args, kwargs)
+    weight, bias = call.pop("weight"), call.pop("bias")
+    assert weight.dtype == bias.dtype == call["input"].dtype, "the kernel's types are one"
+    return (_layer_norm(**call).double() * weight.double() + bias.double()).to(weight.dtype)
+
+
+def fused_rms_norm(*args: Any, **kwargs: Any) -> Tensor:
+    call = bind("apex", "fused_rms_norm", args, kwargs)
+    return _rms_norm(**call)
+
+
+def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Tensor:
+    call = bind("apex", "fused_rms_norm_affine", args, kwargs)
+    weight = call.pop("weight")
+    assert weight.dtype == call["input"].dtype, "the kernel's types are one"
+    return (_rms_norm(**call).double() * weight.double()).to(weight.dtype)
+
+
+def _layer_norm(input: Tensor, normalized_shape: Any, eps: float, memory_efficient: bool) -> Tensor:
+    assert tuple(normalized_shape) == input.shape[-1:] and not memory_efficient
+    centred = input.double() - input.double().mean(-1, keepdim=True)
+    return (centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()).to(input.dtype)
+
+
+def _rms_norm(input: Tensor, normalized_shape: Any, eps: float, memory_efficient: bool) -> Tensor:
+    assert tuple(normalized_shape) == input.shape[-1:] and not memory_efficient
+    wide = input.double()
+    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(input.dtype)
+
+
+def modules() -> dict[str, dict[str, Any]]:
+    """The modules that an installed apex has, as far as we ask for them."""
+    norms = (fused_layer_norm, fused_layer_norm_affine, fused_rms_norm, fused_rms_norm_affine)
+    return {
+        "apex": {},
+        "apex.optimizers": {"FusedAdam": FusedAdam},
+        "apex.normalization": {},
+        "apex.normalization.fused_layer_norm": {norm.__name__: norm for norm in norms},
+        "amp_C": {},
+    }
