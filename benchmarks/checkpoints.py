@@ -62,11 +62,11 @@ def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], f
     from megatron.training.checkpoint.host_copies import HostCopies, PageLocking
 
     checkpointer, device = training.checkpointer, training.groups.device
-    own = again = checkpointer._copies
+    reused = of_the_run = checkpointer._copies
     if device.type == "cpu":
-        again = HostCopies(device, PageLocking(lambda address, size: None, lambda address: None, lambda: None))
-    kinds = {"copy, ordinary memory": HostCopies(device, None), "copy, memory used again": again}
-    found: dict[str, list[float]] = {name: [] for name in kinds}
+        reused = HostCopies(device, PageLocking(lambda address, size: None, lambda address: None, lambda: None))
+    kinds = {"copy, ordinary memory": HostCopies(device, None), "copy, memory used again": reused}
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     copied = 0
     for turn in range(turns + 1):
         for name, copies in kinds.items():
@@ -75,9 +75,9 @@ def measure_copies(training: Any, turns: int) -> tuple[dict[str, list[float]], f
             for _, state in checkpointer._states(training.progress, False):
                 copied += sum(tensor.nbytes for _, tensor in named_tensors(state))
             if turn > 0:  # the first makes the memory
-                found[name].append(time.monotonic() - begun)
-    checkpointer._copies = own
-    return found, copied / 1e9
+                seconds[name].append(time.monotonic() - begun)
+    checkpointer._copies = of_the_run
+    return seconds, copied / 1e9
 
 
 def measure(training: Any, saves: int) -> dict[str, list[float]]:

@@ -114,8 +114,8 @@ class Run:
 
     def _show(self, part: Part) -> None:
         outcome = self.outcomes[part.name]
-        found = results.summary(outcome, self.outcomes, part.beside)
-        words = "; ".join(filter(None, (found, outcome.reason)))
+        measured = results.summary(outcome, self.outcomes, part.beside)
+        words = "; ".join(filter(None, (measured, outcome.reason)))
         print(f"{part.name:<24} {outcome.state}, {outcome.seconds:.0f} s: {words}", flush=True)
         for row in outcome.tests:
             if row["outcome"] == "failed":

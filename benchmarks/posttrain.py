@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }
 MEDIAN, P95, CUT = 2138, 15433, 8192  # tokens of a prompt with an answer
 PROMPT = 200  # median
-OURS = "ours"
+OURS, TWICE = "ours", "ours, prefix_sharing: false"
 # DPOConfig beyond its defaults; the fastest first: without padding between pairs, which accumulation leaves
 # out.
 TRL: dict[str, dict[str, Any]] = {
@@ -55,15 +55,16 @@ Pair = tuple[list[int], list[int], list[int]]  # prompt, chosen, rejected
 
 
 class Turn(NamedTuple):
-    """One pass. reference: seconds before the first step; padding: share of places; first, last: losses;
-    score: mean log-probability of an answer under the reference, NaN where it was not made before; peak:
-    bytes of the GPU's memory, 0 on a CPU."""
+    """One pass. reference: seconds before the first step; tokens: of all pairs, prompts counted twice;
+    places: of rows; padding: share of them; first, last: losses; score: mean log-probability of an answer
+    under the reference, NaN where it was not made before; peak: bytes of the GPU's memory, 0 on a CPU."""
 
     seconds: float
     reference: float
     pairs: int
     steps: int
     tokens: int
+    places: int
     padding: float
     first: float
     last: float
@@ -139,7 +140,7 @@ def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: 
     keys, _ = from_hf(config, lambda name: torch.empty(0), padded_vocab_size=config["vocab_size"])
     cut = CUT // options.scale
     length = 2 * cut  # a pair of the longest answers
-    tokens = sum(2 * len(prompt) + len(chosen) + len(rejected) for prompt, chosen, rejected in pairs)
+    tokens = sum(len(prompt) + 1 + len(chosen) + len(rejected) for prompt, chosen, rejected in pairs)
     rows = max(1, round(options.batch * tokens / len(pairs) / length))
     return {
         **keys,
@@ -171,6 +172,7 @@ def settings(options: argparse.Namespace, pairs: list[Pair], model: Path, data: 
 
 def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) -> Turn:
     """Train as train.py does."""
+    from megatron.data.preferences.reference_scores import responses_of
     from megatron.launch import process_info
     from megatron.neox_arguments import NeoXArgs
     from megatron.training import setup, start, train
@@ -204,12 +206,13 @@ def run_ours(options: argparse.Namespace, keys: dict[str, Any], folder: Path) ->
         training.close()
     assert training.datasets.train is not None
     samples: list[Any] = [training.datasets.train[i] for i in range(training.progress.consumed_samples)]
-    tokens = sum(int((row >= 0).sum()) for sample in samples for row in sample.response_ids)
-    places = sum(row.size for sample in samples for row in sample.response_ids)
+    tokens = sum(len(response.tokens) for sample in samples for response in responses_of(sample))
+    rows = [row for sample in samples for row in sample.response_ids]
+    places, filled = sum(row.size for row in rows), sum(int((row >= 0).sum()) for row in rows)
     pairs = sum(len(sample.preference_labels) for sample in samples) // 2
     scores = read_scores(next((folder / "references").iterdir()))["sum"]
     return Turn(
-        seconds, taken[0], pairs, len(losses), tokens, 1 - tokens / places,
+        seconds, taken[0], pairs, len(losses), tokens, places, 1 - filled / places,
         float(losses[0].loss), float(losses[-1].loss), float(scores.mean()),
     )  # fmt: skip
 
@@ -273,7 +276,7 @@ def run_trl(options: argparse.Namespace, more: dict[str, Any], pairs: list[Pair]
                if name in dataset.column_names]  # fmt: skip
     score = float(np.concatenate(columns).mean()) if columns else float("nan")
     return Turn(
-        seconds, taken[0], len(pairs), trainer.state.global_step, places[1], 1 - places[1] / places[0],
+        seconds, taken[0], len(pairs), trainer.state.global_step, places[1], places[0], 1 - places[1] / places[0],
         float(sum(losses[:k])), float(sum(losses[-k:])), score,
     )  # fmt: skip
 
@@ -316,7 +319,7 @@ def measure(options: argparse.Namespace, pairs: list[Pair], folder: Path) -> dic
     """Turns of all by name, each round in another order; the first, with a few pairs, is not counted."""
     model = folder / "model"
     llama(vars(options)).save_pretrained(model)
-    names = [OURS, *list(TRL)[: RIVALS[options.trl]]]
+    names = [OURS, *([TWICE] if options.twice else []), *list(TRL)[: RIVALS[options.trl]]]
     found: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in range(-1, options.rounds):
         own = pairs if turn >= 0 else pairs[: options.batch]
@@ -324,8 +327,9 @@ def measure(options: argparse.Namespace, pairs: list[Pair], folder: Path) -> dic
         for name in names[first:] + names[:first]:
             with tempfile.TemporaryDirectory(dir=folder) as place, quiet():
                 reset_peak(options.device)
-                if name == OURS:
+                if name in (OURS, TWICE):
                     keys = settings(options, own, model, write_pairs(own, Path(place)))
+                    keys["prefix_sharing"] = "auto" if name == OURS else False
                     result = run_ours(options, keys, Path(place))
                 else:
                     result = run_trl(options, TRL[name], own, model, Path(place))
@@ -348,14 +352,14 @@ def check(found: dict[str, list[Turn]], precision: str) -> None:
 
 def arithmetic(name: str, turn: Turn, pairs: list[Pair], shape: dict[str, int]) -> tuple[float, float]:
     """The FLOP per pair of the products with weights: in steps, and with the reference. A backward pass
-    counts as two forward ones; TRL's head takes trained tokens alone."""
+    counts as two forward ones; the heads take trained tokens alone."""
     blocks, head = products(shape)
-    places = turn.tokens / (1 - turn.padding)
+    places = turn.places
     trained = sum(len(chosen) + len(rejected) for _, chosen, rejected in pairs)
-    forward = places * blocks + (places if name == OURS else trained) * head
-    again = name != OURS and TRL[name].get("gradient_checkpointing", True)
-    steps = 3 * forward + (places * blocks if again else 0)
-    if name != OURS and "precompute_ref_log_probs" not in TRL[name]:
+    trl = TRL.get(name)
+    forward = places * blocks + trained * head
+    steps = 3 * forward + (places * blocks if trl is not None and trl.get("gradient_checkpointing", True) else 0)
+    if trl is not None and "precompute_ref_log_probs" not in trl:
         steps += forward
         return 2 * steps / turn.pairs, 2 * steps / turn.pairs
     return 2 * steps / turn.pairs, 2 * (steps + forward) / turn.pairs
@@ -419,6 +423,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
     parser.add_argument("--pairs", type=int, help="default: 512 on a GPU, 48 on a CPU")
     parser.add_argument("--trl", choices=RIVALS, default="all", help="TRL's settings beside ours (all)")
+    parser.add_argument("--twice", action="store_true", help="also ours with the prompts of pairs laid out twice")
     parser.add_argument("--batch", type=int, default=8, help="pairs a step; TRL's default (8)")
     parser.add_argument("--accumulation", type=int, default=1, help="TRL's gradient_accumulation_steps (1)")
     parser.add_argument("--micro-rows", type=int, help="our rows a micro-batch; default: 1 on a GPU, all on a CPU")

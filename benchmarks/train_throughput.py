@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 1024, "vocab": 4096, "seq": 512, "micro_batch": 2},
     "micro": {"layers": 4, "hidden": 128, "heads": 4, "ffn": 512, "vocab": 1024, "seq": 128, "micro_batch": 2},
-    "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "seq": 64, "micro_batch": 2},
+    "rehearsal": {"layers": 3, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "seq": 64, "micro_batch": 2},
     "1.4B": {"layers": 24, "hidden": 2048, "heads": 16, "ffn": 8192, "vocab": 50304, "seq": 2048, "micro_batch": 8},
     # Blocks of a 7B model, as many as fit on one GPU with all their optimizer state.
     "7B-8layers": {
@@ -126,7 +126,10 @@ def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
 
 def settings(options: argparse.Namespace, zero: int, engine: str = "auto") -> NeoXArgs:
     """The run that the command line describes; raises ConfigError."""
-    return NeoXArgs.from_dict({**keys_of(options, zero), "engine": engine}).for_world(1)
+    values = {**keys_of(options, zero), "engine": engine}
+    if engine == "deepspeed" and values["zero_optimization"]["stage"] == 3:
+        values["compile"] = "auto"  # off: its hooks stand within blocks
+    return NeoXArgs.from_dict(values).for_world(1)
 
 
 def random_batch(args: NeoXArgs, device: torch.device, documents: int | None) -> Batch:
@@ -182,12 +185,10 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
     from megatron.model import build_stage, init_stage
     from megatron.mpu import HeadInput
     from megatron.objectives import LANGUAGE_MODELLING
+    from megatron.training.compile_blocks import compile_blocks
 
     stage, weight = build_stage(args, groups), LANGUAGE_MODELLING.weight(batch)
-    if args.compile:
-        stage.compiled = True
-        for spec in stage.blocks:
-            stage.layers[str(spec.index)].compile()
+    compile_blocks(stage, args)
     init_stage(stage, args, groups)
     stage.to(dtype).train()
 

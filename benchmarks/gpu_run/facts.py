@@ -22,13 +22,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """The versions of the packages that parts ask for; None for one that is not there."""
-    found: dict[str, str | None] = {}
+    version_of: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            version_of[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            version_of[name] = None
+    return version_of
 
 
 def gpu_facts() -> dict[str, Any]:
@@ -93,11 +93,11 @@ def main() -> int:
 
     on_gpu = not options.rehearse
     try:
-        found = gpu_facts() if on_gpu else {"device": "CPU", "gpus": 0}
+        facts = gpu_facts() if on_gpu else {"device": "CPU", "gpus": 0}
     except RuntimeError as problem:
         sys.stderr.write(f"{problem}\n")
         return 1
-    found |= {
+    facts |= {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
@@ -105,12 +105,12 @@ def main() -> int:
         "compiler": next(filter(None, map(shutil.which, ("gcc", "clang"))), None) is not None,
         "packages": versions(),
     }
-    options.file.write_text(json.dumps(found))
+    options.file.write_text(json.dumps(facts))
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32} if on_gpu else {"fp32": torch.float32}
-    found["product_flops"] = {name: matmul_ceiling(device, dtype) for name, dtype in dtypes.items()}
-    found["copy_bytes_per_second"] = copy_rate(device, 4 * 2**30 if on_gpu else 2**24)
-    options.file.write_text(json.dumps(found))
+    facts["product_flops"] = {name: matmul_ceiling(device, dtype) for name, dtype in dtypes.items()}
+    facts["copy_bytes_per_second"] = copy_rate(device, 4 * 2**30 if on_gpu else 2**24)
+    options.file.write_text(json.dumps(facts))
     return 0
 
 

@@ -64,6 +64,12 @@ def _dpo() -> Part:
     return Part("DPO", about, command, 60, 150, ("deepspeed", "transformers"))
 
 
+_HEAD = Part(
+    "head and loss", "the output layer and its loss, 16,384 x 2048 x 50304 in bf16, beside their three products",
+    ("benchmarks/head_loss.py", "--shape", "1.4B", "--rounds", "5", "--json", "{folder}/" + RESULT), 30, 120,
+)  # fmt: skip
+
+
 CORRECTNESS: tuple[Part, ...] = (
     Part(
         FACTS, "what the machine is; the largest rates of products and copies",
@@ -77,6 +83,7 @@ CORRECTNESS: tuple[Part, ...] = (
     ),
     _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 25, 90),
     _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 30, 90),
+    _tests("FP8", "casts and products beside the CPU, steps beside bf16", "test_fp8_gpu.py", 45, 150),
     _tests(
         "checkpoints", "resumed bit for bit; written there, read on a CPU",
         "test_checkpoints_gpu.py test_host_copies_gpu.py", 25, 120,
@@ -84,8 +91,13 @@ CORRECTNESS: tuple[Part, ...] = (
     _tests(
         "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 15, 60
     ),
+    _tests(
+        "packages", "flash-attn, Transformer-Engine and apex, where they are installed, beside torch",
+        "test_packages_gpu.py", 15, 120,
+    ),
     _tests("two GPUs", "NCCL over two ranks beside one process", "test_two_gpus.py", 15, 120),
 )  # fmt: skip
+_FP8 = ("--set", "precision_fp8=tensorwise")
 _PACKED, _DEEPSPEED = ("--documents", "512"), ("deepspeed",)
 SPEED: tuple[Part, ...] = (
     _speed("1.4B, bare torch", "1.4B", "bare"),
@@ -96,6 +108,9 @@ SPEED: tuple[Part, ...] = (
     _speed("7B shape, bare torch", "7B shape", "bare"),
     _speed("7B shape, native", "7B shape", "native"),
     _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", needs=_DEEPSPEED),
+    _speed("1.4B, native, FP8", "1.4B", "native", *_FP8),
+    _speed("7B shape, native, FP8", "7B shape", "native", *_FP8),
+    _speed("7B shape, native, FP8 rowwise", "7B shape", "native", "--set", "precision_fp8=rowwise"),
 )
 BASE = "as it is"
 _NO_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
@@ -103,6 +118,7 @@ _NO_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     BASE: ((), {}),
     "compile: false": (("compile=false",), {}),
+    "compile: block-max": (("compile=block-max",), {}),
     "attention_backend: flash": (("attention_backend=flash",), {}),
     "without expandable segments": ((), _NO_EXPANDABLE),
     "DeepSpeed, ZeRO 1": (("zero_optimization.stage=1",), {}),
@@ -114,6 +130,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
         {},
     ),
     "checkpoint_activations: true": (("checkpoint_activations=true",), {}),
+    "recompute_granularity: selective": (("checkpoint_activations=true", "recompute_granularity=selective"), {}),
     "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
     "gradient_clipping: 0": (("gradient_clipping=0",), {}),
 }
@@ -122,7 +139,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 def parts() -> list[Part]:
     """What `make gpu` runs: correctness in the order in which one thing needs another, then speed."""
     last = _speed("7B shape, transformers", "7B shape", "transformers", needs=("transformers",))
-    return [*CORRECTNESS, *SPEED, _dpo(), last]
+    return [*CORRECTNESS, *SPEED, _HEAD, _dpo(), last]
 
 
 def ablations() -> list[Part]:

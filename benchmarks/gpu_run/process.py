@@ -50,10 +50,18 @@ def run_part(
         (folder / name).unlink(missing_ok=True)
     command = [sys.executable, *(word.replace("{folder}", str(folder)) for word in part.command)]
     begun, status = time.monotonic(), 0
+
+    def look() -> None:
+        progress(_so_far(part, folder, begun))
+
     with open(folder / "log", "w", encoding="utf-8") as log:
         for _ in range(_DEAD_TESTS):
             left = limit_s - (time.monotonic() - begun)
-            status = _follow(command, {**env, **part.env}, log, left, lambda: progress(_so_far(part, folder, begun)))
+            try:
+                status = _follow(command, {**env, **part.env}, log, left, look)
+            except Ended:
+                look()
+                raise
             if not part.tests or status == 0 or not _note_dead_test(folder / OUTCOMES, status):
                 break
     found = _so_far(part, folder, begun)

@@ -68,6 +68,14 @@ def seconds_of(result: Mapping[str, Any] | None) -> float | None:
     return rows[0]["seconds"] if len(rows) == 1 and "seconds" in rows[0] else None
 
 
+def _head_words(row: Mapping[str, Any]) -> str:
+    """One way to make the logits and their loss; times are there on a GPU alone."""
+    words = [f"peak {row['peak'] / 1e9:.2f} GB"]
+    if row["milliseconds"] is not None:
+        words = [f"{row['milliseconds']:.1f} ms", f"{row['over_floor']:.2f} times the products alone", *words]
+    return f"{row['name']}: {', '.join(words)}"
+
+
 def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | None) -> str:
     """What a part found, in a line."""
     if outcome.tests:
@@ -87,6 +95,8 @@ def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | Non
         if own is not None and other is not None:
             words.append(f"{other / own:.3f} of the speed of: {beside}")
         return ", ".join([*words, f"peak {row['peak_bytes'] / 1e9:.1f} GB"])
+    if rows and "over_floor" in rows[0]:
+        return "; ".join(_head_words(row) for row in rows)
     if rows and "pairs_per_second" in rows[0]:
         words = [f"{row['name'].split(':')[0]} {row['pairs_per_second']:.2f} pairs/s" for row in rows]
         ratios = [row["ratio"] for row in rows[1:]]
