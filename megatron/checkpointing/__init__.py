@@ -48,7 +48,7 @@ from megatron.checkpointing.tensor_files import (
     write_bytes,
 )
 from megatron.checkpointing.weight_files import CheckpointDescription, describe_layout
-from megatron.checkpointing.weights import load_weights, local_layer_state
+from megatron.checkpointing.weights import has_score_head, load_weights, local_layer_state
 
 __all__ = [
     "ConfigChange",
@@ -71,6 +71,7 @@ __all__ = [
     "describe_layout",
     "load_checkpoint_args",
     "find_checkpoint",
+    "has_score_head",
     "layer_file",
     "list_checkpoints",
     "load_tensors",

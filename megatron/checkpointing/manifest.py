@@ -27,6 +27,7 @@ _MODEL_KEYS = (
     "norm_placement", "use_qk_layernorm", "use_separate_qk_norms", "gpt_j_tied",
     "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
+    "score_head",
 )  # fmt: skip
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
@@ -38,6 +39,8 @@ _MADE_OF = {
         "hidden_size",
     ),
 }
+
+_OF_HEAD = ("score_head", "no_weight_tying")
 
 _LATER = ("config", "optimizer", "validation_loss", "engine")  # fields that the first manifests lack
 
@@ -207,14 +210,26 @@ def config_key(name: str, args: NeoXArgs) -> str:
     return responsible_key(_MADE_OF.get(name, (name,)), args, {})
 
 
-def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str) -> None:
+def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: bool = False) -> None:
     """Raise CheckpointError when the weights of `where` are of another model than `args`, naming the keys
     that differ.
 
     saved: `Manifest.model`, or the `args` that GPT-NeoX keeps in its mp_rank files; keys that only one has
-    are skipped.
+    are skipped. new_head: the output layer of `where` is left out, so that it may be any.
     """
     now = model_keys(args)
+    if new_head:
+        saved = {key: value for key, value in saved.items() if key not in _OF_HEAD}
+    elif saved.get("score_head") and not args.score_head:
+        raise CheckpointError(
+            f"{where}: a reward model, which gives scores and no text; load the language model that it began with "
+            "(tools/score.py asks reward models)"
+        )
+    elif "no_weight_tying" in saved and not saved.get("score_head") and args.score_head:
+        raise CheckpointError(
+            f"{where}: a language model, which has no scores; load a reward model, or train one from it "
+            "(train_impl: rm with finetune: true)"
+        )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
         for key in _MODEL_KEYS

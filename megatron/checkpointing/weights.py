@@ -4,6 +4,7 @@ How a parameter is split over tensor ranks is the knowledge of the weight map (`
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,22 +19,42 @@ from megatron.model.weight_map import layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
+SCORE_HEAD = "rm_linear.weight"
+_NO_SCORE = ": a language model, from which train_impl: rm begins with finetune: true"
+_ONLY_SCORES = ": a reward model, which gives scores and no text"
 _SHOWN = 6  # shape mismatches named in full; a wrong hidden_size would otherwise name every tensor
 
 
+def has_score_head(path: str | Path, args: NeoXArgs) -> bool:
+    """Whether the weights of a checkpoint directory are a reward model's."""
+    source, head = open_weight_files(Path(path)), args.num_layers + 4
+    return head in source.layers and SCORE_HEAD in source.tensors(head, 0)
+
+
 def load_weights(
-    path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
+    path: str | Path,
+    args: NeoXArgs,
+    *,
+    layers: Iterable[int],
+    tensor_rank: int,
+    tensor_size: int,
+    new_head: bool = False,
 ) -> dict[int, dict[str, Tensor]]:
     """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
 
     path: one checkpoint directory (see `find_checkpoint`). Returns the tensors by NeoX layer index and our
-    name, in the dtypes of the files; {} for layers without parameters. A row-parallel bias that is a sum over
+    name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
+    layer of its own, and that of the files is left out. A row-parallel bias that is a sum over
     ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
     shapes that do not fit.
     """
     path = Path(path)
     source = open_weight_files(path)
     expected = layer_params(args)
+    if new_head:
+        head = args.num_layers + 4
+        expected = {layer: specs for layer, specs in expected.items() if layer != head}
+        source = replace(source, layers=source.layers - {head})
     _refuse(path, _layer_problems(source, expected, args))
     problems: list[str] = []
     mismatches: list[str] = []
@@ -81,8 +102,12 @@ def _layer_problems(source: WeightFiles, expected: Mapping[int, Sequence[ParamSp
         return []
     last = max(source.layers)
     if missing == [args.num_layers + 4] and not extra:
+        if args.score_head:
+            return [f"no layer {missing[0]} (rm_linear){_NO_SCORE}"]
         return [f"no layer {missing[0]} (final_linear): its output layer is the embedding; set no_weight_tying: false"]
     if extra == [args.num_layers + 4] and not missing:
+        if SCORE_HEAD in source.tensors(extra[0], 0):
+            return [f"layer {extra[0]} (rm_linear) is extra{_ONLY_SCORES}"]
         return [f"layer {extra[0]} (final_linear) is extra: its output layer is its own; set no_weight_tying: true"]
     lines = [f"missing layer {n}: {', '.join(spec.name for spec in expected[n])}" for n in missing]
     lines += [f"extra layer {n}" for n in extra]
@@ -113,6 +138,8 @@ def _load_layer(
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
+                if SCORE_HEAD in wrong:
+                    fix = _NO_SCORE if kind == "missing" else _ONLY_SCORES
                 problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")
         parts[rank] = state
     out: dict[str, Tensor] = {}

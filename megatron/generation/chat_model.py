@@ -92,6 +92,8 @@ def load_chat_model(
     ConfigError, CheckpointError, TokenizerError.
     """
     args = chat_model_args(name, iteration)
+    if args.score_head:
+        raise CheckpointError(f"{name}: a reward model, which gives scores and no text (tools/score.py)")
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
     if precision is not None:

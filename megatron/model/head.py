@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megatron.model.embedding import word_embeddings
 from megatron.model.norms import NORMS, build_norm
-from megatron.model.specs import FinalNormSpec, HeadSpec
+from megatron.model.specs import FinalNormSpec, HeadSpec, ScoreSpec
 from megatron.mpu import (
     Linear,
     LinearSpec,
@@ -21,6 +21,7 @@ from megatron.mpu import (
     compiled_kernels,
     linear,
     plain_kernels,
+    scores_of,
     with_prefix,
 )
 
@@ -41,7 +42,7 @@ class FinalNorm(nn.Module):
 
 
 class OutputProjection(nn.Module):
-    """What both heads are: the logits of hidden states, or what a function makes of these and the
+    """What all heads are: the logits of hidden states, or what a function makes of these and the
     `OutputLayer`."""
 
     def __init__(self, groups: ParallelGroups, sequence_parallel: bool) -> None:
@@ -88,6 +89,31 @@ class Head(OutputProjection):
 
     def projection(self) -> tuple[Tensor, Product]:
         return self.final_linear.weight, self.final_linear.product
+
+
+class ScoreHead(OutputProjection):
+    """The score of each token by `HeadInput.hidden_states`; parameter `rm_linear.weight`, `[1, hidden]`, cut
+    along its input as in GPT-NeoX, each rank of which gives a part of the sum."""
+
+    def __init__(self, spec: ScoreSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
+        super().__init__(groups, sequence_parallel)
+        self.rm_linear = nn.Module()
+        allocate(self.rm_linear, self.params(spec), groups)
+
+    @staticmethod
+    def params(spec: ScoreSpec) -> tuple[ParamSpec, ...]:
+        """The weight; at first it is normal with `init_method_std`, as transformers begins such heads."""
+        shape, cut = (1, spec.hidden), (spec.hidden,)
+        return (ParamSpec("rm_linear.weight", shape, 1, cut, "normal", weight_decay=True),)
+
+    def projection(self) -> tuple[Tensor, Product]:
+        return self.rm_linear.weight, PlainProduct()  # type: ignore[return-value]
+
+    def forward(self, x: Tensor, use: Callable[[Tensor, OutputLayer], Any] | None = None) -> Any:
+        """`[..., hidden]` to the scores `[..., 1]` on every rank, or to what `use` returns."""
+        if use is None:
+            return scores_of(x, self.projection()[0], self.group).unsqueeze(-1)
+        return super().forward(x, use)
 
 
 class TiedHead(OutputProjection):

@@ -14,6 +14,7 @@ _NEOX_CLASSES = {
     "block": "paralleltransformerlayerpipe",
     "norm": "normpipe",
     "head": "parallellinearpipe",
+    "score": "parallellinearpipe",
 }
 
 

@@ -191,7 +191,16 @@ class HeadSpec:
     tied: bool
 
 
-LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec
+@dataclass(frozen=True)
+class ScoreSpec:
+    """The output layer of a reward model, from hidden states to one score a token."""
+
+    kind: ClassVar[str] = "score"
+    index: int
+    hidden: int
+
+
+LayerSpec = EmbeddingSpec | BlockSpec | FinalNormSpec | HeadSpec | ScoreSpec
 
 
 def norm_kind(args: NeoXArgs) -> str:

@@ -21,7 +21,7 @@ from megatron.model.attention import (
 from megatron.model.block import Block, DropoutSeeds
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
-from megatron.model.head import FinalNorm, Head, TiedHead
+from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
 from megatron.model.specs import (
@@ -32,6 +32,7 @@ from megatron.model.specs import (
     HeadSpec,
     LayerSpec,
     RelativeSpec,
+    ScoreSpec,
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
@@ -126,6 +127,8 @@ class Stage(nn.Module):
                 return FinalNorm(spec, groups, sequence_parallel)
             case HeadSpec(tied=False):
                 return Head(spec, groups, sequence_parallel)
+            case ScoreSpec():
+                return ScoreHead(spec, groups, sequence_parallel)
         embedding = self.layers["0"] if "0" in self.layers else None
         weight = embedding.word_embeddings.weight if isinstance(embedding, Embedding) else None
         return TiedHead(spec, groups, sequence_parallel, weight)
@@ -259,7 +262,7 @@ class Stage(nn.Module):
                 alike[spec.mixer.inputs] = self.attention_inputs(spec, batch, positions, given)
         inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attention_blocks}
         x = self._run_blocks(x, inputs, batch.seed, given.cache)
-        if self.specs[-1].kind != "head":
+        if self.specs[-1].kind not in ("head", "score"):
             return HiddenStates(x)
         if given.logit_positions is not None:
             seq_length = batch.tokens.shape[1]

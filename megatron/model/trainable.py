@@ -16,6 +16,13 @@ EMBEDDING: ParamName = (0, "word_embeddings.weight")
 _SUGGESTIONS = 4  # names shown for a pattern that matches none
 
 
+def head_parameter(args: NeoXArgs) -> ParamName:
+    """The weight of the output layer."""
+    if not args.no_weight_tying:
+        return EMBEDDING
+    return args.num_layers + 4, "rm_linear.weight" if args.score_head else "final_linear.weight"
+
+
 def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     """The parameters that are trained: all without `trainable`. A tied head is the embedding.
 
@@ -31,7 +38,7 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
         blocks = range(args.num_layers + 2 - asked["last_layers"], args.num_layers + 2)
         trained |= {(layer, name) for layer, name in every if layer in blocks and name not in shared}
     if asked["head"]:
-        trained.add((args.num_layers + 4, "final_linear.weight") if args.no_weight_tying else EMBEDDING)
+        trained.add(head_parameter(args))
     known = {f"{layer}.{name}": (layer, name) for layer, name in every}
     problems = []
     for pattern in asked["names"] or ():

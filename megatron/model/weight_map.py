@@ -2,15 +2,15 @@
 initialisation.
 
 Initialisation, saving, loading, conversion and resharding read this table; names are those of GPT-NeoX's
-per-layer checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head; N+4 holds no
-parameter when tied).
+per-layer checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+4 untied head or score; N+4
+holds no parameter when tied).
 """
 
 from typing import Any
 
 from megatron.model.block import FEED_FORWARDS, MIXERS, Block, sublayer_spec
 from megatron.model.embedding import Embedding
-from megatron.model.head import FinalNorm, Head
+from megatron.model.head import FinalNorm, Head, ScoreHead
 from megatron.model.norms import NORMS
 from megatron.model.specs import (
     AttentionSpec,
@@ -18,6 +18,7 @@ from megatron.model.specs import (
     FinalNormSpec,
     HeadSpec,
     LayerSpec,
+    ScoreSpec,
     block_norms,
     embedding_spec,
     norm_spec,
@@ -34,7 +35,9 @@ def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     for i in range(args.num_layers):
         mixer, feed_forward = sublayer_spec(MIXERS, args, i), sublayer_spec(FEED_FORWARDS, args, i)
         blocks.append(BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout))
-    head = HeadSpec(last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying)
+    head: LayerSpec = HeadSpec(last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying)
+    if args.score_head:
+        head = ScoreSpec(last + 3, args.hidden_size)
     return (embedding_spec(args), *blocks, FinalNormSpec(last + 2, norm_spec(args)), head)
 
 
@@ -52,7 +55,9 @@ def attention_of(args: NeoXArgs, layer: int) -> AttentionSpec | None:
 def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
     """The parameters of each layer that has some, by NeoX layer index. `args.padded_vocab_size` must be
     known."""
-    kinds: dict[str, Any] = {"embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head}
+    kinds: dict[str, Any] = {
+        "embedding": Embedding, "block": Block, "norm": FinalNorm, "head": Head, "score": ScoreHead,
+    }  # fmt: skip
     by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
     return {layer: specs for layer, specs in by_layer.items() if specs or layer <= args.num_layers + 3}
 

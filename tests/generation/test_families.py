@@ -84,7 +84,7 @@ def written(
 
 @pytest.mark.parametrize(
     "name",
-    ["one process", *(pytest.param(name, marks=pytest.mark.more) for name in ("tp2", "pp2")), "tp2 x pp2"],
+    ["one process", *(pytest.param(name, marks=pytest.mark.more) for name in ("tp2", "pp2", "tp2 x pp2"))],
 )
 def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
     ranks, layout = LAYOUTS[name]

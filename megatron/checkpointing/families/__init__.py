@@ -18,12 +18,14 @@ from megatron.checkpointing.families.convert import (
     to_hf,
     with_fields,
 )
+from megatron.checkpointing.families.family import gives_score
 
 __all__ = [
     "FAMILIES",
     "check_hf_tensors",
     "family_of",
     "from_hf",
+    "gives_score",
     "hf_config",
     "hf_shapes",
     "canonical_config",

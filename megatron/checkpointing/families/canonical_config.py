@@ -52,6 +52,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "gpt_j_residual": args.gpt_j_residual,
         "gpt_j_tied": has_one_norm(args),
         "no_weight_tying": args.no_weight_tying,
+        "score_head": args.score_head,
         "use_qk_layernorm": args.use_qk_layernorm,
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
         "use_bias_in_mlp": args.use_bias_in_mlp,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import Config, Family, TensorMapping
+from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score
 from megatron.checkpointing.families.gemma import GEMMA3
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
@@ -35,6 +35,7 @@ _POSITIONS = {
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Of a config.json: code that does not come along, the type of the weights, where it once was.
 _NOT_KEPT = {"auto_map", "dtype", "_name_or_path"}
+_ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 _SHOWN = 8
 
 Layer = tuple[int, Mapping[str, Tensor]]
@@ -77,6 +78,11 @@ def from_hf(
     """
     family = FAMILIES[family_of(config)]
     keys = family.to_keys(config)
+    if gives_score(config):
+        labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
+        if labels != 1:
+            raise CheckpointError(f"config.json: num_labels: {labels}: a classifier, no reward model, which has 1")
+        keys["score_head"] = True
     vocab = config.get("vocab_size")
     if not isinstance(vocab, int):
         raise CheckpointError("config.json: vocab_size is missing")
@@ -117,8 +123,9 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
     """
     chosen_family, vocab = _family_for(args, family), _vocabulary(args, vocab_size)
     return {
-        "architectures": [chosen_family.architecture],
+        "architectures": [_architecture(chosen_family, bool(args.score_head))],
         "model_type": chosen_family.model_type,
+        **(_ONE_LABEL if args.score_head else {}),
         **chosen_family.to_config(args),
         "vocab_size": vocab,
         "torch_dtype": _DTYPES[args.params_dtype],
@@ -126,6 +133,12 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
         "eos_token_id": None,
         "pad_token_id": None,
     }
+
+
+def _architecture(family: Family, scores: bool) -> str:
+    if not scores:
+        return family.architecture
+    return family.scorer or family.architecture.replace("ForCausalLM", SCORES)
 
 
 def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any]:
@@ -245,6 +258,7 @@ def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -
     words."""
     try:
         keys = family.to_keys(family.to_config(args) if config is None else config)
+        keys["score_head"] = args.score_head if config is None else gives_score(config)
         again = NeoXArgs.from_dict({**keys, "padded_vocab_size": args.padded_vocab_size}, family.model_type)
     except (CheckpointError, ConfigError) as problem:
         return str(problem).splitlines()
@@ -263,7 +277,7 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
 
 
 def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, TensorMapping]]:
-    table = {row.ours: row for row in family.rows}
+    table = {row.ours: row for row in (*family.rows, SCORE)}
     for spec in specs:
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: {family.model_type} has no {spec.name}")

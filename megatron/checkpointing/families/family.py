@@ -17,6 +17,12 @@ from megatron.model.specs import AttentionSpec
 from megatron.neox_arguments import NeoXArgs
 
 Config = Mapping[str, Any]
+SCORES = "ForSequenceClassification"  # how the names of such classes end
+
+
+def gives_score(config: Config) -> bool:
+    """Whether a config.json is that of a reward model: a class for sequence classification."""
+    return any(str(name).endswith(SCORES) for name in config.get("architectures") or ())
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,16 @@ def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tup
     return weight, bias
 
 
+# The head of every class for sequence classification.
+SCORE = TensorMapping("rm_linear.weight", ("score.weight",))
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of HuggingFace models.
 
-    model_type, architecture: as in config.json. rows: the tensor mappings of all layers; those that a model
+    model_type, architecture: as in config.json, of language models; scorer: the architecture of reward
+    models, where it is not called as these are. rows: the tensor mappings of all layers; those that a model
     has no parameter for are not used. ignored: a regular expression of foreign tensors without trained
     values.
 
@@ -100,3 +111,4 @@ class Family:
     to_keys: Callable[[Config], dict[str, Any]]
     to_config: Callable[[NeoXArgs], dict[str, Any]]
     ignored: str = r".*rotary_emb\.inv_freq"
+    scorer: str | None = None

@@ -65,4 +65,4 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
     }
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", ROWS, _keys, _config)
+GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", ROWS, _keys, _config, scorer="Gemma3TextForSequenceClassification")

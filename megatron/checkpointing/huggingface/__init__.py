@@ -12,7 +12,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     read_companion_files,
 )
 from megatron.checkpointing.huggingface.exporting import export_hf, recover
-from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, is_hf
+from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
 from megatron.checkpointing.huggingface.importing import import_hf, load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
@@ -30,6 +30,7 @@ __all__ = [
     "exported_vocab_size",
     "find_hf",
     "find_in_hub_or_cache",
+    "has_hf_score",
     "import_hf",
     "is_hf",
     "load_hf_weights",

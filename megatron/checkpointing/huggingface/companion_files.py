@@ -83,17 +83,20 @@ def companion_files_of(
     tokenizer: bool = True,
     vocab_is_hf: bool = False,
     pad_token_id: int | None = None,
+    scores: bool = False,
 ) -> CompanionFiles:
     """The companion files for an export of checkpoint `source`: those of the model that was imported, else
     made from the run's own tokenizer or `vocab_file`.
 
-    tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub.
+    tokenizer: false leaves its files out. vocab_is_hf: `vocab_file` is a folder or a name on the Hub. scores:
+    the model is a reward model, whose score transformers reads at the last token that is no padding, so that
+    the pad token is one that ends no text: another special token where the tokenizer's ends some.
     Raises CheckpointError for a tokenizer that cannot be had.
     """
     kept = read_companion_files(source / HF_SUBFOLDER)
     config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
     files, ids, tokens = dict(kept), {}, None
-    carried = any(name in files for name in TOKENIZER)
+    carried, built_tokenizer = any(name in files for name in TOKENIZER), None
     if not carried and tokenizer:
         files |= _own_tokenizer(source, args, vocab_is_hf)
     if "tokenizer.json" in files and tokenizer:
@@ -106,12 +109,34 @@ def companion_files_of(
         files = {name: content for name, content in files.items() if name not in TOKENIZER}
     if carried or not ids:  # config.json may name several ends
         ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
+    if scores:
+        pad_token_id = _pad_of_scores(source, ids, built_tokenizer, pad_token_id)
     if pad_token_id is not None:
         ids["pad_token_id"] = pad_token_id
         files = _with_pad(files, pad_token_id)
-    if GENERATION not in files:
+    if scores:
+        files.pop(GENERATION, None)
+    elif GENERATION not in files:
         files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
     return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
+
+
+def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | None, given: int | None) -> int:
+    """The id that pads the texts of a reward model, and ends none. ids: those of config.json; given: by the
+    user. Raises CheckpointError where there is none."""
+    eos = ids.get("eos_token_id")
+    ends, choices = {*(eos if isinstance(eos, list) else [eos])}, [ids.get("pad_token_id")]
+    if tokenizer is not None:
+        ends |= {tokenizer.eod, tokenizer.eos}
+        choices += [i for i in tokenizer.special_tokens if i != tokenizer.bos] + [tokenizer.bos]
+    pads = [i for i in (choices if given is None else [given]) if i is not None and i not in ends]
+    if not pads:
+        what = "no token is known to pad with" if given is None else f"--pad-token-id {given} ends texts"
+        raise CheckpointError(
+            f"{source}: {what}, and transformers reads the score of a reward model at the last token that is no "
+            "padding; give the id of one that ends no text with --pad-token-id"
+        )
+    return pads[0]
 
 
 def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str, bytes]:

@@ -75,7 +75,10 @@ def export_hf(
     manifest = read_manifest(source)
     if manifest is not None:
         verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
-    extras = companion_files_of(source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id)
+    extras = companion_files_of(
+        source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id,
+        scores=bool(args.score_head),
+    )  # fmt: skip
     assert args.padded_vocab_size is not None
     vocab = extras.vocab_size or args.padded_vocab_size
     if extras.tokens is not None and extras.tokens > args.padded_vocab_size:

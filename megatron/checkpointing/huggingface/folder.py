@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.tensor_files import load_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -37,6 +38,12 @@ def is_hf(name: str | Path) -> bool:
     """Whether `load` means a HuggingFace model: hf://ORG/NAME, or a folder with its config.json."""
     path = Path(name)
     return str(name).startswith(_PREFIX) or (path / CONFIG).is_file() and not (path / "latest").exists()
+
+
+def has_hf_score(path: str | Path) -> bool:
+    """Whether the model of a folder is a reward model: its config.json names a class for sequence
+    classification."""
+    return gives_score(read_json(Path(path) / CONFIG))
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:

@@ -176,7 +176,13 @@ def _save_tokenizer(save: Path, companions: Mapping[str, bytes], folder: HFFolde
 
 
 def load_hf_weights(
-    path: str | Path, args: NeoXArgs, *, layers: Iterable[int], tensor_rank: int, tensor_size: int
+    path: str | Path,
+    args: NeoXArgs,
+    *,
+    layers: Iterable[int],
+    tensor_rank: int,
+    tensor_size: int,
+    new_head: bool = False,
 ) -> dict[int, dict[str, Tensor]]:
     """Load the tensors of `layers` from a HuggingFace folder; arguments and result are those of
     `load_weights`.
@@ -194,7 +200,7 @@ def load_hf_weights(
         )
 
     keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows, layers=wanted)
-    _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path))
+    _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path), new_head)
     check_hf_tensors(folder.config, keys, folder.shapes, str(path))
     specs: dict[int, dict[str, ParamSpec]] = {
         layer: {spec.name: spec for spec in layer_specs} for layer, layer_specs in layer_params(args).items()
@@ -206,12 +212,15 @@ def load_hf_weights(
     return loaded
 
 
-def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str) -> None:
-    """Raise CheckpointError with the keys in which the configuration differs from the model's."""
+def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str, new_head: bool) -> None:
+    """Raise CheckpointError with the keys in which the configuration differs from the model's. new_head: but
+    for the output layer."""
     wanted, now = canonical_config(theirs), canonical_config(plain_args(ours))
     scaled = theirs.rope_scaling is not None and theirs.rope_scaling["rope_type"] == "dynamic"
     if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
         wanted["max_position_embeddings"] = now["max_position_embeddings"]
+    if new_head:
+        wanted |= {key: now[key] for key in ("no_weight_tying", "score_head")}
     wrong = [key for key in {**wanted, **now} if wanted.get(key) != now.get(key)]
     if wrong:
         differences = [f"{key}: {_in_short(wanted.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, family_of
+from megatron.checkpointing.families import FAMILIES, family_of, gives_score
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.data import Batch
 from megatron.model import build_stage
@@ -64,6 +64,8 @@ def compare_logits(
     with torch.no_grad():
         reference_logits = transformers_logits(folder, tokens)[..., :vocab_size]
         ours = our_logits(args, weights, tokens)[..., :vocab_size]
+        if args.score_head:
+            ours = ours[:, -1]
     if not reference_logits.isfinite().all():
         broken = [name for name in folder.shapes if not folder.get(name).isfinite().all()]
         named = f"{', '.join(broken[:3])}{f' and {len(broken) - 3} more tensors' if len(broken) > 3 else ''}"
@@ -103,7 +105,8 @@ def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], t
 
 
 def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
-    """The logits of the class that transformers has for config.json, `[batch, seq, vocabulary]` fp32.
+    """The logits of the class that transformers has for config.json, `[batch, seq, vocabulary]` fp32; of a
+    reward model the scores of the last tokens, `[batch, 1]`.
 
     No code of the folder is run. Raises CheckpointError where transformers cannot build the model.
     """
@@ -114,10 +117,14 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
         raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
     try:
         config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+        scores = gives_score(folder.config)
+        auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
         with _without_weights():
-            model = transformers.AutoModelForCausalLM.from_config(
+            model = auto.from_config(
                 config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
             ).eval()
+        if scores:
+            model.config.pad_token_id = -1  # none of the tokens
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
     # transformers 5 calls GPT-NeoX's head otherwise in memory than in files

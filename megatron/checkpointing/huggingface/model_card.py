@@ -11,11 +11,9 @@ import yaml
 from megatron.checkpointing.manifest import read_manifest
 from megatron.neox_arguments import NeoXArgs
 
-_OURS: Mapping[str, Any] = {
-    "library_name": "transformers",
-    "pipeline_tag": "text-generation",
-    "tags": ["gpt-neox"],
-}
+_OURS: Mapping[str, Any] = {"library_name": "transformers", "tags": ["gpt-neox"]}
+# Of language models and of reward models: how the Hub calls what they do, and transformers' class.
+_TASKS = ("text-generation", "AutoModelForCausalLM"), ("text-classification", "AutoModelForSequenceClassification")
 
 
 def model_card(
@@ -47,29 +45,38 @@ def model_card(
     texts = texts or {"configuration.json": json.dumps(json.loads(args.to_json())["given"], indent=1)}
     kinds = {name: PurePath(name).suffix[1:] or "yaml" for name in texts}
     parts = [f"`{name}`:\n\n```{kinds[name]}\n{text.rstrip()}\n```" for name, text in texts.items()]
-    front = _front_matter(before, trained=manifest is not None and manifest.consumed_samples > 0)
+    task, loader = _TASKS[bool(args.score_head)]
+    front = _front_matter(before, task, trained=manifest is not None and manifest.consumed_samples > 0)
     return (
         f"---\n{front}---\n\n"
         f"# {config['architectures'][0]}, {parameters / 1e6:,.0f}M parameters\n\n"
         "Trained with a GPT-NeoX configuration and converted to HuggingFace's format.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
+        f"```python\nfrom transformers import {loader}, AutoTokenizer\n\n"
+        f'model = {loader}.from_pretrained(".")\ntokenizer = AutoTokenizer.from_pretrained(".")\n```\n\n'
         "## Training configuration\n\n" + "\n\n".join(parts) + "\n"
     ).encode()
 
 
-def _front_matter(before: str, trained: bool) -> str:
-    """The YAML front matter: that of the card `before`, and our fields where it has none."""
+def _front_matter(before: str, task: str, trained: bool) -> str:
+    """The YAML front matter: that of the card `before`, and our fields where it has none; task: the one that
+    it names."""
     parts = before.lstrip("\ufeff").split("---\n", 2)
     try:
         existing = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0].strip() else {}
     except yaml.YAMLError:
         existing = {}
     existing = existing if isinstance(existing, dict) else {}
+    if task != _TASKS[0][0]:  # the card may be that of the language model before
+        existing.pop("pipeline_tag", None)
     tags = existing.get("tags") or []
     tags = [tags] if isinstance(tags, str) else list(tags)
-    front = {**_OURS, **existing, "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)]}
+    front = {
+        **_OURS,
+        "pipeline_tag": task,
+        **existing,
+        "tags": [*tags, *(tag for tag in _OURS["tags"] if tag not in tags)],
+    }
     if trained:
         front.pop("model-index", None)
     return yaml.safe_dump(front, sort_keys=False, allow_unicode=True, width=2**20)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.families.config_fields import rope_of
 from megatron.checkpointing.huggingface.exporting import check_space
 from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, load_named, read_json, weight_bytes
@@ -206,6 +207,7 @@ def _params(folder: HFFolder) -> dict[str, Any]:
         for text, applies in (
             (f"model_type {config.get('model_type')}", config.get("model_type") not in ("llama", "mistral")),
             (f"rotary scaling {rope['rope_type']}", not scaled and scaling != {"rope_type": "default"}),
+            ("a score in the place of logits", gives_score(config)),
             ("tied embeddings", config.get("tie_word_embeddings", False)),
             (f"activation {config.get('hidden_act')}", config.get("hidden_act", "silu") != "silu"),
             (f"head_dim {head}", head * heads != dim and not mistral),

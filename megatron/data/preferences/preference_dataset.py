@@ -24,14 +24,15 @@ class PreferenceSample:
     response_ids: for each row [seq_length + 1] int64, the response that a token belongs to (of pair p these
     are 2p and 2p + 1), -1 in padding. prefix_lengths [n] int64: how many tokens of the beginning of the
     response before come, in the same row, before those of a response, which continues them; None: none.
-    preference_labels [n] float32 and reference_logprobs [n] float32: as in `Batch`. kl_sample: responses to
-    other prompts, for KTO's KL.
+    preference_labels [n] float32, reference_logprobs [n] float32 and margins [n / 2] float32: as in `Batch`.
+    kl_sample: responses to other prompts, for KTO's KL.
     """
 
     rows: tuple[TokenSample, ...]
     response_ids: tuple[np.ndarray, ...]
     preference_labels: np.ndarray
     reference_logprobs: np.ndarray | None = None
+    margins: np.ndarray | None = None
     prefix_lengths: np.ndarray | None = None
     kl_sample: "PreferenceSample | None" = None
 
@@ -48,7 +49,8 @@ class PreferenceDataset:
     parts: the slices of `sources` that make the documents. prompts [documents]: how many tokens of each come
     before the first trained one. two_rows: documents 2p and 2p + 1 stand in two rows; the maps are over pairs
     p then. labels, references: beside each source, one value for each token; references (float32) may also
-    hold one for each document. preference_labels [documents] float32: as in `Batch`. shared [documents]
+    hold one for each document. preference_labels [documents] float32 and margins [pairs] float32: as in
+    `Batch`. shared [documents]
     int64: how many tokens that are not among its own each document begins with, which are the first of the
     one before. kl_dataset: item i of it is the `kl_sample` of sample i.
     """
@@ -70,9 +72,11 @@ class PreferenceDataset:
         references: Sequence[IndexedDataset] | None = None,
         vocab_size: int | None = None,
         kl_dataset: "PreferenceDataset | None" = None,
+        margins: np.ndarray | None = None,
     ):
         self.indexed, self.maps = sources[0], maps
         self.preference_labels, self.shared, self.kl_dataset = preference_labels, shared, kl_dataset
+        self.margins = margins
         self.parts, self.references = tuple(parts), None if references is None else tuple(references)
         step, whole = 2 if two_rows else 1, replace(packing, truncate_documents=None)
         self.rows = []
@@ -101,7 +105,9 @@ class PreferenceDataset:
         reference = None if self.references is None else self._reference_logprobs(documents, rows, response_ids)
         kl_sample = None if self.kl_dataset is None else self.kl_dataset[index % len(self.kl_dataset)]
         prefixes = None if self.shared is None else self.shared[documents]
-        return PreferenceSample(rows, response_ids, self.preference_labels[documents], reference, prefixes, kl_sample)
+        margins = None if self.margins is None else self.margins[documents[0::2] // 2]
+        labels = self.preference_labels[documents]
+        return PreferenceSample(rows, response_ids, labels, reference, margins, prefixes, kl_sample)
 
     def pieces(self, index: int) -> Iterator[tuple[int, ...]]:
         """(row, document of that row, its token to begin at, how many tokens) of each document in a sample;

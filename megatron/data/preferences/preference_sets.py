@@ -53,7 +53,12 @@ from megatron.data.set_config import (
 )
 from megatron.data.sliced_documents import DocumentSlices
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import least_prefix_saving, needs_step_baselines, sample_kind
+from megatron.neox_arguments.values.losses import (
+    least_prefix_saving,
+    needs_step_baselines,
+    row_places,
+    sample_kind,
+)
 
 IndexedDatasets = tuple[IndexedDataset, ...]
 
@@ -86,7 +91,8 @@ class _PreferenceSource:
     """One member of a set. sources: of pairs, the chosen and the rejected responses; of KTO, the only pair of
     files.
 
-    labels and references: beside each of the sources. limit: documents of each that are used at most.
+    labels and references: beside each of the sources; rewards: of KTO's examples, or the margins of pairs,
+    beside the first. limit: documents of each that are used at most.
     """
 
     name: str
@@ -146,7 +152,7 @@ def build_preference_sets(
             plans.append(plan)
             batch, cached_maps = train_batch_size if name == "train" else None, plan.cached_maps(args)
             for member, key in zip(plan.members, plan.keys, strict=True):
-                log_lines += _log_lines(member, key, cached_maps.maps(key, PreferenceMaps), batch)
+                log_lines += _log_lines(member, key, cached_maps.maps(key, PreferenceMaps), batch, args.seq_length)
         return plans, log_lines
 
     plans, log_lines = once(write)
@@ -175,8 +181,8 @@ def preference_samples_per_epoch(args: NeoXArgs) -> int:
 
 
 def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
-    """Name such as `train_pos` or `valid_neg_labels` -> prefixes of these files, of pairs; labels are
-    included."""
+    """Name such as `train_pos`, `valid_neg_labels` or `train_rewards` -> prefixes of these files, of
+    pairs."""
     prefixes = {}
     for name in SET_NAMES:
         for side in ("pos", "neg"):
@@ -184,6 +190,8 @@ def preference_files(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
             for kind, paths in (("", data_paths), ("_labels", label_paths)):
                 if paths:
                     prefixes[f"{name}_{side}{kind}"] = paths
+        if margins := _margin_paths(args, name):
+            prefixes[f"{name}_rewards"] = margins
     return prefixes
 
 
@@ -232,12 +240,19 @@ def _pairs(args: NeoXArgs, name: str) -> list[_PreferenceSource]:
         references: IndexedDatasets | None = None
         if pos_labels is not None and neg_labels is not None:
             labels = open_labels(pos_labels[i], sides[0]), open_labels(neg_labels[i], sides[1])
+        margins = _margin_paths(args, name)
+        rewards = None if margins is None else open_rewards(margins[i], sides[0])
         if args.precompute_model_name is not None and sample_kind(args) == "pairs":
             references = tuple(open_dataset(f"{path}_{args.precompute_model_name}") for path in paths)
             for reference, side in zip(references, sides, strict=True):
                 check_reference(reference, side)
-        members.append(_PreferenceSource(name, sides, labels, references, None, args.limit_samples))
+        members.append(_PreferenceSource(name, sides, labels, references, rewards, args.limit_samples))
     return members
+
+
+def _margin_paths(args: NeoXArgs, name: str) -> tuple[str, ...] | None:
+    """The paths of the margins of the pairs of a set, which only reward models read."""
+    return companion_paths(args, name)[1] if args.train_impl == "rm" else None
 
 
 def _cached_plan(
@@ -287,7 +302,7 @@ def _maps_key(args: NeoXArgs, member: _PreferenceSource, ends: Sequence[int]) ->
         member.documents,
         2 if sample_kind(args) == "pairs" else 1,
         ends[-1],
-        args.seq_length,
+        row_places(args) - 1,
         data_seed(args),
         packing_from_args(args),
         LengthLimits(args.max_length, args.max_prompt_length),
@@ -370,7 +385,13 @@ def _load_member(
         two_rows=two_rows,
         references=member.references,
         kl_dataset=kl_dataset,
+        margins=_first_rewards(member.rewards, count // 2) if paired and member.rewards is not None else None,
     )
+
+
+def _first_rewards(rewards: IndexedDataset, count: int) -> np.ndarray:
+    """The rewards of the first `count` documents, float32."""
+    return np.array([rewards.get(i, 0, 1)[0] for i in range(count)], np.float32)
 
 
 def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) -> np.ndarray:
@@ -383,7 +404,7 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
     if member.rewards is None:  # the chosen and rejected responses of pairs in turn
         desirable = np.arange(count) % 2 == 0
     else:
-        rewards = np.array([member.rewards.get(i, 0, 1)[0] for i in range(count)])
+        rewards = _first_rewards(member.rewards, count)
         zero = np.flatnonzero(rewards == 0)
         if len(zero):
             raise DataError(f"{member.rewards.data_file}: document {zero[0]} has reward 0: KTO reads above or below 0")
@@ -391,15 +412,17 @@ def _preference_labels(args: NeoXArgs, member: _PreferenceSource, count: int) ->
     return np.where(desirable, 1, -1).astype(np.float32)
 
 
-def _log_lines(member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None) -> list[str]:
+def _log_lines(
+    member: _PreferenceSource, key: PreferenceMapsKey, maps: PreferenceMaps, batch: int | None, seq_length: int
+) -> list[str]:
     """Lines on how full the rows are, and on what is cut or left out. batch: samples of a step, for
-    training."""
+    training; seq_length: tokens of a row that the model reads."""
     count = dict(zip(COUNTS, maps.counts.tolist(), strict=True))
     units, samples = count["units"], count["samples"]
     unit = "pairs" if key.per_unit == 2 else "examples"
     rows = 2 if key.per_unit == 2 and key.packing.pack_impl != "best_fit" else 1
     padding = 100 * (1 - (count["tokens"] - count["shared"]) / (samples * rows * (key.seq_length + 1)))
-    line = f"{member.name}: {member.file}: {units} {unit} in {samples * rows} rows of {key.seq_length} tokens"
+    line = f"{member.name}: {member.file}: {units} {unit} in {samples * rows} rows of {seq_length} tokens"
     if batch is not None:
         line += f", {units / samples * batch:.1f} {unit} a step on average"
     lines = [f"{line}; {padding:.1f} % padding"]

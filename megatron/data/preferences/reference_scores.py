@@ -14,6 +14,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.packing import best_fit
 from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
+from megatron.data.sequences import SequenceDataset
 
 # name: `Response.name`; sum: of the log-probabilities of its trained tokens; count: how many these are.
 SCORES = np.dtype([("name", "S32"), ("sum", "<f4"), ("count", "<i4")])
@@ -164,7 +165,7 @@ class ReferenceScores:
 class ReferenceScoredDataset:
     """The samples of a dataset with the reference scores of their responses."""
 
-    def __init__(self, dataset: PreferenceDataset | BlendedDataset, scores: ReferenceScores) -> None:
+    def __init__(self, dataset: PreferenceDataset | BlendedDataset | SequenceDataset, scores: ReferenceScores) -> None:
         self.dataset, self.scores = dataset, scores
 
     def __len__(self) -> int:

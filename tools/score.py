@@ -1,0 +1,117 @@
+#!/usr/bin/env python
+"""Score texts, conversations or pairs of answers with a reward model.
+
+    python tools/score.py --model checkpoints/reward --input pairs.jsonl --output scores.jsonl
+    torchrun --nproc-per-node 2 tools/score.py --model checkpoints/reward --tp 2 --input chats.jsonl --output s.jsonl
+
+A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
+--iteration) or one global_stepN. Rows are {"chosen", "rejected"} (with a `prompt` or as whole conversations),
+{"messages"}, {"prompt", "completion"} or {"text"}; they become tokens as
+tools/datasets/preprocess_data_with_chat_template.py makes them, with the end that it adds. The output has a
+line for each row: {"score", "tokens"}, of pairs {"chosen", "rejected", "margin", "tokens"}. Of pairs accuracy,
+margin, loss and calibration are printed, and drawn beside the output.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if TYPE_CHECKING:
+    from megatron.generation.scoring.rewards import PairReport
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, metavar="MODEL", help="the reward model")
+    parser.add_argument("--iteration", type=int, metavar="N", help="where MODEL is a folder of checkpoints")
+    parser.add_argument("--input", required=True, help="JSONL, Parquet, ...: what the preprocess commands read")
+    parser.add_argument("--split", help="of a dataset that has several: test, train[:10%%]")
+    parser.add_argument("--subset", help="configuration of a HuggingFace dataset that has several")
+    parser.add_argument("--output", required=True, type=Path, help="JSONL, written when all is scored")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="calibration of pairs (OUTPUT with .png)")
+    parser.add_argument(
+        "--jsonl-keys", nargs="+", metavar="KEY", help="columns; unset: chosen rejected, messages, completion or text"
+    )
+    parser.add_argument("--tokenizer-path", help="folder or Hub name of the tokenizer; unset: the model's own")
+    parser.add_argument("--chat-template", metavar="FILE", help="a Jinja template in the place of the tokenizer's")
+    parser.add_argument("--date", default=date.today().isoformat(), help="what templates take for today")
+    parser.add_argument(
+        "--overlong", choices=("refuse", "truncate_left", "drop"), default="refuse",
+        help="rows longer than the model's positions: an error, without their beginning, or with null as scores",
+    )  # fmt: skip
+    parser.add_argument("--precision", choices=("fp32", "bfloat16", "fp16"), help="unset: as the weights are stored")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="rows of a forward; unset: what memory allows")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (1)")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages (1)")
+    return parser.parse_args(argv)
+
+
+def plot(report: "PairReport", path: Path) -> None:
+    """Draw the calibration of pairs: how sure the model is against how often it is right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6), layout="constrained")
+    axes.plot([0.5, 1], [0.5, 1], color="grey", linestyle="--", linewidth=1, label="calibrated")
+    sizes = [400 * one.count / report.pairs for one in report.bins]
+    predicted, observed = ([getattr(one, name) for one in report.bins] for name in ("predicted", "observed"))
+    axes.plot(predicted, observed, color="tab:blue", linewidth=1)
+    axes.scatter(predicted, observed, s=sizes, color="tab:blue", alpha=0.6, label="pairs, by size of the point")
+    axes.set_xlabel("predicted probability that the answer with the higher score is better")
+    axes.set_ylabel("share of pairs in which it is the chosen one")
+    axes.set_title(str(report), fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Score the rows of the command line."""
+    from torch.distributed import destroy_process_group
+
+    from megatron.generation.scoring.reward_file import ScoreJob, load_reward_model, reward_model_args, score_file
+    from megatron.launch import enter
+
+    logger = logging.getLogger("megatron")
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    args = reward_model_args(
+        options.model, iteration=options.iteration, precision=options.precision, tensor=options.tp, pipe=options.pp
+    )
+    model = load_reward_model(args, enter(args), logger)
+    job = ScoreJob(
+        options.input, options.output, options.split, options.subset, tuple(options.jsonl_keys or ()),
+        options.tokenizer_path, options.chat_template, options.date, options.overlong, options.batch_size,
+    )  # fmt: skip
+    report = score_file(model, job, logger)
+    if model.groups.world_rank == 0 and report is not None:
+        picture = options.plot or options.output.with_suffix(".png")
+        plot(report, picture)
+        print(f"{report}; plot: {picture}")
+    destroy_process_group()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command on this rank; returns its exit code."""
+    options = parse(argv)
+    from megatron.neox_arguments import UserError
+
+    try:
+        run(options)
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines("score.py"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
