@@ -9,6 +9,7 @@ from megatron.tokenizer.build import (
     describe,
     make_tokenizer,
     padded_vocab_size,
+    with_masked_ids,
     with_vocabulary,
 )
 from megatron.tokenizer.huggingface import HFTokenizer
@@ -24,5 +25,6 @@ __all__ = [
     "describe",
     "make_tokenizer",
     "padded_vocab_size",
+    "with_masked_ids",
     "with_vocabulary",
 ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
@@ -69,6 +70,30 @@ def with_vocabulary(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
         small = f"{args.padded_vocab_size} is smaller than the tokenizer's vocabulary of {tokenizer.vocab_size}"
         raise args.error("padded_vocab_size", small)
     return args
+
+
+def with_masked_ids(args: NeoXArgs, tokenizer: Tokenizer) -> NeoXArgs:
+    """The configuration with `loss_mask_token_ids` as ids, each once, in rising order.
+
+    Raises ConfigError for an id outside the vocabulary, and for a text that is not one token.
+    """
+    if not args.loss_mask_token_ids:
+        return args
+    names, ids = {name: i for i, name in tokenizer.special_tokens.items()}, set()
+    for token in args.loss_mask_token_ids:
+        if isinstance(token, str):
+            found = [names[token]] if token in names else list(tokenizer.tokenize_bare(token))
+            if len(found) != 1:
+                problem = f'"{token}" is {len(found)} tokens {found}, not one; give the ids that are meant'
+                raise args.error("loss_mask_token_ids", problem)
+            ids.update(found)
+        elif token < tokenizer.vocab_size:
+            ids.add(token)
+        else:
+            problem = f"{token} is no token: the vocabulary has {tokenizer.vocab_size}, so ids end at "
+            raise args.error("loss_mask_token_ids", f"{problem}{tokenizer.vocab_size - 1}")
+    known = args.replace(loss_mask_token_ids=sorted(ids))
+    return replace(known, origins=args.origins)  # a refusal names the line that was written
 
 
 def describe(tokenizer: Tokenizer, padded: int) -> str:

@@ -36,7 +36,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="make a message out of columns: --map 'user=For {topic}, {question}' --map 'assistant={answer}'",
     )
     data.add_argument("--system-file", help="text of a system message, for conversations that have none")
-    data.add_argument("--reward-key", help="key of a number for each row, written to PREFIX_KEY_reward_document")
+    data.add_argument(
+        "--reward-key",
+        help="key of a number for each row, written to PREFIX_KEY_reward_document: KTO's rewards, or of pairs the "
+        "margin by which the chosen answer should win (TRL's column `margin`), for train_impl: rm",
+    )
     data.add_argument("--binary-reward", action="store_true", help="the reward is true or false, written as 1 or -1")
     tokens = parser.add_argument_group("tokenizer")
     site = site_defaults(parser)
@@ -54,7 +58,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     tokens.add_argument("--ftfy", action="store_true", help="repair broken encodings first, with the ftfy package")
     labels = parser.add_argument_group("labels")
     labels.add_argument("--no-mask", action="store_true", help="train every token: no label file is written")
-    labels.add_argument("--for-rm", action="store_true", help="for a reward model: label only the last token")
+    labels.add_argument(
+        "--for-rm", action="store_true", help="label only the last token, which GPT-NeoX's reward models need, not ours"
+    )
     labels.add_argument("--generation-role", default="assistant", help="role that the model has (assistant)")
     labels.add_argument(
         "--loss-scope",

@@ -1,0 +1,73 @@
+"""`split` over listed sets: which documents train, validate and test, with their labels and rewards."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.data import DataError, order_keys
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.data.test_labels import write
+from tests.data.test_text_sets import build, make_args
+from tests.training.runs import LLAMA, config
+
+
+def sets_of(tmp_path: Path, names: str = "a", **changes: Any) -> Any:
+    """Sets of ten documents of three tokens, numbered on, and the sets that `split` makes of them."""
+    paths: dict[str, list[str]] = {"text": [], "label": [], "reward": []}
+    for k, name in enumerate(names):
+        numbers = range(10 * k + 1, 10 * k + 11)
+        paths["text"].append(write(tmp_path / f"{name}_document", [[n] * 3 for n in numbers]))
+        paths["label"].append(write(tmp_path / f"{name}_label_document", [[-100, n, n] for n in numbers]))
+        paths["reward"].append(write(tmp_path / f"{name}_reward_document", [[n / 2] for n in numbers], np.float32))
+    values = {
+        "data_path": None, "split": "70,20,10", "user_values": {"split": "70,20,10"}, "pack_impl": "unpacked",
+        "train_data_paths": tuple(paths["text"]), "train_label_data_paths": tuple(paths["label"]),
+        "train_reward_data_paths": tuple(paths["reward"]), "index_cache_dir": str(tmp_path / "cache"),
+        "seq_length": 4,
+    }  # fmt: skip
+    return make_args(**values | changes)
+
+
+def documents(samples: Any) -> set[int]:
+    """The numbers of the documents, their labels and rewards checked."""
+    found = set()
+    for i in range(len(samples)):
+        (number,) = set(samples[i].tokens[:3].tolist())
+        assert samples[i].labels[:3].tolist() == [-100, number, number] and samples[i].reward == number / 2
+        found.add(number)
+    return found
+
+
+def test_parts_of_one_set(tmp_path: Path):
+    sets = build(sets_of(tmp_path))
+    assert documents(sets.train) == set(range(1, 8))
+    assert documents(sets.valid) == {8, 9} and documents(sets.test) == {10}
+
+
+def test_parts_of_each_set_of_a_blend(tmp_path: Path):
+    sets = build(sets_of(tmp_path, "ab"))
+    assert documents(sets.train) == {*range(1, 8), *range(11, 18)}
+    assert documents(sets.valid) == {8, 9, 18, 19} and documents(sets.test) == {10, 20}
+    without_test = sets_of(tmp_path, "ab", split="80,20,0", user_values={"split": "80,20,0"})
+    assert build(without_test).test is None
+    with pytest.raises(DataError, match=r"leaves none of its 10 documents to valid; use another split"):
+        write(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
+        longer = {"train_label_data_paths": None, "train_reward_data_paths": None, "split": "99,1,0"}
+        paths = (str(tmp_path / "a_document"), str(tmp_path / "c_document"))
+        build(sets_of(tmp_path, "ab", **longer, train_data_paths=paths, user_values={"split": "99,1,0"}))
+
+
+def test_a_split_that_is_not_written_or_not_alone_cuts_nothing(tmp_path: Path):
+    assert documents(build(sets_of(tmp_path, user_values={})).train) == set(range(1, 11))
+    listed = sets_of(tmp_path, valid_data_paths=(str(tmp_path / "a_document"),))
+    assert documents(build(listed).train) == set(range(1, 11))
+    assert order_keys(sets_of(tmp_path))["split"] == "70,20,10" and order_keys(listed)["split"] is None
+
+
+def test_validation_asks_for_a_split_or_a_set():
+    listed = {"data_path": None, "train_data_paths": ["x"], "eval_iters": 2}
+    with pytest.raises(ConfigError, match="needs valid_data_paths too .*or split, to cut some off"):
+        NeoXArgs.from_dict(config(LLAMA, listed))
+    assert NeoXArgs.from_dict(config(LLAMA, listed, split="80,20,0")).split == "80,20,0"
