@@ -1,11 +1,18 @@
-"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, and say where validation began and
-ended."""
+"""Draw the losses of a run's metrics.jsonl over the tokens it has seen, those of texts to forget and to keep
+too, and say where validation and unlearning began and ended."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+FORGET, RETAIN = "train/ga_actual_loss", "train/gd_retain_loss"
+
+
+def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without those of steps that unlearn, whose loss is another."""
+    return [row for row in rows if not row.get("train/batch_type")]
 
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -22,8 +29,11 @@ def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(*read_curve(rows, "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
+    axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
     axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
+    for name, color, label in ((FORGET, "tab:red", "to forget"), (RETAIN, "tab:green", "to retain")):
+        if any(name in row for row in rows):
+            axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)
     if entropy is not None:
         axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy (validation)")
     axes.set_xlabel("tokens seen")
@@ -35,12 +45,17 @@ def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
 
 
 def summary(rows: list[dict[str, Any]], entropy: float | None) -> str:
-    """One sentence: validation loss before and after, beside what knowing only token frequencies gives."""
+    """One sentence: losses before and after, validation beside what knowing only token frequencies gives."""
     tokens, losses = read_curve(rows, "validation/lm_loss")
-    if not losses:
-        return "no validation loss in these metrics"
-    text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
-    return text if entropy is None else f"{text} (unigram entropy {entropy:.3f})"
+    text = "no validation loss in these metrics"
+    if losses:
+        text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
+    if losses and entropy is not None:
+        text = f"{text} (unigram entropy {entropy:.3f})"
+    for name, label in ((FORGET, "to forget"), (RETAIN, "to retain")):
+        if curve := read_curve(rows, name)[1]:
+            text += f"; loss {label} {curve[0]:.3f} -> {curve[-1]:.3f}"
+    return text
 
 
 def main() -> int:

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from megatron.data import Role
+
 Parts = list[tuple[tuple[int, str], Tensor]]
 """((layer, name in the weight map), part of that parameter, any shape, maybe on the host)."""
 
@@ -40,8 +42,8 @@ class Step:
     """One finished optimizer step, or step 0: a fresh run before its first step, whose result is None.
 
     seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read
-    row_tokens; row: its metrics by name, which callbacks add to; settled: whether the step's own values are
-    in the row.
+    row_tokens; role: of its data (`Batch.role`), "forget" where it unlearns; row: its metrics by name, which
+    callbacks add to; settled: whether the step's own values are in the row.
     """
 
     iteration: int
@@ -51,6 +53,7 @@ class Step:
     consumed_tokens: int | None = None  # None: all tokens of the samples
     row_length: int = 0
     row_tokens: int = 0
+    role: Role = "train"
     row: dict[str, float | int] = field(default_factory=dict)
     settled: bool = True
 

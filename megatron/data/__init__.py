@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from megatron.data.blending import build_blend
-from megatron.data.build import build_datasets, epoch_iterations
+from megatron.data.build import build_datasets, epoch_iterations, with_sequences
 from megatron.data.curriculum import check_curriculum, has_curriculum, row_length, step_length
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint, fingerprint, order_keys, order_sha256, path_key
@@ -23,7 +23,7 @@ from megatron.data.set_config import rows_per_sample, split_boundaries, trains_p
 from megatron.data.text_sets import unigram_entropy
 
 if TYPE_CHECKING:
-    from megatron.data.batch import Batch
+    from megatron.data.batch import Batch, Role
     from megatron.data.loader import collation, eval_batches, root_cause, train_loader
 
 
@@ -34,6 +34,7 @@ __all__ = [
     "Datasets",
     "IndexedDataset",
     "IndexedDatasetWriter",
+    "Role",
     "SampleSet",
     "build_blend",
     "build_datasets",
@@ -58,11 +59,13 @@ __all__ = [
     "train_loader",
     "trains_preferences",
     "unigram_entropy",
+    "with_sequences",
     "write_npy",
 ]
 
 _NEED_TORCH = {
     "Batch": "batch",
+    "Role": "batch",
     "collation": "loader",
     "eval_batches": "loader",
     "root_cause": "loader",

@@ -2,15 +2,18 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import TokenSample
 from megatron.data.preferences.kto import rotate_responses
 from megatron.data.preferences.preference_dataset import PreferenceSample
+
+Role = Literal["train", "forget", "retain"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,11 +56,15 @@ class Batch:
     response_ids: Tensor | None = None  # [batch, seq] int64: response of each place, prompt included; -1: none's
     preference_labels: Tensor | None = None  # [n] float32, of each response, see above
     reference_logprobs: Tensor | None = None  # [n] float32, sum of each response; None: not (yet) known
+    margins: Tensor | None = None  # [n / 2] float32, by which the chosen response of a pair should win; None: 0
     kl_batch: "Batch | None" = None  # KTO: mismatched responses, scored without gradients; all count in its KL
     baseline: Tensor | None = None  # [n] float32, subtracted from each response's score; the objective fills it
     prefixes: SharedPrefixes | None = None  # with cu_seqlens: what documents share; positions then count it
     padding: int = 0  # places that hold no document
     loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: all go through the head
+    role: Role = "train"  # which data it is of: unlearning has two sets more
+    # Gives a function the reference model's final hidden states and output layer (`mpu.HeadInput.use`)
+    reference_output: Callable[[Callable[..., Any]], Any] | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
@@ -84,6 +91,7 @@ def collate(
     rewards: np.ndarray | None = None,
     eod: int | None = None,
     eod_mask_loss: bool = False,
+    masked_ids: Sequence[int] = (),
     reset_attention_mask: bool = False,
     reset_position_ids: bool = False,
     seed: int = 0,
@@ -95,8 +103,9 @@ def collate(
     place of a row always begins one.
     rewards: [batch] float32, of each row's document.
     eod_mask_loss leaves out the positions whose input token is `eod` (NeoX): what follows a document's end is
-    chance. reset_attention_mask: attention stays in documents, and no document's first token is predicted
-    from the one before. reset_position_ids: positions count from 0 in each document.
+    chance. masked_ids: labels that are not trained, wherever they stand.
+    reset_attention_mask: attention stays in documents, and no document's first token is predicted from the
+    one before. reset_position_ids: positions count from 0 in each document.
     """
     resets = reset_attention_mask or reset_position_ids
     if eod is None and (eod_mask_loss or (resets and begins is None)):
@@ -106,6 +115,8 @@ def collate(
     trained = targets >= 0
     if eod_mask_loss:
         trained &= samples[:, :-1] != eod
+    if masked_ids:
+        trained &= ~np.isin(targets, masked_ids)
     positions, cu_seqlens, max_seqlen = None, None, 0
     if resets:
         if begins is None:
@@ -154,17 +165,20 @@ def collate_preferences(
     packed: bool,
     rotate: bool = False,
     max_length: int | None = None,
+    whole: bool = False,
     seed: int = 0,
 ) -> Batch:
     """A batch of preference samples: the rows of every sample, one after another, and their responses
     numbered on.
 
     packed: rows hold several documents, which attention and positions keep apart. rotate: `kl_batch` is made
-    of the samples themselves (`kto.rotate_responses`), cut to max_length tokens. Raises ValueError for a
-    `length`.
+    of the samples themselves (`kto.rotate_responses`), cut to max_length tokens. whole: the last token of a
+    row is read too, and not only predicted. Raises ValueError for a `length`.
     """
     if length is not None:
         raise ValueError("answers are not cut to the lengths of a curriculum")
+    if whole:
+        samples = [_one_place_longer(sample) for sample in samples]
     if rotate:
         samples = rotate_responses(samples, max_length)
     rows = [row for sample in samples for row in sample.rows]
@@ -176,6 +190,7 @@ def collate_preferences(
         for row in sample.response_ids
     ]
     references = [sample.reference_logprobs for sample in samples if sample.reference_logprobs is not None]
+    margins = [sample.margins for sample in samples if sample.margins is not None]
     response_ids = torch.from_numpy(np.stack(numbered)[:, :-1].copy())
     if any(sample.prefix_lengths is not None for sample in samples):
         none = [np.zeros(len(sample.preference_labels), np.int64) for sample in samples]
@@ -189,8 +204,23 @@ def collate_preferences(
         response_ids=response_ids,
         preference_labels=torch.from_numpy(np.concatenate([sample.preference_labels for sample in samples])),
         reference_logprobs=torch.from_numpy(np.concatenate(references)) if references else None,
+        margins=torch.from_numpy(np.concatenate(margins)) if margins else None,
         kl_batch=collate_preferences(kl_samples, packed=packed, seed=seed) if kl_samples else None,
     )
+
+
+def _one_place_longer(sample: PreferenceSample) -> PreferenceSample:
+    """The sample with one more place of padding at the end of each row."""
+    rows = tuple(
+        replace(
+            row,
+            tokens=np.append(row.tokens, 0),
+            labels=np.append(row.labels, MASKED),
+            begins=np.append(row.begins, True),
+        )
+        for row in sample.rows
+    )
+    return replace(sample, rows=rows, response_ids=tuple(np.append(row, -1) for row in sample.response_ids))
 
 
 def share_prefixes(batch: Batch, response_ids: Tensor, lengths: np.ndarray) -> Batch:

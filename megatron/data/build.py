@@ -1,13 +1,16 @@
 """From the configuration to the train, validation and test sets of a run."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
+from megatron.data.packed_dataset import PackedDataset
 from megatron.data.preferences.preference_sets import build_preference_sets, preference_samples_per_epoch
 from megatron.data.run_datasets import Datasets
-from megatron.data.set_config import trains_preferences
+from megatron.data.sequences import SequenceDataset
+from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
 
@@ -32,6 +35,20 @@ def build_datasets(
     """
     build = build_preference_sets if trains_preferences(args) else build_text_sets
     return build(args, train_batch_size, once, epochs, data_state or DataState())
+
+
+def with_sequences(args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datasets:
+    """The sets, that to forget by its sequences where the loss is of these (`ga_loss_type`)."""
+    if args.ga_loss_type == "nll" or not isinstance(datasets.forget, PackedDataset):
+        return datasets
+    forget = SequenceDataset(
+        datasets.forget,
+        apart=args.reset_attention_mask,
+        eod=eod,
+        mask_after_eod=args.eod_mask_loss,
+        masked_ids=masked_token_ids(args),
+    )
+    return replace(datasets, forget=forget)
 
 
 def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataState | None = None) -> int:

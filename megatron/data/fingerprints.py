@@ -10,8 +10,16 @@ from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.preference_sets import preference_files
 from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import data_seed
-from megatron.data.set_config import blend_weights, companion_paths, data_prefixes
+from megatron.data.set_config import (
+    UNLEARNING_KEYS,
+    blend_weights,
+    companion_paths,
+    data_prefixes,
+    masked_token_ids,
+    storage,
+)
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.losses import least_prefix_saving, sample_kind
 
 FINGERPRINT_BLOCKS = 64
@@ -58,7 +66,8 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
         return {name: fingerprint(path, args.data_impl) for name, path in listed}
     for name, prefixes in data_prefixes(args).items():
         if len(prefixes) == 1:
-            fingerprints[name] = {**fingerprint(prefixes[0], args.data_impl), **_companion_fingerprints(args, name, 0)}
+            data = fingerprint(prefixes[0], storage(args, name))
+            fingerprints[name] = {**data, **_companion_fingerprints(args, name, 0)}
             continue
         members = [open_dataset(prefix, args.data_impl) for prefix in prefixes]
         weights: list[Any] = normalized(blend_weights(args, name, members)).tolist()
@@ -82,21 +91,23 @@ def path_key(name: str, kind: str = "") -> str:
     split, *side = name.rstrip("0123456789").rstrip("_").split("_")
     if split == "all":
         return "data_path"
-    kind = kind or "".join(part for part in side if part == "labels")
-    words = [part for part in side if part != "labels"] + [split] + ([kind.rstrip("s")] if kind else [])
+    if split in UNLEARNING_KEYS:
+        return UNLEARNING_KEYS[split][kind == "labels"]
+    kind = kind or "".join(part for part in side if part in ("labels", "rewards"))
+    words = [part for part in side if part != kind] + [split] + ([kind.rstrip("s")] if kind else [])
     return "_".join([*words, "data_paths"])
 
 
 def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
-    """The keys that decide the order of samples, besides `data_fingerprint` and `seed`. epochs:
-    `train_epochs`, which is not in args any more when a run begins; whether there is any decides, not how
-    many."""
+    """The keys that decide the order of samples and which of their tokens are trained, besides
+    `data_fingerprint` and `seed`. epochs: `train_epochs`, which is not in args any more when a run begins;
+    whether there is any decides, not how many."""
     keys = {"train_epochs": epochs is not None, **{key: getattr(args, key) for key in ORDER_KEYS}}
     keys["data_seed"] = data_seed(args)
     if sample_kind(args) == "pairs" and args.pack_impl == "best_fit":
         keys["prefix_sharing"] = least_prefix_saving(args) is not None
-    if args.data_path:
-        keys["split"] = args.split.replace(" ", "")
+    keys["split"] = args.split.replace(" ", "") if args.data_path or cuts_listed_paths(args) else None
+    keys["loss_mask_token_ids"] = sorted(masked_token_ids(args)) or None
     if args.train_data_weight_schedule is not None:
         keys["train_batch_size"] = args.train_batch_size  # its borders are steps
     return keys

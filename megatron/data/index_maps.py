@@ -90,11 +90,13 @@ class DataState:
 
     The default is a new run. segment_ends: for each member of a set, where the segments of its order end, in
     samples (see `build_packed`); sets whose order only continues with more samples are not in it.
+    forget_samples: consumed of each set of unlearning.
     """
 
     iteration: int = 0
     consumed_samples: int = 0
     segment_ends: SegmentEnds = field(default_factory=dict)
+    forget_samples: int = 0
 
     def segments(self, name: str, member: int) -> tuple[int, ...]:
         """The segment ends of a member of a set; () where the run had no such member, or does not know."""

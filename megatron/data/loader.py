@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from megatron.data.batch import Batch, collate_preferences, collate_samples, rechunk
+from megatron.data.batch import Batch, Role, collate_preferences, collate_samples, rechunk
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import data_fingerprint
 from megatron.data.preferences.preference_dataset import PreferenceSample
 from megatron.data.run_datasets import SampleSet
 from megatron.data.sampler import eval_slices, train_slices
-from megatron.data.set_config import trains_preferences
+from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import row_places
 
 
 def micro_batch_seed(seed: int, first_sample: int) -> int:
@@ -42,6 +43,7 @@ class _MicroBatches(Dataset):
     seed: int
     collate: Callable[..., Batch]
     cut: bool = False
+    role: Role = "train"
 
     def __getitem__(self, item: tuple[range, int | None]) -> Batch | DataError:
         """The batch of item: sample numbers, and how many tokens are read of each sample (None: all).
@@ -57,10 +59,10 @@ class _MicroBatches(Dataset):
         seed = micro_batch_seed(self.seed, samples.start)
         if self.cut and length is not None:
             return rechunk(self.collate(rows, seed=seed), length)
-        return self.collate(rows, length, seed=seed)
+        return replace(self.collate(rows, length, seed=seed), role=self.role)
 
 
-def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
+def collation(args: NeoXArgs, eod: int | None, role: Role = "train") -> Callable[..., Batch]:
     """The function by which this configuration makes a Batch of samples, their length and a seed."""
     if trains_preferences(args):
         return partial(
@@ -68,11 +70,15 @@ def collation(args: NeoXArgs, eod: int | None) -> Callable[..., Batch]:
             packed=args.pack_impl != "unpacked",
             rotate=args.kto_kl == "rotated",
             max_length=args.max_length,
+            whole=row_places(args) == args.seq_length,
         )
+    if role == "forget" and args.ga_loss_type != "nll":
+        return partial(collate_preferences, packed=args.reset_attention_mask)
     return partial(
         collate_samples,
         eod=eod,
         eod_mask_loss=args.eod_mask_loss,
+        masked_ids=masked_token_ids(args),
         reset_attention_mask=args.reset_attention_mask,
         reset_position_ids=args.reset_position_ids,
     )
@@ -84,6 +90,7 @@ def train_loader(
     *,
     data_rank: int,
     data_size: int,
+    role: Role = "train",
     consumed_samples: int = 0,
     eod: int | None = None,
     pin_memory: bool = False,
@@ -94,9 +101,9 @@ def train_loader(
     optimizer step.
 
     Begins at `consumed_samples`, ends with the last whole step of the dataset, and holds no batch it has
-    handed out. length: tokens that the n-th list, from 0 on, reads of each sample; None: all. cut: all are
-    read, in rows of it. Raises DataError at the step that holds data which cannot be used. The `num_workers`
-    processes start at once; closing or dropping the iterator ends them.
+    handed out. role: of the micro-batches. length: tokens that the n-th list, from 0 on, reads of each
+    sample; None: all. cut: all are read, in rows of it. Raises DataError at the step that holds data which
+    cannot be used. The `num_workers` processes start at once; closing or dropping the iterator ends them.
     """
     batch, accumulation = args.train_batch_size, args.gradient_accumulation_steps
     if batch != args.train_micro_batch_size_per_gpu * accumulation * data_size:
@@ -105,9 +112,9 @@ def train_loader(
             f"x gradient_accumulation_steps {accumulation} x {data_size} data-parallel ranks"
         )
     steps = max(0, len(dataset) - consumed_samples) // batch
-    workers = args.num_workers
+    workers = args.num_workers if role == "train" else min(args.num_workers, 1)  # few steps are of the others
     loader = DataLoader(
-        _MicroBatches(dataset, args.seed, collation(args, eod), cut),
+        _MicroBatches(dataset, args.seed, collation(args, eod, role), cut, role),
         batch_size=None,  # a slice of samples is one item: it comes out as one Batch
         sampler=_with_lengths(
             train_slices(len(dataset), batch, accumulation, data_rank, data_size, consumed_samples),

@@ -9,13 +9,16 @@ from megatron.data.index_maps import SegmentEnds
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.reference_scores import ReferenceScoredDataset
+from megatron.data.sequences import SequenceDataset
 
-SampleSet = PackedDataset | BlendedDataset | RepeatedDataset | PreferenceDataset | ReferenceScoredDataset
+SampleSet = (
+    PackedDataset | BlendedDataset | RepeatedDataset | PreferenceDataset | SequenceDataset | ReferenceScoredDataset
+)
 
 
 @dataclass(frozen=True)
 class SetContents:
-    """All that decides the rows of a preference set, for caches that are made from them.
+    """All that decides the rows of a set, for caches that are made from them.
 
     layout: hex SHA-256 of labels, keys and order. files: those with the tokens. hash_cache: the folder in
     which the hashes of these files are kept (`cached_sha256`).
@@ -30,8 +33,9 @@ class SetContents:
 class Datasets:
     """The sets of one run; a set is None where the split leaves it no document or no sample is asked of it.
 
-    log_lines: lines about the sets for the start of the log. contents: of each preference set, by its name.
-    segment_ends: how the order of each set is laid out, as `DataState` takes it when the run is resumed.
+    forget, retain: those of unlearning, `ga_dataset` and `gd_retain_dataset`. log_lines: lines about the sets
+    for the start of the log. contents: of sets that a reference scores. segment_ends: how the order of
+    each set is laid out, as `DataState` takes it when the run is resumed.
     """
 
     train: SampleSet | None
@@ -40,3 +44,5 @@ class Datasets:
     log_lines: tuple[str, ...] = ()
     contents: Mapping[str, SetContents] = field(default_factory=dict)
     segment_ends: SegmentEnds = field(default_factory=dict)
+    forget: SampleSet | None = None
+    retain: SampleSet | None = None

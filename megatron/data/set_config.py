@@ -16,6 +16,21 @@ from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 SET_NAMES = ("train", "valid", "test")
+UNLEARNING_KEYS = {
+    "forget": ("ga_dataset", "ga_label_dataset"),
+    "retain": ("gd_retain_dataset", "gd_retain_label_dataset"),
+}
+"""The sets of unlearning, and the keys that name their files and their labels."""
+
+
+def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
+    """The ids of `loss_mask_token_ids`. Raises DataError for a text that no tokenizer has looked up."""
+    ids = []
+    for token in args.loss_mask_token_ids or ():
+        if isinstance(token, str):
+            raise DataError(f'loss_mask_token_ids: "{token}" is a text; only a tokenizer knows its id: give the id')
+        ids.append(token)
+    return tuple(ids)
 
 
 def trains_preferences(args: NeoXArgs) -> bool:
@@ -86,19 +101,37 @@ def data_prefixes(args: NeoXArgs) -> dict[str, tuple[str, ...]]:
 
     Raises DataError when there is no training data.
     """
+    unlearning = {name: (path,) for name in UNLEARNING_KEYS if (path := unlearning_path(args, name)) is not None}
     if args.data_path:
-        return {"all": (args.data_path,)}
+        return {"all": (args.data_path,), **unlearning}
     lists = zip(SET_NAMES, (args.train_data_paths, args.valid_data_paths, args.test_data_paths), strict=True)
     prefixes = {name: paths for name, paths in lists if paths}
     if "train" not in prefixes:
         raise DataError("no training data: set data_path (with split), or train_data_paths")
-    return prefixes
+    return {**prefixes, **unlearning}
+
+
+def unlearning_path(args: NeoXArgs, name: str) -> str | None:
+    """The prefix of the forget or retain set; None where the run has none."""
+    if name == "forget":
+        return args.ga_dataset
+    return args.gd_retain_dataset if args.gd_mode else None
+
+
+def storage(args: NeoXArgs, name: str) -> str:
+    """How the files of a set are read (`data_impl`)."""
+    if name == "forget":
+        return args.ga_dataset_impl
+    return args.gd_retain_dataset_impl if name == "retain" else args.data_impl
 
 
 def companion_paths(args: NeoXArgs, name: str) -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """(label paths, reward paths) of a set, one for each of its data paths; None where none are listed."""
     labels = (args.train_label_data_paths, args.valid_label_data_paths, args.test_label_data_paths)
     rewards = (args.train_reward_data_paths, args.valid_reward_data_paths, args.test_reward_data_paths)
+    if name in UNLEARNING_KEYS:
+        path = {"forget": args.ga_label_dataset, "retain": args.gd_retain_label_dataset}[name]
+        return (None if path is None else (path,)), None
     return (None, None) if name == "all" else (labels[SET_NAMES.index(name)], rewards[SET_NAMES.index(name)])
 
 

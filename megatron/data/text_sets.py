@@ -5,6 +5,8 @@ First every set is planned (which documents, how many samples of each pair), the
 found in the cache by one process, then every process maps them.
 """
 
+import hashlib
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -33,23 +35,29 @@ from megatron.data.index_cache import CachedMaps, CacheKey, MapBuilders, ensure_
 from megatron.data.index_maps import DataState, IndexKey, IndexMaps, segment_ends, whole_windows
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.masked_tokens import masked_token_lines
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import build_maps, packing_from_args
 from megatron.data.packing_efficiency import packing_efficiency_line
-from megatron.data.run_datasets import Datasets, SampleSet
+from megatron.data.run_datasets import Datasets, SampleSet, SetContents
 from megatron.data.sampler import data_seed
 from megatron.data.set_config import (
     SET_NAMES,
+    UNLEARNING_KEYS,
     blend_weights,
     companion_paths,
     data_prefixes,
     hash_cache_dir,
     index_cache_dir,
+    masked_token_ids,
     requested_samples,
     split_boundaries,
+    storage,
 )
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.data_split import cuts_listed_paths
+from megatron.neox_arguments.values.unlearning import ascent_steps
 
 THREADS = 8  # pairs hashed at once: of blends of thousands, much of the time is waiting for the disk
 
@@ -125,7 +133,11 @@ def build_text_sets(
         for plan in plans
         if packing_from_args(args).joint and plan.epochs is None
     }
-    return Datasets(sets.get("train"), sets.get("valid"), sets.get("test"), tuple(log_lines), segment_ends=ends)
+    contents = {plan.name: _contents(plan, args) for plan in plans if plan.name == "forget"}
+    return Datasets(
+        sets.get("train"), sets.get("valid"), sets.get("test"), tuple(log_lines), contents, ends,
+        sets.get("forget"), sets.get("retain"),
+    )  # fmt: skip
 
 
 def text_samples_per_epoch(args: NeoXArgs) -> int:
@@ -153,6 +165,8 @@ def _plans(
     prefixes = data_prefixes(args)
     plans = _split_plans(args, prefixes["all"][0], wanted) if "all" in prefixes else _listed_plans(args, wanted)
     plans = [_one_pass(plan, args) for plan in plans]
+    if wanted[0] > 0:
+        plans += _unlearning_plans(args, data_state)
     plans = [plan for plan in plans if plan.num_samples > 0 and plan.sources[0].last > plan.sources[0].first]
     if wanted[0] > 0 and not any(plan.name == "train" for plan in plans):
         raise DataError(f"no document is left for training (data {prefixes}, split {args.split})")
@@ -180,16 +194,25 @@ def _split_plans(args: NeoXArgs, prefix: str, wanted: tuple[int, int, int]) -> l
 
 
 def _listed_plans(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_TextPlan]:
-    """The sets of `train_data_paths`, `valid_data_paths` and `test_data_paths`."""
-    prefixes, plans = data_prefixes(args), []
-    for name, samples in zip(SET_NAMES, wanted, strict=True):
-        if name not in prefixes:
+    """The sets of `train_data_paths`, `valid_data_paths` and `test_data_paths`, or the parts into which
+    `split` divides each of the first."""
+    prefixes, plans, cut = data_prefixes(args), [], cuts_listed_paths(args)
+    for part, (name, samples) in enumerate(zip(SET_NAMES, wanted, strict=True)):
+        listed = "train" if cut else name
+        if listed not in prefixes:
             continue
-        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes[name]]
+        members = [open_dataset(prefix, args.data_impl) for prefix in prefixes[listed]]
         for indexed in members:
             if len(members) > 1 and not len(indexed):
-                raise DataError(f"{indexed.data_file}: no document; take it out of {name}_data_paths")
-        weights = blend_weights(args, name, members)
+                raise DataError(f"{indexed.data_file}: no document; take it out of {listed}_data_paths")
+        ranges = [split_boundaries(args.split, len(each))[part:][:2] if cut else (0, len(each)) for each in members]
+        if len(members) > 1 and all(first == last for first, last in ranges):
+            continue
+        for indexed, (first, last) in zip(members, ranges, strict=True):
+            if len(members) > 1 and first == last:
+                problem = f"split {args.split} leaves none of its {len(indexed)} documents to {name}"
+                raise DataError(f"{indexed.data_file}: {problem}; use another split, or valid_data_paths")
+        weights = blend_weights(args, listed, members)
         shares = samples_per_member(weights, samples)
         phases: Phases = ()
         if name == "train" and args.train_data_weight_schedule is not None:
@@ -197,10 +220,29 @@ def _listed_plans(args: NeoXArgs, wanted: tuple[int, int, int]) -> list[_TextPla
             shares = [sum(each) for each in zip(*(samples_per_member(w, n) for n, w in phases), strict=True)]
         sources = []
         for i, (indexed, share) in enumerate(zip(members, shares, strict=True)):
-            origin = f"{indexed.data_file} ({name}_data_paths)"
-            source = _TextSource(indexed, 0, _limited(args, 0, len(indexed)), share, origin)
-            sources.append(_with_companions(source, args, name, i))
+            first, last = ranges[i]
+            cited = f'{name} part of split "{args.split}" of ' if cut else ""
+            origin = f"{cited}{indexed.data_file} ({listed}_data_paths)"
+            source = _TextSource(indexed, first, _limited(args, first, last), share, origin)
+            sources.append(_with_companions(source, args, listed, i))
         plans.append(_TextPlan(name, tuple(sources), weights, samples, phases=phases))
+    return plans
+
+
+def _unlearning_plans(args: NeoXArgs, data_state: DataState) -> list[_TextPlan]:
+    """The sets to forget and to retain: all documents of each, as often as the steps on them need."""
+    if args.ga_dataset is None:
+        return []
+    prefixes, plans = data_prefixes(args), []
+    steps = ascent_steps(args, data_state.iteration, args.train_iters)
+    samples = data_state.forget_samples + steps * args.train_batch_size
+    for name, (key, _) in UNLEARNING_KEYS.items():
+        if name in prefixes:
+            indexed = open_dataset(prefixes[name][0], storage(args, name))
+            if not len(indexed):
+                raise DataError(f"{indexed.data_file}: no document; set {key} to data that has some")
+            source = _TextSource(indexed, 0, len(indexed), samples, f"{indexed.data_file} ({key})")
+            plans.append(_TextPlan(name, (_with_companions(source, args, name, 0),), (1.0,), samples))
     return plans
 
 
@@ -348,13 +390,16 @@ def _build_maps(source: _TextSource, args: NeoXArgs) -> IndexMaps:
 
 
 def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[str]:
-    """A line on how full the rows of each source are; of GPT-NeoX's rows, which mix epochs, nothing can be
-    said."""
+    """Lines on what `loss_mask_token_ids` masks, and on how full the rows of each source are; of GPT-NeoX's
+    rows, which mix epochs, nothing can be said."""
     packing = packing_from_args(args)
-    if plan.name != "train" or not packing.whole_documents or packing.compat:
+    if plan.name != "train":
         return []
+    parts = [(source.indexed, source.labels, source.first, source.last) for source in plan.sources]
+    lines = masked_token_lines(masked_token_ids(args), parts)
+    if not packing.whole_documents or packing.compat:
+        return lines
     cached_maps = _cached_maps(plan, args)
-    lines = []
     for source in plan.sources:
         maps = cached_maps.maps(_index_key(source, args), IndexMaps)
         lines.append(
@@ -363,6 +408,15 @@ def _log_lines(plan: _TextPlan, args: NeoXArgs, train_batch_size: int) -> list[s
             )
         )
     return lines
+
+
+def _contents(plan: _TextPlan, args: NeoXArgs) -> SetContents:
+    (source,) = plan.sources
+    files = (*source.indexed.data_files, *(source.labels.data_files if source.labels is not None else ()))
+    masks = [args.eod_mask_loss, *masked_token_ids(args)]
+    layout = [_index_key(source, args).digest, args.reset_attention_mask, masks]
+    layout_digest = hashlib.sha256(json.dumps(layout).encode()).hexdigest()
+    return SetContents(layout_digest, files, hash_cache_dir(args, source.indexed.prefix))
 
 
 def _load(plan: _TextPlan, args: NeoXArgs) -> SampleSet:

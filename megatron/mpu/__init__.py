@@ -8,6 +8,7 @@ Everything takes its groups as an argument; nothing here is global.
 """
 
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
+from megatron.mpu.divergence import token_divergence_sum
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.head import (
@@ -15,9 +16,11 @@ from megatron.mpu.head import (
     LossOfTokens,
     OutputLayer,
     TokenStatistics,
+    scores_of,
     token_logprobs,
     token_logprobs_and_statistics,
     token_loss_sum,
+    token_scores,
 )
 from megatron.mpu.initialize import init_model_parallel
 from megatron.mpu.layers import Linear, LinearSpec, VocabParallelEmbedding, row_parallel_sum
@@ -62,12 +65,15 @@ __all__ = [
     "reduce_from_tensor",
     "row_parallel_sum",
     "scatter_to_sequence",
+    "scores_of",
     "seed_tensor",
     "shard",
     "shard_rows",
+    "token_divergence_sum",
     "token_logprobs",
     "token_logprobs_and_statistics",
     "token_loss_sum",
+    "token_scores",
     "with_prefix",
     "unshard",
 ]

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, sums_of_ranks, values_of
+from megatron.mpu.mappings import reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
 
 CHUNK_BYTES = 340 * 2**20  # of the logits of a chunk
@@ -76,7 +77,7 @@ def chunks(rows: int, row_bytes: int) -> Iterator[slice]:
     return (slice(start, min(start + step, rows)) for start in range(0, max(1, rows), step))
 
 
-class _WeightGradient:
+class WeightGradient:
     """The gradient of the weight, summed over chunks in fp32."""
 
     def __init__(self, layer: OutputLayer) -> None:
@@ -144,7 +145,7 @@ class _LossSum(torch.autograd.Function):
         gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         of_hidden = torch.empty_like(hidden) if gradient and ctx.needs_input_grad[0] else None
-        of_weight = _WeightGradient(layer) if gradient and ctx.needs_input_grad[1] else None
+        of_weight = WeightGradient(layer) if gradient and ctx.needs_input_grad[1] else None
         gradient = of_hidden is not None or of_weight is not None
         local, product, rows = part.local(labels), layer.product, []
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
@@ -213,14 +214,38 @@ def token_loss_sum(
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
         part = VocabPart.of(layer.weight.shape[0], group, columns)
         flat = hidden.flatten(0, -2), labels.reshape(-1), weights.reshape(-1).float()
-        x, of_labels, of_weights = (_chosen(values, places) for values in flat)
+        x, of_labels, of_weights = (chosen(values, places) for values in flat)
         return _LossSum.apply(x, layer.weight, layer, of_labels, of_weights, part, kind, gradient)
 
     return head.use(use)
 
 
-def _chosen(values: Tensor, places: Tensor | None) -> Tensor:
+def chosen(values: Tensor, places: Tensor | None) -> Tensor:
     return values if places is None else values.index_select(0, places)
+
+
+# -- scores --------------------------------------------------------------------------------------------------
+
+
+def scores_of(hidden: Tensor, weight: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The scores `[...]` of hidden states `[..., hidden]`, which are whole on every tensor rank, as are the
+    scores; the product is in fp32. weight: `[1, hidden/T]`."""
+    width = weight.shape[1]
+    begin = 0 if group is None else width * dist.get_rank(group)
+    own = hidden[..., begin : begin + width].float()
+    return reduce_from_tensor(own @ weight.float().squeeze(0), group)
+
+
+def token_scores(head: HeadInput, places: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The scores of tokens by a head of one output, fp32 `[n]`, the same on every tensor rank.
+
+    places: `[n]` int64, row-major among `[seq, batch]`; no other place goes through the head.
+    """
+
+    def use(hidden: Tensor, layer: OutputLayer) -> Tensor:
+        return scores_of(hidden.flatten(0, -2).index_select(0, places), layer.weight, group)
+
+    return head.use(use)
 
 
 # -- log-probabilities ---------------------------------------------------------------------------------------
@@ -266,7 +291,7 @@ class _Logprobs(torch.autograd.Function):
         layer, part, kept = ctx.layer, ctx.part, ctx.kept[::-1]
         ctx.kept = None
         of_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        of_weight = _WeightGradient(layer) if ctx.needs_input_grad[1] else None
+        of_weight = WeightGradient(layer) if ctx.needs_input_grad[1] else None
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
             logits = kept.pop() if kept else layer.product.output(x, weight)
@@ -294,7 +319,7 @@ def _logprobs(
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, ...]:
         part = VocabPart.of(layer.weight.shape[0], group, columns)
-        x, of_labels = (_chosen(values, places) for values in (hidden.flatten(0, -2), labels.reshape(-1)))
+        x, of_labels = (chosen(values, places) for values in (hidden.flatten(0, -2), labels.reshape(-1)))
         found = _Logprobs.apply(x, layer.weight, layer, of_labels, part, statistics, gradient)
         if places is not None:
             found = tuple(one.new_zeros(labels.numel()).index_copy(0, places, one) for one in found)

@@ -3,18 +3,31 @@
 from collections.abc import Callable, Mapping
 
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import losses_of
+from megatron.neox_arguments.values.losses import losses_of, retains_by_divergence
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import language_modelling
 from megatron.objectives.objective import Objective, loss_function
 from megatron.objectives.pair_losses import PairSettings
+from megatron.objectives.reward import reward
+from megatron.objectives.unlearning import ForgetSettings, unlearning
 
 
 def _language_modelling(args: NeoXArgs) -> Objective:
     labelled = args.train_label_data_paths is not None
     loss = loss_function("normal", args.sft_loss_type)
-    return language_modelling(args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows)
+    objective = language_modelling(args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows)
+    if args.ga_dataset is None:
+        return objective
+    return unlearning(
+        objective,
+        forget_loss=args.ga_loss_type,
+        settings=ForgetSettings(args.npo_beta, args.simnpo_beta, args.simnpo_gamma),
+        retain_weight=args.gd_retain_weight,
+        retain_divergence=retains_by_divergence(args),
+        separate_losses=args.gd_mode and args.gd_log_separate_losses,
+        columns=args.softmax_rows,
+    )
 
 
 def _dpo(args: NeoXArgs) -> Objective:
@@ -29,10 +42,15 @@ def _kto(args: NeoXArgs) -> Objective:
     return kto(KtoSettings(args.kto_beta, *weights, args.kto_loss_type, neox=args.compat_kto), args.softmax_rows)
 
 
+def _reward(args: NeoXArgs) -> Objective:
+    return reward(args.center_rewards_coefficient or 0.0, args.z_loss)
+
+
 OBJECTIVES: Mapping[str, Callable[[NeoXArgs], Objective]] = {
     "normal": _language_modelling,
     "dpo": _dpo,
     "kto": _kto,
+    "rm": _reward,
 }
 
 

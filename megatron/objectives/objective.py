@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.mpu import HeadInput
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
 
 # The parts of a loss, fp32 `[k]`; for each metric a sum and the number that it is divided by, fp32 `[2]`.
 LossSums = tuple[Tensor, dict[str, Tensor]]
@@ -58,5 +58,10 @@ class Objective:
 
 def loss_function(train_impl: str, loss: str) -> Callable[..., Any]:
     """The function of a loss: that which the table of `train_impl` names for `loss`."""
-    file, name = TRAIN_IMPLS[train_impl].losses[loss].function.split(".")
+    return named_function(TRAIN_IMPLS[train_impl].losses[loss])
+
+
+def named_function(loss: Loss) -> Callable[..., Any]:
+    """The function that an entry of the tables of losses names."""
+    file, name = loss.function.split(".")
     return getattr(import_module(f"megatron.objectives.{file}"), name)

@@ -14,6 +14,7 @@ from megatron.model import eager_blocks
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
+from megatron.objectives.language_modelling import METRICS
 from megatron.training.engine import Engine
 
 
@@ -50,7 +51,7 @@ def evaluate(
 ) -> ValidationResult:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their
     characters are counted too."""
-    names, groups = engine.objective.metrics, engine.groups
+    names, groups = statistics_of(engine.objective), engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(engine.args.padded_vocab_size, dtype=torch.int64)
     for chunk in _chunks(engine, dataset, num_samples, eod):
@@ -78,7 +79,8 @@ def evaluate(
 def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
     """Of the tokens of each micro-batch `[1 + metrics, batch, seq]`: log p(label), and what the objective's
     metrics are the means of."""
-    if not engine.objective.metrics:
+    names = statistics_of(engine.objective)
+    if not names:
         return [logprobs[None] for logprobs in engine.token_logprobs(batches)]
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
@@ -86,9 +88,14 @@ def _values(engine: Engine, batches: list[Batch]) -> list[Tensor]:
         labels, places = batch.labels.t(), batch.loss_places
         logprobs, statistics = token_logprobs_and_statistics(head, labels, group, columns, places)
         values = {"entropy": statistics.entropy, "mean_token_accuracy": statistics.is_top}
-        return torch.stack([logprobs.t(), *(values[name].t().float() for name in engine.objective.metrics)])
+        return torch.stack([logprobs.t(), *(values[name].t().float() for name in names)])
 
-    return engine.forward_only(batches, read, lambda batch: (1 + len(engine.objective.metrics), *batch.tokens.shape))
+    return engine.forward_only(batches, read, lambda batch: (1 + len(names), *batch.tokens.shape))
+
+
+def statistics_of(objective: Objective) -> tuple[str, ...]:
+    """The metrics of texts that validation has too; others are of the steps of unlearning."""
+    return tuple(name for name in objective.metrics if name in METRICS)
 
 
 def evaluate_objective(
@@ -120,8 +127,9 @@ def evaluate_objective(
 
 def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
+    metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*(() if trains_preferences(args) else perplexity), *objective.metrics, *objective.differences)
+    names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 

@@ -48,7 +48,7 @@ def use_fp8(
         linear.product = make(name)
     blocks = args.fp8_blocks
     line = f"{choice.reason}{backend}; blocks {blocks.start} to {blocks.stop - 1} of {args.num_layers}, counted from 0"
-    if not args.output_layer_in_bf16:
+    if not args.output_layer_in_bf16 and not args.score_head:
         line += " and the output layer"
     if not args.te_fp8_wgrad:
         line += ", without gradients of weights"

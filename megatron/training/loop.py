@@ -7,6 +7,8 @@ from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
 from megatron.data import (
     Batch,
     DataError,
+    Role,
+    SampleSet,
     has_curriculum,
     root_cause,
     row_length,
@@ -15,35 +17,48 @@ from megatron.data import (
     train_loader,
 )
 from megatron.distributed import run_on_each_rank
+from megatron.neox_arguments.values.unlearning import ascent_steps
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.status import write_ending
 from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
 from megatron.training.step_results import StepResults
+from megatron.training.unlearning import after_ascent, lr_scale, unlearning_steps
 
 
 def batches_of(training: Training) -> Iterator[list[Batch]]:
     """The optimizer steps still to do, as lists of this rank's micro-batches."""
     args, dataset, progress = training.args, training.datasets.train, training.progress
     assert dataset is not None
-    needed = progress.consumed_samples + (args.train_iters - progress.iteration) * args.train_batch_size
+    ordinary = args.train_iters - progress.iteration - ascent_steps(args, progress.iteration, args.train_iters)
+    needed = progress.consumed_samples + ordinary * args.train_batch_size
     if len(dataset) < needed:
         raise DataError(
             f"{len(dataset)} training samples, but {needed} are needed to reach train_iters {args.train_iters} from "
             f"iteration {progress.iteration}: the batch size has changed; lower train_iters"
         )
     next_step = progress.iteration + 1
-    return train_loader(
-        dataset,
-        training.args,
-        data_rank=training.groups.rank("data"),
-        data_size=training.groups.size("data"),
-        consumed_samples=training.progress.consumed_samples,
-        eod=training.tokenizer.eod,
-        pin_memory=training.groups.device.type == "cuda",
-        length=(lambda n: row_length(args, next_step + n)) if has_curriculum(args) else None,
-        cut=args.seq_curriculum is not None,
-    )
+
+    def load(dataset: SampleSet, consumed: int, role: Role = "train") -> Iterator[list[Batch]]:
+        return train_loader(
+            dataset,
+            args,
+            role=role,
+            data_rank=training.groups.rank("data"),
+            data_size=training.groups.size("data"),
+            consumed_samples=consumed,
+            eod=training.tokenizer.eod,
+            pin_memory=training.groups.device.type == "cuda",
+            length=(lambda n: row_length(args, next_step + n)) if has_curriculum(args) else None,
+            cut=args.seq_curriculum is not None,
+        )
+
+    steps, sets = load(dataset, progress.consumed_samples), training.datasets
+    if sets.forget is None:
+        return steps
+    forget = load(sets.forget, progress.unlearning.samples, "forget")
+    retain = load(sets.retain, progress.unlearning.samples, "retain") if sets.retain is not None else None
+    return unlearning_steps(args, progress, training.engine, steps, forget, retain)
 
 
 def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
@@ -70,12 +85,14 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
         training.watchdog.now("in the first step")
         loop.stopwatch.lap()  # steps are timed from here on
         while progress.iteration < args.train_iters and loop.stop_reason is None:
-            result = _train_step(training, callbacks, batches)
+            role, result = _train_step(training, callbacks, batches)
             results.settle()  # of the step before
             results.begin(result)
-            _advance(training)
+            if role == "forget":
+                progress.unlearning = after_ascent(args, progress.unlearning, result)
+            _advance(training, role)
             training.watchdog.step_done(progress.iteration)
-            _end_step(training, callbacks, _finished_step(training, result))
+            _end_step(training, callbacks, _finished_step(training, role, result))
         loop.settle()
         with training.watchdog.phase("saving"):
             training.checkpointer.wait()
@@ -93,12 +110,15 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
         _close(training, callbacks)
 
 
-def _train_step(training: Training, callbacks: Sequence[Callback], batches: Iterator[list[Batch]]) -> StepResult:
-    """The next step, with the gradients shown to the callbacks that ask for them."""
+def _train_step(
+    training: Training, callbacks: Sequence[Callback], batches: Iterator[list[Batch]]
+) -> tuple[Role, StepResult]:
+    """The next step, with the gradients shown to the callbacks that ask for them; and what its data are."""
     step = [next(batches)]  # popped below, so that the engine alone holds what it has moved to the device
+    role = step[0][0].role
     hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, step[0])) is not None]
-    lr = training.schedule(training.progress.iteration)
-    return training.engine.train_step(step.pop(), lr, _joined(hooks))
+    lr = training.schedule(training.progress.iteration) * lr_scale(training.args, role)
+    return role, training.engine.train_step(step.pop(), lr, _joined(hooks))
 
 
 def _joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
@@ -111,12 +131,13 @@ def _joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
     return on_gradients if hooks else None
 
 
-def _finished_step(training: Training, result: StepResult) -> Step:
+def _finished_step(training: Training, role: Role, result: StepResult) -> Step:
     args, progress = training.args, training.progress
     row = row_length(args, progress.iteration)
+    sets = 2 if role == "forget" and args.gd_mode else 1  # that it read a sample of
     return Step(
-        progress.iteration, progress.consumed_samples, step_length(args, progress.iteration), result,
-        progress.consumed_tokens, row, progress.row_tokens.get(row, 0),
+        progress.iteration, progress.consumed_samples, sets * step_length(args, progress.iteration), result,
+        progress.consumed_tokens, row, progress.row_tokens.get(row, 0), role,
     )  # fmt: skip
 
 
@@ -156,10 +177,12 @@ def _close(training: Training, callbacks: Sequence[Callback]) -> None:
         history.close()
 
 
-def _advance(training: Training) -> None:
+def _advance(training: Training, role: Role) -> None:
     progress = training.progress
     progress.iteration += 1
     progress.validation_loss = None
+    if role == "forget":
+        return
     progress.consumed_samples += training.args.train_batch_size
     rows = training.args.train_batch_size * rows_per_sample(training.args)
     tokens = rows * step_length(training.args, progress.iteration)

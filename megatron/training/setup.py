@@ -17,6 +17,7 @@ from megatron.data import (
     data_log_lines,
     epoch_iterations,
     order_keys,
+    with_sequences,
 )
 from megatron.distributed import (
     Process,
@@ -38,8 +39,9 @@ from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.neox_arguments.values.remote_paths import is_remote
+from megatron.neox_arguments.values.unlearning import optimizer_steps
 from megatron.objectives import build_objective
-from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_vocabulary
+from megatron.tokenizer import Tokenizer, build_tokenizer, describe, with_masked_ids, with_vocabulary
 from megatron.training.callbacks.best_model import check_best
 from megatron.training.callbacks.from_file import load_callbacks
 from megatron.training.callbacks.profiling import record_memory_history
@@ -114,6 +116,14 @@ def _on_writers(args: NeoXArgs, groups: ParallelGroups, process: Process) -> Cal
     return write
 
 
+def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
+    """The configuration of a run of so many iterations, which follow from `key`: the schedule and its checks
+    follow."""
+    place = args.origin(key)
+    args = args.replace(train_epochs=None, train_iters=steps)
+    return replace(args, origins=FrozenDict({**args.origins, key: place, "train_iters": place}))
+
+
 def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Logger) -> None:
     """The resolved configuration, the vocabulary and the notes on single keys, a line each."""
     logger.info(arguments_dump(args))
@@ -155,6 +165,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         engine.check(args)
         logger.info(f"engine: {choice.name} ({choice.reason})")
     args = resolve_compile(args, groups.device, engine.name, logger.info)
+    args = with_masked_ids(args, tokenizer)
     args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
     args = mask_padding(args, real, tokenizer.vocab_size)
@@ -164,17 +175,21 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     resumed_data_state = begun_of(manifest)
     epochs = args.train_epochs
     if epochs is not None:
-        # From here on a run of so many iterations: the schedule and its checks follow.
         steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, resumed_data_state))
-        args, place = args.replace(train_epochs=None, train_iters=steps), args.origin("train_epochs")
-        args = replace(args, origins=FrozenDict({**args.origins, "train_epochs": place, "train_iters": place}))
+        args = _with_iterations(args, steps, "train_epochs")
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
+    steps = optimizer_steps(args, args.train_iters)
+    if steps != args.train_iters:
+        bursts = f"{args.train_iters} iterations with bursts of {args.ga_iters}"
+        logger.info(f"ga_mode: interval: {bursts} are {steps} optimizer steps")
+        args = _with_iterations(args, steps, "train_iters")
     _log_configuration(args, tokenizer, logger)
     for line in on_rank_zero(groups, lambda: data_log_lines(args)):
         logger.info(line)
     datasets = build_datasets(
         args, train_batch_size=args.train_batch_size, once=on_one_rank, epochs=epochs, data_state=resumed_data_state
     )
+    datasets = with_sequences(args, datasets, tokenizer.eod)
     for line in datasets.log_lines:
         logger.info(line)
     record_memory_history(args, groups)

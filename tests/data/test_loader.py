@@ -43,6 +43,7 @@ def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, *
         "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
         "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
         "reset_attention_mask": False, "reset_position_ids": False, "train_impl": "normal",
+        "loss_mask_token_ids": None,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 

@@ -36,9 +36,11 @@ def make_args(**changes):
         "test_reward_data_paths": None,
         "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
         "weight_by_num_documents": False, "weighted_sampler_alpha": 1.0, "compat_weight_by_num_documents": False,
-        "train_impl": "normal", "dataset_impl": "gpt2", "limit_samples": None,
+        "train_impl": "normal", "dataset_impl": "gpt2", "limit_samples": None, "loss_mask_token_ids": None,
+        "user_values": {},
         "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
         "padded_vocab_size": 380, "data_seed": None, "data_impl": "infer", "weight_by": None,
+        "ga_dataset": None, "gd_mode": False,
         "train_data_weight_schedule": None, "max_length": None, "max_prompt_length": None, "train_batch_size": 8,
     }  # fmt: skip
     return SimpleNamespace(**values | changes)

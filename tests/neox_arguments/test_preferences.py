@@ -24,7 +24,7 @@ KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
             KTO | {"kto_loss_type": "apo_zero_unpaired"},
             "kto_loss_type: only train_impl: kto reads it, not dpo",
         ),
-        (PAIRS | {"z_loss": 1e-4}, {"z_loss": 1e-4}, "z_loss: only train_impl: normal reads it, not dpo"),
+        (PAIRS | {"z_loss": 1e-4}, {"z_loss": 1e-4}, "z_loss: only train_impl: normal and rm read it, not dpo"),
         (
             PAIRS | {"dpo_loss_type": ["aot", "aot_unpaired"]},
             PAIRS | {"dpo_loss_type": ["aot", "sigmoid"]},

@@ -24,7 +24,6 @@ CASES = [
     ({"train_impl": "REINFORCE"}, "train_impl", "training with rewards is not built yet"),
     ({"moe_num_experts": 8}, "moe_num_experts", "mixture of experts is not built yet"),
     ({"amp": {"enabled": True}}, "amp", "write bf16: {enabled: true}"),
-    ({"ga_dataset": "x"}, "ga_dataset", "unlearning is not built yet"),
     ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
     ({"deepspeed": False}, "deepspeed", "write engine: native instead"),
     ({"norm_placement": "post"}, "norm_placement", "the geodesic fork trained pre under this name"),
@@ -81,7 +80,7 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
                 break
         else:
             pytest.fail(f"no value of {name} could be tried")
-    assert tried > 80
+    assert tried > 70
 
 
 @pytest.mark.parametrize(

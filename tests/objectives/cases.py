@@ -23,6 +23,8 @@ def _pairs() -> list[tuple[list[int], list[int], list[int]]]:
 
 # Prompt, chosen, rejected.
 PAIRS = _pairs()
+# By which the chosen answer of each pair should win.
+MARGINS = [0.5, 0.0, 1.25, -0.3]
 # Prompt, answer, whether it is good: two thirds are.
 ANSWERS = [(prompt, chosen, True) for prompt, chosen, _ in PAIRS[:3]] + [
     (prompt, rejected, False) for prompt, _, rejected in (PAIRS[0], PAIRS[3])

@@ -52,6 +52,8 @@ def small(argv: list[str]) -> tuple[list[str], list[str]]:
     given = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
     at = argv.index("--set") if "--set" in argv else len(argv)
     sizes = {key: value for key, value in SMALL.items() if key.split(".")[0] in given or key in ("exit_interval",)}
+    if "ga_dataset" in given:  # so many, until one unlearns
+        sizes |= {"exit_interval": 3, "ga_interleave_ratio": 1}
     if "gradient_accumulation_steps" in given and "train_batch_size" in given:
         del sizes["gradient_accumulation_steps"]
     words = {word.partition("=")[0]: word.partition("=")[2] for word in argv[at + 1 :]}

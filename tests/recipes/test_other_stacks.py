@@ -120,7 +120,7 @@ def test_what_trl_is_said_to_have_it_has(section: str) -> None:
     assert listed_names and listed_names <= trl_fields(section), listed_names - trl_fields(section)
 
 
-@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig", "KTOConfig", "CPOConfig", "ORPOConfig"])
+@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "CPOConfig", "ORPOConfig"])
 def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     """Every field that TRL adds to transformers' stands in its section, or in that of every trainer."""
     from transformers import TrainingArguments

@@ -19,6 +19,7 @@ from tests.pool import run_ranks
 from tests.recipes.readme import LINKS, QUICK, ROOT, Trained, commands, follow, run
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
 from tools import new_config
+from tools.ckpts import convert_neox_to_hf
 
 RECIPES = ROOT / "post-training"
 READMES = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
@@ -62,8 +63,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]  # fmt: skip
     chats = [{"messages": turn(row["prompt"], row["chosen"])} for row in rows]
     pairs = [{side: turn(row["prompt"], row[side]) for side in ("chosen", "rejected")} for row in rows]
-    for name, content in {"pairs": rows, "judged": rows, "train": rows, "chats": chats, "mcqa": chats,
-                          "pairs_of_chats": pairs}.items():  # fmt: skip
+    texts = dict.fromkeys(("pairs", "judged", "train", "forget", "retain"), rows)
+    for name, content in {**texts, "chats": chats, "mcqa": chats, "pairs_of_chats": pairs}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
     for clone, split, content in (("ultrachat", "train_sft", chats), ("ultrafeedback", "train_prefs", pairs)):
         for name, some in ((split, content), (split.replace("train", "test"), content[:2])):
@@ -92,11 +93,13 @@ def model(place: Path, name: str) -> str:
 
 
 def checked(trained: Trained) -> Trained:
-    """Two steps were made, from the loss that the objective has at first; only what is to be trained has
-    changed."""
+    """Two steps were made, or three where one unlearns, from the loss that the objective has at first; only
+    what is to be trained has changed."""
     lines = [json.loads(line) for line in (trained.save / "logs/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/lm_loss"] for line in lines if "train/lm_loss" in line]
-    assert len(losses) == 2 and all(map(math.isfinite, losses)), losses
+    assert len(losses) == trained.args.exit_interval and all(map(math.isfinite, losses)), losses
+    if trained.args.ga_dataset is not None:
+        assert [line["train/batch_type"] for line in lines if "train/batch_type" in line] == [0, 0, 1]
     assert losses[0] == pytest.approx(FIRST_LOSS.get(trained.own.get("train_impl", ""), losses[0]), abs=2e-5)
     assert any("validation/lm_loss" in line for line in lines) == bool(trained.args.eval_iters)
     before, after = trained.before, trained.after
@@ -113,9 +116,23 @@ def typed(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch, readme: str
         yield checked(trained)
 
 
-@pytest.mark.parametrize("recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma")])
+@pytest.mark.parametrize("recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma", "reward")])
 def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed(recipe, place, monkeypatch))
+
+
+def test_the_reward_model_is_exported_and_scores_pairs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    (trained,) = typed("reward", place, monkeypatch)
+    lines = [json.loads(line) for line in Path("scores/test_prefs.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 and all(line["margin"] == line["chosen"] - line["rejected"] for line in lines)
+    assert Path("scores/test_prefs.png").exists()
+    assert '"validation/accuracy"' in (trained.save / "logs/metrics.jsonl").read_text()
+    convert_neox_to_hf.main(["--input_dir", str(trained.save / "global_step2"), "--output_dir", "hf/reward"])
+    exported = AutoModelForSequenceClassification.from_pretrained(place / "hf/reward")
+    head = trained.after[8]["rm_linear.weight"]
+    assert exported.config.num_labels == 1 and torch.equal(exported.score.weight, head.to(exported.dtype))
 
 
 def test_every_file_is_in_a_command_of_its_readme() -> None:

@@ -27,7 +27,6 @@ NOT_HERE: dict[str, str] = {
     "gmlp_small": 'expected float, got "1.0e_8"',  # and gMLP
     "sparse": "DeepSpeed's sparse attention is gone",
     "tests/config/test_setup": '"sm3" is refused',
-    **{name: "unlearning is not built yet" for name in FORK if {"ga_dataset", "gd_mode"} & set(FORK[name])},
 }
 """Files that need what is not here, with what is said."""
 WIDTHS = {
@@ -75,7 +74,9 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
         "pipe_parallel_size": min(values.get("pipe_parallel_size", 0), 1),
     }
     data = {key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")}
-    return {**sizes, **batch, **run, **dict.fromkeys((*_PATHS, *_DATA)), **data}
+    other = str(GOLDEN / "dataset" / "corpusB_text_document")
+    unlearning = {key: other for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
+    return {**sizes, **batch, **run, **dict.fromkeys((*_PATHS, *_DATA)), **data, **unlearning}
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
@@ -86,8 +87,11 @@ def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
 
 
 # Numbers that no code branches on.
-_RATES = ("lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "init_method_std")
-_EVERY = ("checkpoint_factor", "eval_interval", "log_interval", "steps_per_print", "keep_last_n_checkpoints")
+_RATES = ("lr", "min_lr", "warmup", "weight_decay", "betas", "eps", "init_method_std", "gd_retain_weight")
+_EVERY = (
+    "checkpoint_factor", "eval_interval", "log_interval", "steps_per_print", "keep_last_n_checkpoints",
+    "ga_interleave_ratio",
+)  # fmt: skip
 _BUCKETS = ("reduce_bucket_size", "allgather_bucket_size", "make_vocab_size_divisible_by", "max_position_embeddings")
 
 

@@ -63,6 +63,41 @@ def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, t
             assert norm == pytest.approx(golden["deepspeed_clip_total_norm"], rel=1e-5)
 
 
+def steps_at(rank: int, world_size: int, values: dict[str, Any], rates: list[float]) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, at these learning rates."""
+    from megatron.training.loop import batches_of
+
+    training = begin(values)
+    batches, found = batches_of(training), []
+    for lr in rates:
+        result = training.engine.train_step(next(batches), lr)
+        training.progress.iteration += 1
+        found.append((float(result.loss), float(result.grad_norm)))  # type: ignore[arg-type]
+    return found
+
+
+ASCENT: dict[str, tuple[int, dict[str, Any]]] = {
+    "as it was": (1, {}),
+    "deepspeed": (1, {"engine": "deepspeed"}),
+    "pp2": (2, {"pipe_parallel_size": 2}),
+    "tp2": (2, {"model_parallel_size": 2}),
+    "zero 2": (2, {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 1}),
+}
+
+
+@pytest.mark.parametrize("layout", ASCENT)
+def test_gradient_ascent_of_the_fork(layout: str, tmp_path: Path) -> None:
+    """At its rates: in its first step, where it has no max(1, step) of the warm-up, 0."""
+    ranks, keys = ASCENT[layout]
+    load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
+    values = golden_config("fork", "geo_ga_interleaved_pp1", cache=str(tmp_path), load=load, iteration=0, **keys)
+    golden = _steps("fork", "geo_ga_interleaved_pp1")
+    found = run_ranks(steps_at, ranks, values, [step["lr_used"][0] for step in golden])[0]
+    assert [loss for loss, _ in found] == pytest.approx([step["metrics"]["lm_loss"] for step in golden], rel=1e-6)
+    assert [norm for _, norm in found] == pytest.approx([s["deepspeed_clip_total_norm"] for s in golden], rel=1e-6)
+    assert [loss < 0 for loss, _ in found] == [False, False, True, False, True, False]
+
+
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"zero_optimization": {"stage": 1}}, 2)])
 def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int, tmp_path: Path) -> None:
     """From step 3 on: with NeoX's moments the next steps are those of the run that never stopped."""

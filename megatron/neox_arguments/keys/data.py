@@ -19,7 +19,12 @@ class DataKeys:
         ge=1,
         differs="over several sets GPT-NeoX draws from all alike, so small ones come again",
     )
-    split: str = key("969, 30, 1", "Shares of training, validation and test documents of data_path")
+    split: str = key(
+        "969, 30, 1",
+        "Shares of training, validation and test documents of data_path; where it is written, also of each of "
+        "train_data_paths without valid_data_paths and test_data_paths, with their labels and rewards",
+        differs="GPT-NeoX reads it with data_path only",
+    )
     train_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the training data; several are blended")
     valid_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the validation data; several are blended")
     test_data_paths: tuple[str, ...] | None = key(None, "Prefixes of the test data; several are blended")
@@ -107,6 +112,12 @@ class DataKeys:
     num_workers: int = key(2, "Processes that load data on each rank; 0: none", ge=0)
     char_level_ppl: bool = key(False, "Validation also reports the perplexity per character")
     eod_mask_loss: bool = key(False, "No loss where the input is the end-of-document token")
+    loss_mask_token_ids: tuple[int | str, ...] | None = new_key(
+        None,
+        "Tokens that are never trained, nor counted in validation: no loss where one is the label; each an id, or text "
+        "that is one token",
+        ge=0,
+    )
     mmap_warmup: bool = key(False, "Read the data once at start", no_effect="the page cache does this")
 
 

@@ -30,7 +30,8 @@ class Loss:
 @dataclass(frozen=True)
 class TrainImpl:
     """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any;
-    options: further keys that all of them read, refused elsewhere. later: what it waits for."""
+    options: further keys that all of them read, refused where no other
+    entry of the table has them. later: what it waits for."""
 
     reads: Literal["texts", "pairs", "answers"]
     key: str = ""
@@ -38,6 +39,13 @@ class TrainImpl:
     options: tuple[str, ...] = ()
     later: str | None = None
 
+
+FORGET_LOSSES: Mapping[str, Loss] = {
+    "nll": Loss("unlearning.ascent"),
+    "npo": Loss("unlearning.npo", ("npo_beta",), needs_reference=True),
+    "simnpo": Loss("unlearning.simnpo", ("simnpo_beta", "simnpo_gamma")),
+}
+"""The values of `ga_loss_type`: what is minimised on `ga_dataset`."""
 
 _SMOOTHED = ("dpo_label_smoothing",)
 
@@ -73,7 +81,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
         },
         ("dpo_loss_weights", "dpo_reference_free", "prefix_sharing"),
     ),
-    "rm": TrainImpl("pairs", later="the reward model"),
+    "rm": TrainImpl("pairs", options=("center_rewards_coefficient", "z_loss", "prefix_sharing")),
     "kto": TrainImpl(
         "answers",
         "kto_loss_type",

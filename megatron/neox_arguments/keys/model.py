@@ -117,6 +117,11 @@ class ModelKeys:
         1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0
     )  # fmt: skip
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
+    score_head: bool | None = new_key(
+        None,
+        "The output layer gives one score a token, as a reward model's, and always has its own weights; unset: with "
+        "train_impl rm",
+    )
     attention_config: tuple[Any, ...] = key(
         None,
         "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics. Where both "

@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from megatron.neox_arguments.keys.losses import FORGET_LOSSES, TRAIN_IMPLS
 
-_RL, _UNLEARN = TRAIN_IMPLS["reinforce"].later, "unlearning"
+_RL = TRAIN_IMPLS["reinforce"].later
 Paths = tuple[str, ...] | None
 Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
 TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
 PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
 AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
+ForgetLoss: TypeAlias = Literal[tuple(FORGET_LOSSES)]  # type: ignore[valid-type]
 _SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
 
@@ -46,7 +47,9 @@ class PostTrainingKeys:
     valid_label_data_paths: Paths = key(None, "Labels of valid_data_paths, as train_label_data_paths")
     test_label_data_paths: Paths = key(None, "Labels of test_data_paths, as train_label_data_paths")
     train_reward_data_paths: Paths = key(
-        None, "Rewards of train_data_paths, one for each: a number a document; with pack_impl: unpacked"
+        None,
+        "Rewards of train_data_paths, one for each: a number a document; with pack_impl: unpacked. train_impl rm: "
+        "margins of pos_train_data_paths, a number a pair, by which the chosen answer should win",
     )
     valid_reward_data_paths: Paths = key(None, "Rewards of valid_data_paths, as train_reward_data_paths")
     test_reward_data_paths: Paths = key(None, "Rewards of test_data_paths, as train_reward_data_paths")
@@ -113,6 +116,12 @@ class PostTrainingKeys:
         "dpo_reference: cache: folder of the log-probabilities, by model and content, for all runs; unset: "
         "reference_cache beside the index maps",
     )
+    center_rewards_coefficient: float | None = new_key(
+        None,
+        "train_impl rm: weight of the square of a pair's two scores together, which keeps scores around 0, as TRL's; "
+        "0.01 is common",
+        gt=0,
+    )
     kto_loss_type: AnswerLoss = new_key("kto", "Loss of a judged answer, as TRL spells it; apo_zero_unpaired has no KL")
     kto_kl: Literal["drawn", "rotated"] = new_key(
         "drawn",
@@ -149,20 +158,81 @@ class PostTrainingKeys:
 class UnlearningKeys:
     """Unlearning, by the keys of the geodesic fork."""
 
-    ga_dataset: str | None = key(None, "Data whose loss is to rise", later=_UNLEARN, source="fork")
-    ga_dataset_impl: str = key("mmap", "Its storage", later=_UNLEARN, source="fork")
-    ga_mode: Literal["interval", "interleaved"] = key(
-        "interval", "When it is trained on", later=_UNLEARN, source="fork"
+    ga_dataset: str | None = key(
+        None,
+        "Data to forget (prefix of a `.bin/.idx` pair): steps of gradient ascent on it come between those of training",
+        source="fork",
     )
-    ga_interval: int | None = key(None, "interval: iterations between bursts", later=_UNLEARN, source="fork")
-    ga_iters: int | None = key(None, "interval: iterations of a burst", later=_UNLEARN, source="fork")
-    ga_interleave_ratio: int = key(1, "interleaved: ordinary iterations for each", later=_UNLEARN, source="fork")
-    ga_lr_scale: float = key(1.0, "Multiplies the learning rate there", later=_UNLEARN, source="fork")
-    ga_loss_threshold: float | None = key(None, "Stop raising the loss above this", later=_UNLEARN, source="fork")
-    ga_threshold_check_mode: str = key("per_step", "How that loss is measured", later=_UNLEARN, source="fork")
-    ga_threshold_skip_forward: bool = key(False, "Skip the forward pass too", later=_UNLEARN, source="fork")
-    gd_mode: bool = key(False, "Raise that loss and keep another low at once", later=_UNLEARN, source="fork")
-    gd_retain_dataset: str | None = key(None, "Data whose loss is kept low", later=_UNLEARN, source="fork")
-    gd_retain_dataset_impl: str = key("mmap", "Its storage", later=_UNLEARN, source="fork")
-    gd_retain_weight: float = key(40.0, "Its weight", later=_UNLEARN, source="fork")
-    gd_log_separate_losses: bool = key(True, "Log both losses", later=_UNLEARN, source="fork")
+    ga_dataset_impl: Literal["infer", "mmap", "cached"] = key(
+        "mmap", "How ga_dataset is read, as data_impl", source="fork"
+    )
+    ga_label_dataset: str | None = new_key(
+        None, "Labels of ga_dataset, as train_label_data_paths: the tokens, -100 where they are not to be forgotten"
+    )
+    ga_mode: Literal["interval", "interleaved"] = key(
+        "interval",
+        "When ga_dataset is stepped on. interleaved: every (ga_interleave_ratio + 1)-th iteration; interval: bursts of "
+        "ga_iters steps in the place of every ga_interval-th iteration. The first iteration is always ordinary",
+        source="fork",
+    )
+    ga_interval: int | None = key(
+        None,
+        "interval: iterations from one burst to the next; train_iters counts a burst as one, the log and checkpoints "
+        "count each of its steps",
+        ge=2,
+        source="fork",
+    )
+    ga_iters: int | None = key(None, "interval: steps of a burst", ge=1, source="fork")
+    ga_interleave_ratio: int = key(1, "interleaved: ordinary iterations for each of ascent", ge=1, source="fork")
+    ga_lr_scale: float = key(1.0, "Multiplies the learning rate in steps on ga_dataset", gt=0, source="fork")
+    ga_loss_threshold: float | None = key(
+        None,
+        "A step on ga_dataset whose loss has come above this is left out; an ordinary one is taken instead",
+        gt=0,
+        source="fork",
+        differs="the fork checks after the step, so that nothing is left out, or takes no step at all from then on",
+    )
+    ga_threshold_check_mode: Literal["per_step", "per_burst", "ema"] = key(
+        "per_step",
+        "What ga_loss_threshold is compared with: per_step: the loss of the step's own batch; per_burst: of the first "
+        "of a burst, for all of it; ema: an exponential moving average (0.9) of these",
+        source="fork",
+    )
+    ga_threshold_skip_forward: bool = key(
+        False,
+        "Do without the forward pass that measures the loss before a step: the last step's is compared. After one "
+        "that was left out the next is measured",
+        source="fork",
+    )
+    ga_loss_type: ForgetLoss = new_key(
+        "nll",
+        "What is minimised on ga_dataset. nll: minus the tokens' negative log-likelihood (gradient ascent); npo, "
+        "simnpo: negative preference optimization of whole sequences, npo beside a reference (dpo_reference). A "
+        "sequence is a document with reset_attention_mask, else a row",
+    )
+    npo_beta: float = new_key(0.1, "ga_loss_type: npo: strength of the reference", gt=0)
+    simnpo_beta: float = new_key(2.5, "ga_loss_type: simnpo: factor of a token's mean log-probability", gt=0)
+    simnpo_gamma: float = new_key(0.0, "ga_loss_type: simnpo: margin", ge=0)
+    gd_mode: bool = key(
+        False,
+        "Steps on ga_dataset are of gradient difference: gd_retain_weight x loss of gd_retain_dataset - loss of "
+        "ga_dataset, a batch of each",
+        source="fork",
+        differs="the fork calls a method that no public DeeperSpeed has, and runs pure gradient ascent without it",
+    )
+    gd_retain_dataset: str | None = key(None, "gd_mode: data to keep (prefix of a `.bin/.idx` pair)", source="fork")
+    gd_retain_dataset_impl: Literal["infer", "mmap", "cached"] = key(
+        "mmap", "How gd_retain_dataset is read, as data_impl", source="fork"
+    )
+    gd_retain_label_dataset: str | None = new_key(
+        None, "Labels of gd_retain_dataset, as train_label_data_paths: the tokens, -100 where they do not count"
+    )
+    gd_retain_weight: float = key(40.0, "gd_mode: weight of the loss of gd_retain_dataset", ge=0, source="fork")
+    gd_retain_loss_type: Literal["nll", "kl"] = new_key(
+        "nll",
+        "gd_mode: loss of gd_retain_dataset: nll: of its tokens; kl: divergence of the model's distribution of each "
+        "token from the reference's (dpo_reference: on_the_fly)",
+    )
+    gd_log_separate_losses: bool = key(
+        True, "gd_mode: log gd_forget_loss and gd_retain_loss beside gd_combined_loss", source="fork"
+    )

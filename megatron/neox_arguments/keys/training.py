@@ -54,7 +54,11 @@ class TrainingKeys:
     seed: int = key(1234, "Seed of initialisation, data order and dropout", ge=0, lt=2**32)
     deterministic_mode: bool = new_key(False, "Only operations that give the same bits every time (Megatron; slower)")
     tf32: bool = new_key(False, "GPUs multiply fp32 matrices in TF32: faster, but with 10 bits of mantissa, not 23")
-    z_loss: float = key(0.0, "Weight of the squared log-sum of the logits in the loss (PaLM)", ge=0)
+    z_loss: float = key(
+        0.0,
+        "Weight of the squared log-sum of the logits in the loss (PaLM); train_impl rm: of the squares of the scores",
+        ge=0,
+    )
     eval_interval: int = key(1000, "Iterations between validations", ge=1)
     eval_iters: int = key(100, "Batches of one validation; 0 for none", ge=0)
     exit_interval: int | None = key(None, "Stop, with a checkpoint, at multiples of this many iterations", ge=1)

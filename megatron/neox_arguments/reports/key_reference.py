@@ -88,7 +88,8 @@ def _type(key: Key) -> str:
 def _type_name(member: Any) -> str:
     if typing.get_origin(member) is tuple:
         element = typing.get_args(member)[0]
-        return "list" if element is Any else f"list of {element.__name__}"
+        names = " or ".join(inner.__name__ for inner in union_members(element)) if element is not Any else ""
+        return f"list of {names}" if names else "list"
     return "mapping" if typing.get_origin(member) is Mapping else member.__name__
 
 

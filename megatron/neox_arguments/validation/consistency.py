@@ -6,7 +6,10 @@ from megatron.neox_arguments.validation.data import validate_packing, validate_p
 from megatron.neox_arguments.validation.model import validate_model, validate_parallel, validate_trainable
 from megatron.neox_arguments.validation.preferences import validate_preferences
 from megatron.neox_arguments.validation.schedule import validate_schedule
+from megatron.neox_arguments.validation.unlearning import validate_unlearning
 from megatron.neox_arguments.values.best_metric import best_metric
+from megatron.neox_arguments.values.data_split import cuts_listed_paths
+from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_error
 
 
@@ -25,6 +28,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     _data(args, problems)
     validate_packing(args, problems)
     validate_preferences(args, problems)
+    validate_unlearning(args, problems)
     return problems
 
 
@@ -40,6 +44,11 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
             "train_micro_batch_size_per_gpu",
             "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
         )
+    if args.score_head and args.train_impl != "rm":
+        problems.add("score_head", f"train_impl {args.cite('train_impl')} trains a language model; remove it")
+    for key in ("demo_prompts", "eval_tasks") if args.score_head else ():
+        if getattr(args, key):
+            problems.add(key, "a reward model gives scores, no text; remove it")
     _vocab_file(args, problems)
     _best(args, problems)
     _demos(args, problems)
@@ -67,6 +76,7 @@ def validate_generation(args: ResolvedArgs) -> ErrorCollector:
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for generation: the folder of the checkpoint (`save` serves too)")
+    _writes_text(args, problems)
     _vocab_file(args, problems)
     if args.text_gen_type in ("input-file", "score") and args.sample_input_file is None:
         problems.add("sample_input_file", f"is required by text_gen_type: {args.text_gen_type} (or use -i FILE)")
@@ -89,8 +99,15 @@ def validate_evaluation(args: ResolvedArgs) -> ErrorCollector:
         problems.add("load", "is required for evaluation: the folder of the checkpoint (`save` serves too)")
     if not args.eval_tasks:
         problems.add("eval_tasks", "is required for evaluation: names of tasks (or use --eval_tasks TASK ...)")
+    _writes_text(args, problems)
     _vocab_file(args, problems)
     return problems
+
+
+def _writes_text(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    if args.score_head:
+        key = "score_head" if args.train_impl != "rm" else "train_impl"
+        problems.add(key, f"{getattr(args, key)}: a reward model gives scores, no text; see tools/score.py")
 
 
 def _evaluation(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -105,6 +122,7 @@ def validate_serving(args: ResolvedArgs) -> ErrorCollector:
     problems = ErrorCollector(args.origins)
     if args.load is None and args.save is None:
         problems.add("load", "is required for serving: the folder of the checkpoint (`save` serves too)")
+    _writes_text(args, problems)
     _vocab_file(args, problems)
     return problems
 
@@ -214,8 +232,9 @@ def _data(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("data_path", f"{present[0]} is set too ({args.origin(present[0])}); remove one of them")
     elif present and args.train_data_paths is None:
         problems.add(present[0], "needs train_data_paths too")
-    elif present and args.eval_iters > 0 and args.valid_data_paths is None:
-        problems.add(present[0], "needs valid_data_paths too (or eval_iters: 0, to train only)")
+    elif present and args.eval_iters > 0 and args.valid_data_paths is None and not cuts_listed_paths(args):
+        needs = "needs valid_data_paths too (or eval_iters: 0, to train only"
+        problems.add(present[0], f"{needs}{'; or split, to cut some off' if sample_kind(args) == 'texts' else ''})")
     parts = args.split.replace("/", ",").split(",")
     try:
         shares = [float(part) for part in parts]

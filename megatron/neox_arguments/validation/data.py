@@ -7,7 +7,7 @@ from typing import Any
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.losses import row_places, sample_kind
 
 _WEIGHT_KEYS = ("weight_by_num_documents", "weight_by", "train_data_weight_schedule")
 
@@ -63,18 +63,20 @@ def validate_packing(args: ResolvedArgs, problems: ErrorCollector) -> None:
                 problems.add(key, f"GPT-NeoX has none for whole documents; remove it, or compat_pack_impl "
                              f"({args.origin('compat_pack_impl')})")  # fmt: skip
     for name in ("train", "valid", "test"):
-        paths = getattr(args, f"{name}_data_paths")
         for kind in ("label", "reward"):
             key = f"{name}_{kind}_data_paths"
-            beside = getattr(args, key)
+            margins = kind == "reward" and args.train_impl == "rm"
+            owner = f"pos_{name}_data_paths" if margins else f"{name}_data_paths"
+            beside, paths = getattr(args, key), getattr(args, owner)
             if beside is None:
                 continue
             if paths is None:
-                problems.add(key, f"belongs to {name}_data_paths, which is not set; set it instead of data_path")
+                instead = "" if margins else "; set it instead of data_path"
+                problems.add(key, f"belongs to {owner}, which is not set{instead}")
             elif len(beside) != len(paths):
-                problems.add(key, f"expected one for each of the {len(paths)} {name}_data_paths "
-                             f"({args.origin(f'{name}_data_paths')}), got {len(beside)}")  # fmt: skip
-            if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) != "answers":
+                problems.add(key, f"expected one for each of the {len(paths)} {owner} ({args.origin(owner)}), got "
+                             f"{len(beside)}")  # fmt: skip
+            if kind == "reward" and args.pack_impl != "unpacked" and sample_kind(args) == "texts":
                 problems.add(key, f"a sample has one reward; set pack_impl: unpacked (now {args.cite('pack_impl')})")
 
 
@@ -124,15 +126,18 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
         ("curriculum_learning", "cuts rows, but answers are whole"),
         ("train_data_weight_schedule", "is for language modelling"),
         ("eod_mask_loss", "is for language modelling: an answer's labels say what is trained"),
+        ("loss_mask_token_ids", "is for language modelling: an answer's labels say what is trained"),
     ):
         value = getattr(args, key)
         if value and (key != "curriculum_learning" or value["enabled"]):
             problems.add(key, f"{why}; remove it, or train_impl {args.cite('train_impl')}")
     longest, prompt = args.max_length, args.max_prompt_length
-    if longest is not None and longest > args.seq_length + 1:
+    if longest is not None and longest > row_places(args):
         problems.add("max_length", f"rows have {args.seq_length} tokens (seq_length {args.origin('seq_length')})")
     if longest is not None and prompt is not None and prompt >= longest:
         problems.add("max_prompt_length", f"leaves nothing of max_length {longest} for the answer")
+    if args.compat_pack_impl and args.train_impl == "rm":
+        problems.add("compat_pack_impl", "drops the last token of a row, which has the score; remove it")
     if args.compat_pack_impl:
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:

@@ -15,6 +15,11 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
         _noise(args, problems)
     if args.train_impl == "dpo":
         _pairs(args, problems)
+    if args.train_impl == "rm" and not args.score_head:
+        problems.add("score_head", f"train_impl {args.cite('train_impl')} trains scores; remove it")
+    if args.prefix_sharing is True and args.pack_impl != "best_fit":
+        problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
+                                       f"{args.cite('pack_impl')})")  # fmt: skip
     _reference(args, problems)
     if args.compat_kto and args.pack_impl != "unpacked":
         problems.add("compat_kto", f"takes an answer for a row; set pack_impl: unpacked (now {args.cite('pack_impl')})")
@@ -23,19 +28,28 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Refuse options of losses that are not among the run's."""
     keys, chosen = keys_of(type(args)), losses_of(args)
+    readers: dict[str, dict[str, list[str] | None]] = {}  # by option and train_impl, its losses; None: all
     for name, impl in TRAIN_IMPLS.items():
-        readers = {option: list(impl.losses) for option in (impl.key, *impl.options) if option}
+        for option in (impl.key, *impl.options):
+            readers.setdefault(option, {})[name] = None
         for loss, about in impl.losses.items():
             for option in about.options:
-                readers.setdefault(option, []).append(loss)
-        for option, losses in readers.items():
-            if getattr(args, option) == keys[option].default:
-                continue
-            if name != args.train_impl:
-                problems.add(option, f"only train_impl: {name} reads it, not {args.cite('train_impl')}; remove it")
-            elif not set(losses) & set(chosen):
-                who = f"only {impl.key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
-                problems.add(option, f"{who} reads it; remove it")
+                some = readers.setdefault(option, {}).setdefault(name, [])
+                assert some is not None, f"{option} is read by all losses of {name}"
+                some.append(loss)
+    del readers[""]
+    for option, impls in readers.items():
+        if getattr(args, option) == keys[option].default:
+            continue
+        if args.train_impl not in impls:
+            who = f"only train_impl: {' and '.join(impls)} {'reads' if len(impls) == 1 else 'read'}"
+            problems.add(option, f"{who} it, not {args.cite('train_impl')}; remove it")
+            continue
+        losses = impls[args.train_impl]
+        if losses is not None and not set(losses) & set(chosen):
+            key = TRAIN_IMPLS[args.train_impl].key
+            who = f"only {key}: {losses[0]}" if len(losses) == 1 else f"none of {', '.join(chosen)}"
+            problems.add(option, f"{who} reads it; remove it")
 
 
 def _noise(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -83,8 +97,5 @@ def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
             f"expected one for each of the {len(losses)} losses of dpo_loss_type ({args.origin('dpo_loss_type')}), "
             f"got {len(weights)}",
         )
-    if args.prefix_sharing is True and args.pack_impl != "best_fit":
-        problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
-                                       f"{args.cite('pack_impl')})")  # fmt: skip
     if "exo_pair" in losses and args.dpo_label_smoothing == 0.0:
         problems.add("dpo_label_smoothing", "exo_pair takes its logarithm; set it above 0, say 0.001")

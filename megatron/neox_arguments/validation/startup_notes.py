@@ -7,6 +7,8 @@ from typing import Any
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS
 from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.values.data_split import cuts_listed_paths
+from megatron.neox_arguments.values.losses import sample_kind
 
 _OF_FP8_TE = ("te_fp8_amax_history_len", "te_fp8_amax_compute_algo", "te_fp8_margin")
 _OF_FP8 = (
@@ -36,6 +38,9 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
         lines.append(f"as GPT-NeoX did it: {settings}")
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+    if cuts_listed_paths(args):
+        cut = f"split {args.split} ({args.origin('split')}) cuts train, validation and test documents off each of"
+        lines.append(f"{cut} train_data_paths; GPT-NeoX reads it with data_path alone")
     dropouts = [name for name in DROPOUT_KEYS if args.user_values.get(name)]
     if dropouts and args.disable_dropout:
         asked = args.user_values.get("disable_dropout") is not None
@@ -66,6 +71,8 @@ def _alone(args: ResolvedArgs) -> Iterator[tuple[str, str]]:
         ("recompute_every", "checkpoint_activations", args.checkpoint_activations),
         ("lr_wsd_decay_style", "lr_decay_style: wsd", args.lr_decay_style == "wsd"),
         ("checkpoint_factor", "save", args.save is not None),
+        ("split", "texts (tools/datasets/split.py splits pairs and answers)", sample_kind(args) == "texts"),
+        ("gd_retain_dataset", "gd_mode: true", args.gd_mode),
         ("memory_profiling_path", "memory_profiling", args.memory_profiling),
         ("wandb_mode", "use_wandb", args.use_wandb),
         ("comet_mode", "use_comet", args.use_comet),

@@ -51,6 +51,9 @@ def derive(
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
     _dropout(values)
+    if values["score_head"] is None:
+        values["score_head"] = values["train_impl"] == "rm"
+    values["no_weight_tying"] |= values["score_head"]  # there is no embedding that it could be
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
         for name in ("layer_types", "no_rope_layers", "num_kv_heads", "intermediate_size"):

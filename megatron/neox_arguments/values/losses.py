@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from megatron.neox_arguments.keys.losses import TRAIN_IMPLS, Loss
+from megatron.neox_arguments.keys.losses import FORGET_LOSSES, TRAIN_IMPLS, Loss
 from megatron.neox_arguments.resolved import ResolvedArgs
 
 _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where others stand, takes about that
@@ -11,6 +11,12 @@ _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where
 def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
     """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
     return TRAIN_IMPLS[args.train_impl].reads
+
+
+def row_places(args: ResolvedArgs) -> int:
+    """Tokens that a row of the data holds: seq_length that the model reads and one more, which is only
+    predicted; a reward model predicts none."""
+    return args.seq_length + (args.train_impl != "rm")
 
 
 def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
@@ -22,7 +28,18 @@ def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
 
 def needs_reference(args: ResolvedArgs) -> bool:
     """Whether batches hold the log-probabilities of a reference model."""
-    return any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
+    among_losses = any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
+    return among_losses or forgets_beside_reference(args) or retains_by_divergence(args)
+
+
+def forgets_beside_reference(args: ResolvedArgs) -> bool:
+    """Whether sequences of `ga_dataset` are compared with a reference model's log-probabilities of them."""
+    return args.ga_dataset is not None and FORGET_LOSSES[args.ga_loss_type].needs_reference
+
+
+def retains_by_divergence(args: ResolvedArgs) -> bool:
+    """Whether tokens of `gd_retain_dataset` are compared with a reference model's distributions."""
+    return args.ga_dataset is not None and args.gd_mode and args.gd_retain_loss_type == "kl"
 
 
 def scores_reference(args: ResolvedArgs) -> bool:

@@ -19,6 +19,7 @@ from megatron.training.metrics.loggers import build_loggers
 from megatron.training.metrics.run_metadata import metadata_line, run_metadata
 from megatron.training.run import Training
 from megatron.training.step_results import StepResults
+from megatron.training.unlearning import UnlearningCallback
 
 
 def build_callbacks(training: Training, results: StepResults, evaluations: Sequence[Callback]) -> list[Callback]:
@@ -54,6 +55,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         packing,  # counts the places of a step's rows
         gradients,  # shows gradients to those who measure them
         *([CompiledGraphs()] if args.compile else []),
+        *([UnlearningCallback(progress)] if args.ga_dataset is not None else []),
         log,  # takes the step's values, to be read when the next step has begun
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, bar, callbacks),  # calls on_validation_end

@@ -16,6 +16,7 @@ from megatron.training.metrics.metric_probes import Probe
 from megatron.training.nonfinite_guard import on_device
 from megatron.training.recompute import products_run_again
 from megatron.training.run import Training
+from megatron.training.unlearning import row_of_steps
 
 
 class LogCallback(Callback):
@@ -43,9 +44,10 @@ class LogCallback(Callback):
         self.losses: list[torch.Tensor] = []
         self.metrics: dict[str, list[torch.Tensor]] = {}
         self.skips: list[torch.Tensor] = []
+        self.roles: list[str] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
-        self.pending: tuple[Step, HostCopy, float] | None = None
+        self.pending: tuple[Step, HostCopy, float, list[str]] | None = None
         self._memory_was_logged = False
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -60,6 +62,7 @@ class LogCallback(Callback):
         self.rows += step.row_length or step.seq_length
         self.skips.append(on_device(result.skipped, device))
         self.losses.append(result.loss.float())
+        self.roles.append(step.role)
         for name, value in result.metrics.items():
             self.metrics.setdefault(name, []).append(value)
         if step.iteration % self.training.args.log_interval:
@@ -78,24 +81,29 @@ class LogCallback(Callback):
             self.probed += names
             values.append(measured.float().to(device))
         reading = HostCopy(torch.cat(values))
-        self.pending, step.settled = (step, reading, self.stopwatch.lap() / self.steps), False
+        self.pending, step.settled = (step, reading, self.stopwatch.lap() / self.steps, self.roles), False
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
-        self.losses, self.metrics, self.skips, self.steps, self.tokens, self.rows = [], {}, [], 0, 0, 0
+        self.losses, self.metrics, self.skips, self.roles = [], {}, [], []
+        self.steps, self.tokens, self.rows = 0, 0, 0
 
     def settle(self) -> None:
         """Finish the step whose values are on their way: its line, and its values in its row."""
         if self.pending is None:
             return
-        (step, reading, seconds), self.pending = self.pending, None
+        (step, reading, seconds, roles), self.pending = self.pending, None
         values = reading.read()
         end = len(values) - len(self.probed)
         first = end - len(self.measured)
-        *of_steps, norm, scale = values[:first]
-        skips, losses = of_steps[: len(of_steps) // 2], of_steps[len(of_steps) // 2 :]
-        losses = [loss for loss, skipped in zip(losses, skips, strict=True) if not skipped] or [math.nan]
+        *both, norm, scale = values[:first]
+        skips, losses = both[: len(both) // 2], both[len(both) // 2 :]
+        taken = [(role, loss) for role, loss, skipped in zip(roles, losses, skips, strict=True) if not skipped]
+        forget = [loss for role, loss in taken if role == "forget"]  # below 0: no means with the others
+        losses = [loss for role, loss in taken if role != "forget"] or forget or [math.nan]
         means = {name: value for name, value in zip(self.measured, values[first:end], strict=True) if value == value}
         self._fill(step, losses[-1], norm, scale, seconds)
         step.row.update({f"train/{name}": value for name, value in means.items()})
+        if self.training.args.ga_dataset is not None:
+            step.row.update(row_of_steps(self.training.args, self.training.schedule, step.iteration, roles, forget))
         step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)

@@ -50,6 +50,8 @@ def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Ca
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")
         whole = len(parts) == size
+        if engine.args.score_head:  # which every rank has whole
+            parts, whole = parts[:1] * size, True
         stored = parts[rank] if whole else torch.cat(parts, dim=-1).chunk(size, dim=-1)[rank]
         # Causal: the first logits do not depend on how many follow.
         rows = min(len(ours), len(stored))

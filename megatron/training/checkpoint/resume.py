@@ -18,6 +18,7 @@ from megatron.checkpointing import (
     check_model,
     describe_changes,
     describe_layout,
+    has_score_head,
     load_tensors,
     load_weights,
     model_file,
@@ -28,7 +29,7 @@ from megatron.checkpointing import (
     verify_finite,
     zero_file,
 )
-from megatron.checkpointing.huggingface import load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.huggingface import has_hf_score, load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.layout import model_files
 from megatron.checkpointing.resharding import PRECISIONS
 from megatron.checkpointing.weight_files import describe_checkpoint
@@ -36,9 +37,10 @@ from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_ran
 from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
 from megatron.training.checkpoint.forward_check import check_forward
+from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.checkpoint.same_run import check_same_run
 from megatron.training.checkpoint.source import CheckpointSource, or_earlier
-from megatron.training.checkpoint.writer import CheckpointWriter, TrainingProgress
+from megatron.training.checkpoint.writer import CheckpointWriter
 from megatron.training.schedules import resumed_schedule
 
 __all__ = ["Checkpointer", "TrainingProgress"]
@@ -60,7 +62,7 @@ class Checkpointer(CheckpointWriter):
             self.logger.info("starting from freshly initialised weights")
             return TrainingProgress()
         if self.source.is_hf:
-            self._load_weights(source, None, load_hf_weights)
+            self._load_weights(source, None, load_hf_weights, begins=True)
             self.logger.info(vocab_size_from_hf(source, args, self.tokenizer.vocab_size)[1])
             self.logger.info(f"starting from the weights of {source}, of HuggingFace")
             return TrainingProgress()
@@ -68,8 +70,8 @@ class Checkpointer(CheckpointWriter):
         imported = its_manifest is not None and not its_manifest.data and not its_manifest.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
             manifest = self._verified(source)
-            self._load_weights(source, manifest)
-            self._check_forward(source, manifest)
+            if not self._load_weights(source, manifest, begins=True):
+                self._check_forward(source, manifest)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return TrainingProgress()
         source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
@@ -99,13 +101,27 @@ class Checkpointer(CheckpointWriter):
         return manifest
 
     def _load_weights(
-        self, path: Path, manifest: Manifest | None, load: Callable[..., dict[int, dict[str, Tensor]]] = load_weights
-    ) -> None:
+        self,
+        path: Path,
+        manifest: Manifest | None,
+        load: Callable[..., dict[int, dict[str, Tensor]]] = load_weights,
+        begins: bool = False,
+    ) -> bool:
+        """begins: a reward model may begin with the weights of a language model, and a score head of its own;
+        returns whether it does."""
+        new_head = begins and bool(self.args.score_head)
+        new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
         if manifest is not None:
-            check_model(manifest.model, self.args, str(path))
+            check_model(manifest.model, self.args, str(path), new_head)
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
         if not self.args.no_weight_tying and self.groups.is_last_stage:
             layers.add(0)
+        if new_head:
+            layers -= {self.args.num_layers + 4}
+            self.logger.info(
+                f"{path}: its output layer is left out; the score head is fresh (normal, init_method_std "
+                f"{self.args.init_method_std})"
+            )
         loaded = run_on_each_rank(
             self.groups,
             lambda: load(
@@ -114,11 +130,16 @@ class Checkpointer(CheckpointWriter):
                 layers=sorted(layers),
                 tensor_rank=self.groups.rank("tensor"),
                 tensor_size=self.groups.size("tensor"),
+                new_head=new_head,
             ),
         )
         self.engine.set_weights(loaded)
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
+        return new_head
+
+    def _has_score(self, path: Path) -> bool:
+        return has_hf_score(path) if self.source.is_hf else has_score_head(path, self.args)
 
     def _restore(self, path: Path, goes_on: bool) -> TrainingProgress:
         args = self.args
@@ -167,7 +188,9 @@ class Checkpointer(CheckpointWriter):
                 if changed:
                     self.logger.info(f"keys changed since that checkpoint: {'; '.join(changed)}")
         tokens = int(state.get("consumed_tokens", consumed * args.seq_length))
-        return TrainingProgress(iteration, consumed, skipped, tokens, dict(state.get("row_tokens", {})))
+        unlearning = UnlearningProgress(**state.get("unlearning", {}))
+        rows = dict(state.get("row_tokens", {}))
+        return TrainingProgress(iteration, consumed, skipped, tokens, rows, unlearning=unlearning)
 
     def _load_scaling(self, path: Path, state: Mapping[str, Any]) -> None:
         """The scales of FP8, which are the same on all ranks with the same layers: of another split into

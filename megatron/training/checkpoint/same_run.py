@@ -48,14 +48,18 @@ def begun_of(manifest: Manifest | None) -> DataState:
     if laid_out is None:
         laid_out = _earlier_layout(manifest.data["order"])
     segment_ends = {name: tuple(tuple(ends) for ends in members) for name, members in laid_out.items()}
-    return DataState(manifest.iteration, manifest.consumed_samples, segment_ends)
+    forget = manifest.data.get("forget_samples", 0)
+    return DataState(manifest.iteration, manifest.consumed_samples, segment_ends, forget)
 
 
-def data_record(files: Mapping[str, Any], order: Mapping[str, Any], datasets: Datasets, consumed: int) -> dict:
+def data_record(
+    files: Mapping[str, Any], order: Mapping[str, Any], datasets: Datasets, consumed: int, forget_samples: int = 0
+) -> dict:
     """What a manifest says of the data. files: `data_fingerprint`; order: `order_keys`."""
     known = datasets.train is not None and consumed <= len(datasets.train)
     looked = order_sha256(datasets.train, consumed) if known and datasets.train is not None else None
-    return {"files": files, "order": order, "laid_out": datasets.segment_ends, "consumed_sha256": looked}
+    record = {"files": files, "order": order, "laid_out": datasets.segment_ends, "consumed_sha256": looked}
+    return {**record, "forget_samples": forget_samples} if datasets.forget is not None else record
 
 
 def check_same_run(
@@ -75,7 +79,7 @@ def check_same_run(
         text = describe_changes([ConfigChange("seed", args.seed, manifest.seed)], args, whose)
         raise CheckpointError(f"{text}; set it back, or {'another save, or ' if goes_on else ''}{anew}")
     if manifest.data and not args.allow_changed_data:  # a resharded checkpoint of GPT-NeoX has nothing to say of it
-        changes = _changed_order(manifest, record["order"]) + _changed_files(manifest, record["files"], args)
+        changes = _changed_files(manifest, record["files"], args) + _changed_order(manifest, record["order"])
         if changes:
             raise CheckpointError(
                 f"{describe_changes(changes, args, whose)}; set it back, or {anew}, or allow_changed_data: true to "
@@ -114,6 +118,8 @@ def _was(manifest: Manifest, key: str) -> Any:
         return order[key]
     if key == "data_seed":
         return manifest.seed
+    if key == "split" and not manifest.config.get("data_path"):
+        return None  # it cut nothing
     if key == "prefix_sharing":
         return False
     if key == "train_epochs":

@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -63,25 +63,12 @@ from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
+from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.same_run import data_record
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.engine import Engine
 from megatron.training.metrics.run_metadata import local_sizes
 from megatron.training.schedules import Schedule
-
-
-@dataclass
-class TrainingProgress:
-    """How far a run is. skipped: steps whose update the optimizer refused; consumed_tokens: fewer than those
-    of all samples when a curriculum cuts them; row_tokens: those read in rows of each length, with a
-    curriculum; validation_loss: of this iteration, where it was computed."""
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped: int = 0
-    consumed_tokens: int = 0
-    row_tokens: dict[int, int] = field(default_factory=dict)
-    validation_loss: float | None = None
 
 
 class CheckpointWriter:
@@ -257,7 +244,9 @@ class CheckpointWriter:
             model=model_keys(self.args),
             seed=self.args.seed,
             tokenizer=self.tokenizer.fingerprint(),
-            data=self._data_record(progress.consumed_samples) if self.groups.world_rank == 0 else {},
+            data=self._data_record(progress.consumed_samples, progress.unlearning.samples)
+            if self.groups.world_rank == 0
+            else {},
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
@@ -266,8 +255,8 @@ class CheckpointWriter:
             engine=self.engine.name,
         )
 
-    def _data_record(self, consumed: int) -> dict[str, Any]:
-        return data_record(self.files, self.order, self.datasets, consumed)
+    def _data_record(self, consumed: int, forget_samples: int = 0) -> dict[str, Any]:
+        return data_record(self.files, self.order, self.datasets, consumed, forget_samples)
 
     @contextmanager
     def _no_half_checkpoint(self, temporary: Path) -> Iterator[None]:
@@ -433,6 +422,7 @@ class CheckpointWriter:
             "consumed_tokens": progress.consumed_tokens,
             "row_tokens": dict(progress.row_tokens),
             "skipped_steps": progress.skipped,
+            **({"unlearning": asdict(progress.unlearning)} if args.ga_dataset is not None else {}),
             **({"delayed_scaling": scaling.state()} if (scaling := self.engine.stage.delayed_scaling) else {}),
             # DeepSpeed's own counters may be a step further, which changed nothing.
             "global_steps": progress.iteration,

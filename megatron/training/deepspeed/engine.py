@@ -129,6 +129,7 @@ class DeepSpeedEngine(EngineBase):
     def train_step(self, batches: list[Batch], lr: float, on_gradients: OnGradients | None = None) -> StepResult:
         self._on_gradients = on_gradients
         batches = self.complete(batches)
+        self._count_micro_batches(len(batches))
         weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
         self.watch.begin(weight)
         scaler = getattr(self._ds.optimizer, "loss_scaler", None)
@@ -160,6 +161,14 @@ class DeepSpeedEngine(EngineBase):
         self._end_step(left_out)
         finding = self.watch.end(skipped, untrained)
         return StepResult(loss, norm, skipped, spike, metrics, untrained, self._loss_scale, finding)
+
+    def _count_micro_batches(self, number: int) -> None:
+        """Tell DeepSpeed how many micro-batches a step has: those of gradient difference have twice as
+        many."""
+        if number != self._ds.gradient_accumulation_steps():
+            rows = self._ds.train_micro_batch_size_per_gpu() * self.groups.size("data")
+            self._ds.set_train_batch_size(number * rows)
+            self._ds.micro_steps = 0  # it takes a step where this is a multiple
 
     @property
     def _loss_scale(self) -> float | None:
@@ -206,8 +215,7 @@ class DeepSpeedEngine(EngineBase):
     def _mean_loss(self, total: Tensor) -> Tensor:
         """The step's loss from this rank's sum of micro-batch losses, each scaled for DeepSpeed's two
         means."""
-        assert self.args.gradient_accumulation_steps is not None
-        mean = total.detach() / (self.args.gradient_accumulation_steps * self.groups.size("data"))
+        mean = total.detach() / (self._ds.gradient_accumulation_steps() * self.groups.size("data"))
         return self.groups.sum(mean, "data")
 
     def _pipe_step(self, batches: list[Batch]) -> Tensor:

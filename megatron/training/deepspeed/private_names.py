@@ -45,6 +45,7 @@ _RELIED_ON = (
     (_ZERO_1_2, "loss_scaler overflow", "know that an update was left out, and the loss scale"),
     (_ZERO_3, "loss_scaler overflow", "know that an update was left out, and the loss scale"),
     (_BF16, "overflow", "know that an update was left out"),
+    (_ENGINE, "micro_steps", "let a step have another number of micro-batches"),
     (_PIPE, "total_loss", "see the loss before the update"),
     (_PIPE, "reset_activation_shape()", "change the length of rows between steps"),
     ("deepspeed.comm.comm", "comms_logger", "end its log with the run"),

@@ -10,7 +10,7 @@ import torch
 from megatron.data import rows_per_sample
 from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
 from megatron.model.specs import AttentionSpec
-from megatron.model.trainable import EMBEDDING
+from megatron.model.trainable import head_parameter
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -33,8 +33,8 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
         multiplications += forward + scores_and_values + trained_size
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
     head = args.num_layers + 4
-    head_is_trained = ((head, "final_linear.weight") if args.no_weight_tying else EMBEDDING) in trained
-    multiplications += args.hidden_size * args.padded_vocab_size * (1 + head_is_trained + (lowest < head))
+    outputs = 1 if args.score_head else args.padded_vocab_size
+    multiplications += args.hidden_size * outputs * (1 + (head_parameter(args) in trained) + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron.checkpointing import CheckpointError, describe_changes, replace_file
-from megatron.data import Batch, DataError, Datasets, SampleSet, collation, rows_per_sample
+from megatron.data import Batch, DataError, Datasets, Role, SampleSet, collation, rows_per_sample
 from megatron.data.blending import BlendedDataset
 from megatron.data.preferences.preference_dataset import PreferenceDataset, PreferenceSample
 from megatron.data.preferences.reference_scores import (
@@ -31,13 +31,14 @@ from megatron.data.preferences.reference_scores import (
     responses_to_sample,
 )
 from megatron.data.run_datasets import SetContents
+from megatron.data.sequences import SequenceDataset
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.model import build_stage, eager_blocks, forward_only, materialize
 from megatron.model.init import stage_parameters
 from megatron.model.norms import Norm
-from megatron.mpu import Linear
+from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import least_prefix_saving, scores_reference
+from megatron.neox_arguments.values.losses import least_prefix_saving, retains_by_divergence, scores_reference
 from megatron.objectives import label_logprobs, response_sums
 from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
@@ -86,7 +87,7 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
             raise args.error(
                 "load",
                 f"goes on from iteration {progress.iteration}, and its weights would be the reference; set finetune: "
-                "true to begin preference training with them",
+                "true to begin with them",
             )
         on_rank_zero(groups, lambda: _write_record(args, source, about))
 
@@ -146,8 +147,8 @@ def _cost_of_copy(engine: Engine) -> str:
 
 
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
-    """A function for `Engine.use_reference`: fills `reference_logprobs` by a frozen copy of the engine's
-    present weights."""
+    """A function for `Engine.use_reference`: fills `reference_logprobs` of batches with responses, and
+    `reference_output` where it is asked for, by a frozen copy of the engine's present weights."""
     args, groups, weights = engine.args, engine.groups, engine.weights()
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     for copy, own in zip(stage.modules(), engine.stage.modules(), strict=True):
@@ -162,7 +163,9 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 
     read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
-    def fill(batches: list[Batch]) -> list[Batch]:
+    def scored(batches: list[Batch]) -> list[Batch]:
+        if not batches:
+            return []
         with nullcontext() if engine.stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
             logprobs = forward_only(
                 stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
@@ -171,7 +174,29 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
-        return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, fill(others), strict=True)]
+        return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, scored(others), strict=True)]
+
+    def with_output(batches: list[Batch]) -> list[Batch]:
+        """With what the copy's head is given: on the last stage alone, where the loss is."""
+        given: list[HeadInput] = []
+
+        def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
+            given.append(head)
+            return torch.zeros(1, device=groups.device)
+
+        with nullcontext() if engine.stage.compiled else eager_blocks(stage):
+            forward_only(stage, batches, args, groups, keep, dtype=engine.dtype, shape=lambda batch: (1,))
+        if not given:
+            return batches
+        return [replace(batch, reference_output=head.use) for batch, head in zip(batches, given, strict=True)]
+
+    def fill(batches: list[Batch]) -> list[Batch]:
+        compared = iter(scored([batch for batch in batches if batch.response_ids is not None]))
+        batches = [next(compared) if batch.response_ids is not None else batch for batch in batches]
+        if not retains_by_divergence(args):
+            return batches
+        retained = iter(with_output([batch for batch in batches if batch.role == "retain"]))
+        return [next(retained) if batch.role == "retain" else batch for batch in batches]
 
     return fill
 
@@ -186,13 +211,13 @@ class _ReferenceCache:
         self.args, self.groups, self.engine, self.logger = run.args, run.groups, run.engine, run.logger
         self.folder, self.about, self.have_weights, self.watchdog = folder, about, have_weights, watchdog
         self.scores = ReferenceScores(on_rank_zero(self.groups, lambda: read_scores(folder)))
-        self.collate = collation(self.args, None)
+        self.collate = collation(self.args, None, self._role)
         in_fp8 = choose_precision(self.args, self.groups.device).recipe is not None
         self._tolerance = _TOLERANCE_FP8 if in_fp8 else _TOLERANCE[self.args.params_dtype]
 
     def check(self, datasets: Datasets) -> None:
         """Score some rows again. Raises DataError where the cache says something else."""
-        dataset, random = datasets.train, np.random.default_rng(self.args.seed)
+        dataset, random = next(iter(self._sets(datasets).values())), np.random.default_rng(self.args.seed)
         if dataset is None or not len(self.scores):
             return
         numbers = random.choice(len(dataset), min(len(dataset), _CHECKED), replace=False).tolist()
@@ -222,21 +247,30 @@ class _ReferenceCache:
         """The datasets with references. What is not there is computed, kept and said."""
         per_eval = self.args.eval_iters * self.args.train_batch_size
         wanted = {"train": None, "valid": per_eval, "test": per_eval}
-        sets = {name: getattr(datasets, name) for name in wanted}
+        sets = self._sets(datasets)
         counts = [0, 0]
         for name, dataset in sets.items():
-            most = wanted[name]
+            most = wanted.get(name)
             if dataset is not None and most != 0:
                 size = len(dataset) if most is None else min(most, len(dataset))
                 for i, count in enumerate(self._whole(name, dataset, size, datasets.contents[name])):
                     counts[i] += count
         computed, cached = counts
         self.logger.info(f"reference: {computed} rows computed, {cached} found in {self.folder}")
-        train, valid, test = (self._referenced(dataset) for dataset in sets.values())
-        return replace(datasets, train=train, valid=valid, test=test)
+        changes: dict[str, Any] = {name: self._referenced(dataset) for name, dataset in sets.items()}
+        return replace(datasets, **changes)
+
+    @property
+    def _role(self) -> Role:
+        return "forget" if self.args.ga_dataset is not None else "train"
+
+    def _sets(self, datasets: Datasets) -> dict[str, SampleSet | None]:
+        """The sets whose answers, or sequences, are compared with the reference."""
+        names = ("forget",) if self._role == "forget" else ("train", "valid", "test")
+        return {name: getattr(datasets, name) for name in names}
 
     def _referenced(self, dataset: SampleSet | None) -> SampleSet | None:
-        assert dataset is None or isinstance(dataset, PreferenceDataset | BlendedDataset)
+        assert dataset is None or isinstance(dataset, PreferenceDataset | BlendedDataset | SequenceDataset)
         return None if dataset is None else ReferenceScoredDataset(dataset, self.scores)
 
     def _whole(self, name: str, dataset: SampleSet, size: int, set_contents: SetContents) -> tuple[int, int]:

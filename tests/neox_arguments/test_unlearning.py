@@ -1,0 +1,76 @@
+"""Keys of unlearning: which steps are on the forget set, and what does not go together."""
+
+from typing import Any
+
+import pytest
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
+
+BASE: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer", "vocab_file": "t.json",
+}  # fmt: skip
+
+
+def args(**keys: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict({**BASE, **keys})
+
+
+def calls_of_the_fork(iterations: int, keys: dict[str, Any]) -> str:
+    """Its calls of train_step, a letter each, as its training loop makes them (reference: its `train`)."""
+    calls = ""
+    for iteration in range(iterations):
+        if keys["ga_mode"] == "interleaved":
+            calls += "a" if iteration > 0 and iteration % (keys["ga_interleave_ratio"] + 1) == 0 else "o"
+        else:
+            calls += "a" * keys["ga_iters"] if iteration > 0 and iteration % keys["ga_interval"] == 0 else "o"
+    return calls
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        *({"ga_mode": "interleaved", "ga_interleave_ratio": ratio} for ratio in (1, 2, 8)),
+        *({"ga_mode": "interval", "ga_interval": n, "ga_iters": m} for n, m in ((2, 1), (2, 3), (5, 4), (30, 2))),
+    ],
+    ids=str,
+)
+def test_steps_are_those_of_the_fork(keys: dict[str, Any]) -> None:
+    values, calls = args(ga_dataset="b", **keys), calls_of_the_fork(23, keys)
+    steps = "".join("a" if is_ascent(values, step) else "o" for step in range(len(calls)))
+    assert steps == calls and optimizer_steps(values, 23) == len(calls)
+    for first in (0, 1, 3, 7, len(calls)):
+        assert ascent_steps(values, first, len(calls)) == calls[first:].count("a")
+    bursts = [step for step in range(len(calls)) if begins_burst(values, step)]
+    alone = keys["ga_mode"] == "interleaved" or keys["ga_iters"] == 1
+    assert bursts == [i for i, c in enumerate(calls) if c == "a" and (alone or calls[i - 1] == "o")]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"ga_lr_scale": 2.0}, "ga_lr_scale: is for unlearning; set ga_dataset"),
+    ({"gd_mode": True}, "gd_mode: is for unlearning"),
+    ({"ga_dataset": "b"}, "ga_interval: is required by ga_mode"),
+    ({"ga_dataset": "b", "ga_interval": 1, "ga_iters": 1}, "ga_interval: .*at least 2"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "ga_interval": 3}, "ga_interval: only ga_mode: interval reads it"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "gd_mode": True}, "gd_retain_dataset: is required by gd_mode"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "gd_retain_dataset": "c"}, "gd_retain_dataset: only gd_mode: true"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "ga_threshold_check_mode": "ema"}, "set that, or remove it"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "skip_step_above_sigma": 6.0}, "losses that are to rise"),
+    ({"ga_dataset": "b", "ga_mode": "interleaved", "train_iters": None, "train_epochs": 1}, "set train_iters"),
+    (
+        {"ga_dataset": "b", "ga_mode": "interleaved", "train_impl": "dpo", "dataset_impl": "pairwise"},
+        "goes with language modelling",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "says"), REFUSED)
+def test_what_does_not_go_together(keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        args(**keys)
+
+
+def test_a_file_may_switch_the_difference_off() -> None:
+    values = args(ga_dataset="b", ga_mode="interleaved", gd_mode=False, gd_retain_dataset="c", gd_retain_weight=80.0)
+    assert not values.gd_mode
