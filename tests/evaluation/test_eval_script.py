@@ -57,6 +57,7 @@ def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     assert event.value == pytest.approx(results["results"]["shipped_choice"]["acc,none"])
 
 
+@pytest.mark.more
 def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
     """The same keys, and the same values where both mean the same."""
     code, _, problems = run(

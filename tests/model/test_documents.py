@@ -37,7 +37,7 @@ def references() -> list[Step]:
     return run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.more) if n == 4 else n for n in LAYOUTS])
 def test_every_layout_equals_one_process(world_size: int, references: list[Step]) -> None:
     cells = [(i, {**model, **layout}) for i, model in enumerate(MODELS.values()) for layout in LAYOUTS[world_size]]
     ranks = run_ranks(sgd_steps, world_size, [values for _, values in cells])

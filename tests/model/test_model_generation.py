@@ -10,6 +10,7 @@ from torch import Tensor
 from megatron.tokenizer import HFTokenizer
 from tests.checkpointing.golden import RUNS
 from tests.generation.runs import GIVEN, LAYOUTS, TOKENIZER, greedy
+from tests.marks import with_more
 from tests.pool import run_ranks
 
 EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")
@@ -48,7 +49,7 @@ def references() -> dict[str, Reference]:
     return by_run
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 x pp2"))
 def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
     ranks, layout = LAYOUTS[name]
     for everyone in run_ranks(greedy, ranks, EXPORTED, layout):

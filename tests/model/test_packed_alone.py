@@ -100,7 +100,7 @@ def close(ours: dict[tuple[int, ...], float], theirs: dict[tuple[int, ...], floa
     return ours.keys() == theirs.keys() and all(ours[key] == pytest.approx(theirs[key], rel=1e-6) for key in theirs)
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.more) if n == 4 else n for n in LAYOUTS])
 def test_each_document_has_the_loss_it_has_alone(
     world_size: int, rows: dict[str, list[Batch]], alone: dict[str, Found]
 ) -> None:

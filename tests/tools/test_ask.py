@@ -81,12 +81,18 @@ def test_typed_questions_and_a_table(models: tuple[Any, Path, Path], tmp_path: P
 
 def test_refusals(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     _, folder, imported = models
+    scores = tmp_path / "scores"
+    shutil.copytree(folder, scores)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
+    (scores / "config.json").write_text(json.dumps({**config, **classes}))
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
     (bare / "chat_template.jinja").unlink()
     (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"messages": []}\n')
     (tmp_path / "long.txt").write_text("word " * 5000)
     for words, text in (
+        (["--model", str(scores), "a"], "scores: a reward model, which gives scores and no text"),
         (["--model", str(bare), "a"], f"{bare}: there is no chat template .*--chat-template FILE"),
         (["--model", str(folder), "--file", str(tmp_path / "q.jsonl")], "q.jsonl:2: messages must end with a user's"),
         (["--model", str(folder), "--file", str(tmp_path / "long.txt")], "question 1: has .* tokens, 4084 fit"),

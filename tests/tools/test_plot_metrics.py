@@ -28,6 +28,22 @@ def test_plot_and_summary(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_that_unlearn_have_curves_of_their_own(tmp_path):
+    from tools.plot_metrics import ordinary, read_curve
+
+    forget = {"train/batch_type": 1.0, "train/gd_retain_loss": 2.0, "train/lm_loss": 70.0}
+    rows = [
+        {"consumed_tokens": 64, "train/batch_type": 0.0, "train/lm_loss": 3.0},
+        {"consumed_tokens": 64, **forget, "train/ga_actual_loss": 2.5},
+        {"consumed_tokens": 128, "train/batch_type": 0.0, "train/lm_loss": 2.9},
+        {"consumed_tokens": 128, **forget, "train/ga_actual_loss": 5.25},
+    ]
+    assert read_curve(ordinary(rows), "train/lm_loss") == ([64, 128], [3.0, 2.9])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = run(tmp_path / "metrics.jsonl")
+    assert "loss to forget 2.500 -> 5.250; loss to retain 2.000 -> 2.000; plot: " in done.stdout, done.stderr
+
+
 def test_metrics_that_are_not_there(tmp_path):
     done = run(tmp_path / "metrics.jsonl")
     assert done.returncode == 1

@@ -18,6 +18,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
 from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
+from megatron.training.unlearning import lr_scale
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
@@ -107,6 +108,8 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     merged = dict(BASE)
     for part in (*parts, more):
         merged.update(part)
+    if merged.get("data_path") is None and "split" in merged and merged["split"] == BASE.get("split"):
+        merged["split"] = None  # it is of BASE's data_path
     return merged
 
 
@@ -134,7 +137,10 @@ def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int
         training = begin(values)
         batches, losses, norms = batches_of(training), [], []
         for step in range(steps):
-            result = training.engine.train_step(next(batches), training.schedule(step))
+            micro_batches = next(batches)
+            lr = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
+            result = training.engine.train_step(micro_batches, lr)
+            training.progress.iteration += 1
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))  # type: ignore[arg-type]
         weights = training.engine.weights(master=True)

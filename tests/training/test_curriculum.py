@@ -47,8 +47,8 @@ def references() -> dict[str, Curve]:
 
 
 @pytest.mark.parametrize(
-    "name",  # "tp2 x pp2 +sp" has what those two have
-    with_more(LAYOUTS, "tp2 +sp", "pp2"),
+    "name",
+    with_more(LAYOUTS, "tp2 +sp", "tp2 x pp2 +sp"),
 )
 def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> None:
     ranks, layout = LAYOUTS[name]

@@ -26,8 +26,8 @@ TOLERANCE = {"fp32": 1e-5, "bfloat16": 0.02, "fp16": 5e-3}
 """Of losses between layouts, relative: sums in another order, rounded to the precision of activations."""
 
 
-def three_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list[str | list[float]]:
-    """For the pool: losses of three steps of each file, or why it was refused."""
+def some_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -> list[str | list[float]]:
+    """For the pool: losses of the steps of each file, or why it was refused."""
     results: list[str | list[float]] = []
     for path, overrides in runs:
         try:
@@ -35,16 +35,18 @@ def three_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) -
         except ConfigError as refused:
             results.append(str(refused))
             continue
-        batches = batches_of(training)
-        losses = [float(training.engine.train_step(next(batches), training.schedule(step)).loss) for step in range(3)]
+        batches, losses = batches_of(training), []
+        for step in range(training.args.train_iters):
+            losses.append(float(training.engine.train_step(next(batches), training.schedule(step)).loss))
+            training.progress.iteration += 1
         results.append(losses)
         training.engine.close()
     return results
 
 
 def test_files_that_are_alike_are_tried_once():
-    assert len(UPSTREAM) == 53 and len(FORK) == 54 and len(TRAINED) == 43 + 37
-    assert sum(len(names) for _, names in distinct(TRAINED)) == len(TRAINED) and 30 < len(DISTINCT) < 60
+    assert len(UPSTREAM) == 53 and len(FORK) == 54 and len(TRAINED) == 43 + 54
+    assert sum(len(names) for _, names in distinct(TRAINED)) == len(TRAINED) and 30 < len(DISTINCT) < 70
 
 
 @pytest.mark.parametrize("name", sorted(TRAINED))
@@ -67,20 +69,44 @@ def test_every_file_trains_as_it_is_written(names, tmp_path, capsys):
     for name in names:
         path = written(tmp_path, name, FILES[name])
         runs.append((str(path), {**small(FILES[name]), **line_needed(path)}))
-    results = dict(zip(names, run_ranks(three_steps, 1, runs, timeout=230)[0], strict=True))
+    results = dict(zip(names, run_ranks(some_steps, 1, runs, timeout=230)[0], strict=True))
     with capsys.disabled():
         lines = sum(name in WIDTHS for name in TRAINED)
         print(f"\nreal files: {len(TRAINED) - lines} train as written, {lines} with compat_ffn_width, "
               f"{len(NOT_HERE)} need what is not here")  # fmt: skip
     for name, losses in results.items():
-        assert not isinstance(losses, str) and all(0 < loss < 20 for loss in losses), (name, losses)
+        assert not isinstance(losses, str) and all(0 < loss < 20 for loss in losses[:2]), (name, losses)
+        assert abs(losses[2]) < 20 * FILES[name].get("gd_retain_weight", 1), (name, losses)  # it may unlearn
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, {}),
     "tp2": (2, {"model_parallel_size": 2}),
     "pp2": (2, {"pipe_parallel_size": 2}),
 }
+
+
+UNLEARNING = sorted(name for name in FORK if "ga_dataset" in FORK[name])
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_files_that_unlearn_in_layouts(layout, tmp_path):
+    """As they are, and four steps that alternate, of which the third is one on the forget set."""
+    ranks, keys = LAYOUTS[layout]
+    runs = []
+    for name in UNLEARNING:
+        path, overrides = written(tmp_path, name, FILES[name]), small(FILES[name])
+        runs += [(str(path), overrides), (str(path), {**overrides, "train_iters": 4, "ga_interleave_ratio": 1})]
+    alone = run_ranks(some_steps, 1, runs, timeout=290)[0]
+    in_layout = run_ranks(some_steps, ranks, [(path, {**more, **keys}) for path, more in runs], timeout=290)[0]
+    for (path, more), theirs, ours in zip(runs, alone, in_layout, strict=True):
+        assert ours == pytest.approx(theirs, rel=TOLERANCE["bfloat16"]), path
+        if "ga_interleave_ratio" in more:
+            assert theirs[2] > 100 if "gdiff" in path else theirs[2] < 0, (path, theirs)
+            assert all(0 < theirs[step] < 20 for step in (0, 1, 3)), (path, theirs)
+    assert len(UNLEARNING) == 17
 
 
 @pytest.mark.more

@@ -14,7 +14,7 @@ import torch
 
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import NEOX, begin, config
+from tests.training.runs import GOLDEN, NEOX, begin, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
 # (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of
@@ -35,6 +35,9 @@ ENGINE = {
     "megatron/data/loader.py": {"_trained"},  # of a batch on the host, before it goes to the device
 }
 READ = {"megatron/training/metrics/host_copy.py": {"read"}}
+_OTHER = str(GOLDEN / "dataset" / "corpusB_text_document")
+UNLEARNING = {"ga_dataset": _OTHER, "ga_mode": "interleaved", "gd_mode": True, "gd_retain_dataset": _OTHER}
+# fmt: off
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "plain bf16": (1, {"precision": "bfloat16", "pos_emb": "alibi"}),
@@ -45,7 +48,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero1": (2, {"zero_optimization": {"stage": 1}}),
     "zero2": (2, {"zero_optimization": {"stage": 2}}),
     "zero3": (2, {"zero_optimization": {"stage": 3}}),
+    "difference": (1, UNLEARNING),
+    "npo, pp2": (2, {
+        **UNLEARNING, "pipe_parallel_size": 2, "ga_loss_type": "npo", "gd_retain_loss_type": "kl",
+        "dpo_reference": "on_the_fly",
+    }),
 }
+# fmt: on
 
 
 class HostSync(AssertionError):

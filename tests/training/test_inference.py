@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.training import Training, train
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
 
@@ -102,7 +103,7 @@ def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict
     return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "dp2 x pp2", "dp2 zero3 x tp2 +sp"))
 def test_a_run_does_not_notice(name: str) -> None:
     ranks, layout, model = LAYOUTS[name]
     everyone = run_ranks(run, ranks, values_of(model, layout, ranks), timeout=120)

@@ -104,3 +104,23 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
         assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
     assert " mean_token_accuracy value: " in output and "validation/mean_token_accuracy" in row
+
+
+def test_a_split_of_listed_sets_trains_and_validates(tmp_path: Path) -> None:
+    """The first 18 of 24 chats, with their labels, are trained on, and the others validated with."""
+    text, labels = (IndexedDataset(path) for path in (f"{CHAT}_document", LABELS[0]))
+    listed = {
+        "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": LABELS[:1], "valid_data_paths": None,
+        "test_data_paths": None, "valid_label_data_paths": None, "test_label_data_paths": None,
+    }  # fmt: skip
+    values = config(
+        LLAMA, SFT, listed, split="75,25,0", train_iters=1, eval_iters=3, eval_interval=1, pack_impl="unpacked",
+        save=str(tmp_path), checkpoint_factor=1, train_batch_size=2,
+    )  # fmt: skip
+    (output,) = run_ranks(said_by, 1, values)
+    used = np.minimum(text.sizes[:18], 129)
+    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
+    assert "18 documents in 18 rows of 128 tokens, 2.0 documents a step on average; " in output
+    assert f"{100 * trained / used.sum():.1f} % of the tokens are trained" in output
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert any("validation/lm_loss" in row for row in rows)

@@ -47,7 +47,8 @@ MORE_ROWS = [
         for engine in ENGINES[name]
         if "by" not in name
     ),
-    *("dp2 x tp2 zero1, native", "dp2 x tp2 zero2, native"),
+    *("dp2 x tp2 zero1, native", "dp2 x tp2 zero2, native", "dp2 x tp2 +sp zero3, native", "tp2+sp, native"),
+    *("dp4 zero3 by twos, native", "tp2 x pp2, deepspeed"),
 ]
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 10

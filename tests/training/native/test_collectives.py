@@ -153,8 +153,8 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:
     """Of a tensor rank over its group: sums forwards after the attention, the MLP and the embedding,
-    backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label of
-    each token for the cross-entropy."""
+    backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label
+    of each token for the cross-entropy."""
     hidden, token = 2 * SEQ * rows * HIDDEN, 4 * SEQ * rows
     counted = Counter({Event("all_reduce", hidden, TENSOR): 4 * BLOCKS + 2})
     counted[Event("all_gather", tensor * 3 * token, TENSOR)] += 1

@@ -114,10 +114,10 @@ def single() -> dict[tuple[str, bool], Run]:
     return {look: run_ranks(run, 1, [{}], *look)[0][0] for look in looks}
 
 
-# Each objective in all layouts in one look, the other by `make test-more`; both looks of all in one process,
-# below.
+# Two objectives in all layouts, each in one look, the others by `make test-more`; both looks of all in one
+# process, below.
 AGREEING = [
-    pytest.param(name, look, marks=() if LOOK[look] is (name in ("dpo", "unpaired")) else pytest.mark.more)
+    pytest.param(name, look, marks=() if (name, LOOK[look]) in (("dpo", True), ("kto", False)) else pytest.mark.more)
     for name in OBJECTIVES for look in LOOK
 ]  # fmt: skip
 
