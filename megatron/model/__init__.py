@@ -8,6 +8,7 @@ linear is split over tensor-parallel ranks stands in `megatron.mpu.layers`. Laye
 """
 
 from megatron.model.cache import KVCache
+from megatron.model.filled_stage import build_filled_stage
 from megatron.model.inference import Model, eager_blocks, for_inference, inference_mode
 from megatron.model.init import init_stage, materialize
 from megatron.model.pipeline_forward import forward_only
@@ -23,6 +24,7 @@ __all__ = [
     "InferenceContext",
     "Stage",
     "block_specs",
+    "build_filled_stage",
     "build_stage",
     "eager_blocks",
     "for_inference",

@@ -35,7 +35,8 @@ class SubLayer(Protocol):
     params: the parameters that the constructor allocates for a `Spec`. The constructor takes (spec, groups,
     sequence_parallel); that of a mixer takes `backends` too, those of attention.
     core: everything before the last linear, which is row-parallel. A mixer's takes `[seq, batch, hidden]`,
-    its `AttentionInputs` (None if it is no attention), the seed of its dropout, and its cache.
+    its `AttentionInputs` (None if it is no attention), the seed of its dropout, its cache, and the seed that
+    its linears are given; a feed-forward's `[seq, batch, hidden]` and that seed.
     output: that last linear.
     """
 
@@ -64,11 +65,12 @@ def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any
 
 class DropoutSeeds(NamedTuple):
     """A block's seeds (`seed_tensor`) for one micro-batch: of the dropout of attention probabilities, of the
-    mixer's output and of the feed-forward's output; None where nothing is dropped."""
+    mixer's output, of the feed-forward's output and of adapters' inputs; None where nothing is dropped."""
 
     attention: Tensor | None = None
     mixer: Tensor | None = None
     feed_forward: Tensor | None = None
+    adapters: Tensor | None = None
 
 
 class Block(nn.Module):
@@ -123,7 +125,7 @@ class Block(nn.Module):
     def seeds(self, *parts: int) -> DropoutSeeds:
         """The seeds of this rank's dropout, functions of `parts` (the micro-batch and the layer) and of the
         rank where its activations are its own."""
-        offsets = (self.tensor_rank, self.seed_offset, self.seed_offset)
+        offsets = (self.tensor_rank, self.seed_offset, self.seed_offset, 0)
         return DropoutSeeds(*(seed_tensor(mix_seed(*parts, i) + offset) for i, offset in enumerate(offsets)))
 
     def forward(
@@ -140,7 +142,7 @@ class Block(nn.Module):
         """
 
         def mix(x: Tensor) -> Tensor:
-            return self.attention.core(x, inputs, seeds.attention, cache)
+            return self.attention.core(x, inputs, seeds.attention, cache, seeds.adapters)
 
         def run(x: Tensor) -> Tensor:
             return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
@@ -150,21 +152,27 @@ class Block(nn.Module):
     def _drop(self, x: Tensor, seed: Tensor | None) -> Tensor:
         return x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
 
+    def _mixed(self, inner: Tensor, seeds: DropoutSeeds) -> Tensor:
+        return self.attention.output(inner, seeds.adapters)
+
+    def _fed(self, x: Tensor, seeds: DropoutSeeds) -> Tensor:
+        return self.mlp.output(self.mlp.core(x, seeds.adapters), seeds.adapters)
+
     def _sequential(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
-        x = x + self._drop(self.attention.output(mix(self.input_layernorm(x))), seeds.mixer)
-        return x + self._drop(self.mlp.output(self.mlp.core(self.post_attention_layernorm(x))), seeds.feed_forward)
+        x = x + self._drop(self._mixed(mix(self.input_layernorm(x)), seeds), seeds.mixer)
+        return x + self._drop(self._fed(self.post_attention_layernorm(x), seeds), seeds.feed_forward)
 
     def _olmo3(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
-        x = x + self._drop(self.post_attention_layernorm(self.attention.output(mix(x))), seeds.mixer)
-        return x + self._drop(self.post_feedforward_layernorm(self.mlp.output(self.mlp.core(x))), seeds.feed_forward)
+        x = x + self._drop(self.post_attention_layernorm(self._mixed(mix(x), seeds)), seeds.mixer)
+        return x + self._drop(self.post_feedforward_layernorm(self._fed(x, seeds)), seeds.feed_forward)
 
     def _sandwich(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
-        mixed = self.attention.output(mix(self.input_layernorm(x)))
+        mixed = self._mixed(mix(self.input_layernorm(x)), seeds)
         x = x + self._drop(self.post_attention_layernorm(mixed), seeds.mixer)
-        inner = self.mlp.output(self.mlp.core(self.pre_feedforward_layernorm(x)))
+        inner = self._fed(self.pre_feedforward_layernorm(x), seeds)
         return x + self._drop(self.post_feedforward_layernorm(inner), seeds.feed_forward)
 
     def _parallel(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
@@ -174,10 +182,11 @@ class Block(nn.Module):
         """
         normed, attended, fed = self.input_layernorm(x), self.attention.output, self.mlp.output
         mixed = mix(normed)
-        inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x))
+        seed = seeds.adapters
+        inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x), seed)
         if self.training and self.hidden_dropout > 0.0:
-            return x + self._drop(attended(mixed), seeds.mixer) + self._drop(fed(inner), seeds.feed_forward)
-        return x + row_parallel_sum((attended, fed), (mixed, inner))
+            return x + self._drop(attended(mixed, seed), seeds.mixer) + self._drop(fed(inner, seed), seeds.feed_forward)
+        return x + row_parallel_sum((attended, fed), (mixed, inner), seed)
 
 
 _RESIDUAL_FORMS = {

@@ -1,5 +1,7 @@
 """The first layer: token embeddings, and absolute positions that are added to them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -28,13 +30,18 @@ def word_embeddings(spec: EmbeddingSpec | HeadSpec) -> ParamSpec:
     return ParamSpec("word_embeddings.weight", shape, 0, cut, "embedding", weight_decay=True, tied=spec.tied)
 
 
+def copied(weight: ParamSpec) -> ParamSpec:
+    """The copy of a weight that is trained in its place beside adapters (`lora.modules_to_save`)."""
+    return replace(weight, name=weight.name.replace(".weight", ".modules_to_save"))
+
+
 class Embedding(nn.Module):
     """Turns tokens into hidden states, and adds learned or sinusoidal positions, NEFTune's noise and
     dropout."""
 
     def __init__(self, spec: EmbeddingSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
-        words, *positions = self.params(spec)
+        words, positions = self.words(spec), self.positions(spec)
         self.word_embeddings = VocabParallelEmbedding(words, groups, sequence_parallel)
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
@@ -46,10 +53,18 @@ class Embedding(nn.Module):
         self.part, self.parts = (groups.rank("tensor"), groups.size("tensor")) if sequence_parallel else (0, 1)
 
     @staticmethod
-    def params(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
+    def words(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
+        weight = word_embeddings(spec)
+        return (weight, copied(weight)) if spec.copied else (weight,)
+
+    @staticmethod
+    def positions(spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
         name, shape = "position_embeddings.weight", (spec.learned, spec.hidden)
-        positions = ParamSpec(name, shape, init="embedding", weight_decay=True)
-        return (word_embeddings(spec), positions) if spec.learned else (word_embeddings(spec),)
+        return (ParamSpec(name, shape, init="embedding", weight_decay=True),) if spec.learned else ()
+
+    @classmethod
+    def params(cls, spec: EmbeddingSpec) -> tuple[ParamSpec, ...]:
+        return (*cls.words(spec), *cls.positions(spec))
 
     def forward(self, tokens: Tensor, positions: Tensor, seed: int, cu_seqlens: Tensor | None = None) -> Tensor:
         """`[batch, seq]` to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism); cu_seqlens: of

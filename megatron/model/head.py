@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.model.embedding import word_embeddings
+from megatron.model.embedding import copied, word_embeddings
 from megatron.model.norms import NORMS, build_norm
 from megatron.model.specs import FinalNormSpec, HeadSpec, ScoreSpec
 from megatron.mpu import (
@@ -17,6 +17,7 @@ from megatron.mpu import (
     ParamSpec,
     PlainProduct,
     Product,
+    VocabParallelEmbedding,
     allocate,
     compiled_kernels,
     linear,
@@ -70,12 +71,15 @@ class OutputProjection(nn.Module):
 
 
 class Head(OutputProjection):
-    """Final projection of `HeadInput.hidden_states`; parameter `final_linear.weight`."""
+    """Final projection of `HeadInput.hidden_states`; parameter `final_linear.weight`, and the copy that is
+    trained beside adapters."""
 
     def __init__(self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__(groups, sequence_parallel)
         self.final_linear = Linear(self._linear(spec), groups)
         self.final_linear.group = None  # its input went through `copy_to_tensor` already
+        allocate(self.final_linear, self._copies(spec), groups, "modules_to_save")
+        self.adapters_on = spec.copied
 
     @staticmethod
     def _linear(spec: HeadSpec) -> LinearSpec:
@@ -85,10 +89,16 @@ class Head(OutputProjection):
     @classmethod
     def params(cls, spec: HeadSpec) -> tuple[ParamSpec, ...]:
         """The head's parameters: no own ones where it is tied, since its weight is the embedding's."""
-        return () if spec.tied else with_prefix("final_linear", cls._linear(spec).params())
+        return () if spec.tied else (*with_prefix("final_linear", cls._linear(spec).params()), *cls._copies(spec))
+
+    @classmethod
+    def _copies(cls, spec: HeadSpec) -> tuple[ParamSpec, ...]:
+        weight = with_prefix("final_linear", cls._linear(spec).params())[0]
+        return (copied(weight),) if spec.copied else ()
 
     def projection(self) -> tuple[Tensor, Product]:
-        return self.final_linear.weight, self.final_linear.product
+        weight = self.final_linear.modules_to_save if self.adapters_on else self.final_linear.weight
+        return weight, self.final_linear.product  # type: ignore[return-value]
 
 
 class ScoreHead(OutputProjection):
@@ -118,20 +128,30 @@ class ScoreHead(OutputProjection):
 
 class TiedHead(OutputProjection):
     """Final projection with the embedding's weight: the embedding's own parameter where both are on one
-    stage, else a copy whose gradient is summed with the first stage's. product: as of `Linear`."""
+    stage, else a copy whose gradient is summed with the first stage's. product: as of `Linear`. What is
+    trained beside adapters in the embedding's place is so here."""
 
     product: Product
 
     def __init__(
-        self, spec: HeadSpec, groups: ParallelGroups, sequence_parallel: bool, weight: nn.Parameter | None
+        self,
+        spec: HeadSpec,
+        groups: ParallelGroups,
+        sequence_parallel: bool,
+        embedding: VocabParallelEmbedding | None,
     ) -> None:
         super().__init__(groups, sequence_parallel)
         self.product = PlainProduct()
         self.word_embeddings = nn.Module()
-        if weight is None:
-            allocate(self.word_embeddings, [word_embeddings(spec)], groups)
+        weight = word_embeddings(spec)
+        specs = (weight, copied(weight)) if spec.copied else (weight,)
+        if embedding is None:
+            allocate(self.word_embeddings, specs, groups, "modules_to_save")
         else:
-            self.word_embeddings.weight = weight
+            self.word_embeddings.weight = embedding.weight
+            self.word_embeddings.register_parameter("modules_to_save", embedding.modules_to_save)
+        self.adapters_on = spec.copied
 
     def projection(self) -> tuple[Tensor, Product]:
-        return self.word_embeddings.weight, self.product  # type: ignore[return-value]
+        held = self.word_embeddings
+        return held.modules_to_save if self.adapters_on else held.weight, self.product  # type: ignore[return-value]

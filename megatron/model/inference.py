@@ -10,6 +10,7 @@ from torch import nn
 
 from megatron.model.stage import Stage
 from megatron.mpu import ParallelGroups
+from megatron.mpu.lora import AdapterRows
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
@@ -25,6 +26,8 @@ class Model:
     lockstep: parameters are sharded over data-parallel ranks (ZeRO 3), so that all of them must run the stage
     equally often.
     source: the folder that the weights came from; empty in training.
+    adapter_rows: where rows of a batch choose their adapters (`Request.adapter`); None: there are none.
+    adapters: the folders of adapters that its weights have taken in, each with its factor.
     declared_eos_ids: ids that end a text besides the tokenizer's end of document, as the model's own files
     name them.
     """
@@ -37,12 +40,19 @@ class Model:
     columns: int | None = None
     lockstep: bool = False
     source: str = ""
+    adapter_rows: AdapterRows | None = None
     declared_eos_ids: tuple[int, ...] = ()
+    adapters: tuple[tuple[str, float], ...] = ()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The ids of all tokens that end a text, in ascending order."""
         return tuple(sorted({self.tokenizer.eod, *self.declared_eos_ids}))
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """All folders that the weights are made of."""
+        return (self.source, *(path for path, _ in self.adapters))
 
     @property
     def positions(self) -> int:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
 from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard_rows
+from megatron.mpu.quantized import QuantizedProduct
 from megatron.neox_arguments import NeoXArgs
 
 # Elements; another number gives other random numbers on a GPU.
@@ -20,13 +22,19 @@ Finish = Callable[[int, Sequence[tuple[str, nn.Parameter]]], None]
 
 
 @torch.no_grad()
-def materialize(stage: Stage, dtype: torch.dtype = torch.float32, finish: Finish | None = None) -> Stage:
+def materialize(
+    stage: Stage,
+    dtype: torch.dtype = torch.float32,
+    finish: Finish | None = None,
+    frozen_dtype: torch.dtype | None = None,
+) -> Stage:
     """Give the parameters that `build_stage` left on the meta device memory on the stage's device, one layer
     after the other; the same stage.
 
     What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen;
     those that have memory keep it, with their values.
-    finish: fills, or shards, each layer before the next one is given memory.
+    finish: fills, or shards, each layer before the next one is given memory. frozen_dtype: of what is not
+    trained; None: `dtype`.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     stage.dtype = dtype
@@ -37,7 +45,8 @@ def materialize(stage: Stage, dtype: torch.dtype = torch.float32, finish: Finish
                 if param is None or param.device.type != "meta":
                     continue  # blocks may share a module
                 if param not in made:
-                    local = torch.empty_like(param, dtype=dtype, device=stage.device_of_groups)
+                    its_dtype = dtype if param.requires_grad else frozen_dtype or dtype
+                    local = torch.empty_like(param, dtype=its_dtype, device=stage.device_of_groups)
                     made[param] = nn.Parameter(local, param.requires_grad)
                     first_seen.append((f"{path}.{name}", made[param]))
                 module._parameters[name] = made[param]
@@ -65,6 +74,11 @@ def _draw(rows: Tensor, method: str, spec: ParamSpec, args: NeoXArgs, generator:
         rows.fill_(1.0)
     elif method == "zeros":
         rows.zero_()
+    elif method == "kaiming_uniform":  # of torch's and peft's linears: with a = sqrt(5)
+        bound = 1.0 / math.sqrt(spec.shape[1])
+        rows.uniform_(-bound, bound, generator=generator)
+    elif method == "gaussian_over_rank":
+        rows.normal_(0.0, 1.0 / spec.shape[0], generator=generator)
     elif method.endswith("orthogonal"):
         gain = math.sqrt(2.0 / args.num_layers) if method == "scaled_orthogonal" else math.sqrt(2.0)
         nn.init.orthogonal_(rows, gain, generator=generator)
@@ -108,27 +122,37 @@ def init_stage(
     groups: ParallelGroups,
     dtype: torch.dtype = torch.float32,
     take_over: Callable[[int, list[nn.Parameter]], None] | None = None,
+    frozen_dtype: torch.dtype | None = None,
 ) -> None:
-    """`materialize` with this rank's part of the initial values, rounded from fp32.
+    """`materialize` with this rank's part of the initial values, rounded from fp32; weights that are held
+    packed are packed one after another.
 
     take_over: called with each layer's index and parameters, before the next one is given memory.
+    frozen_dtype: as of `materialize`.
     """
-    specs = named_params(args)
+    specs, packed = named_params(args), quantized_linears(stage)
+
+    def fill_one(value: Tensor, layer: int, name: str) -> None:
+        for first, rows in initial_part(specs[layer, name], layer, args, groups):
+            value[first : first + len(rows)].copy_(rows)
 
     def fill(layer: int, params: Sequence[tuple[str, nn.Parameter]]) -> None:
         for name, param in params:
-            key = _key(layer, name)
-            for first, rows in initial_part(specs[key], key[0], args, groups):
-                param[first : first + len(rows)].copy_(rows)
+            fill_one(param, *_key(layer, name))
+        for _, name, linear in (item for item in packed if item[0] == layer):
+            assert isinstance(linear.product, QuantizedProduct)
+            value = torch.empty(linear.product.shape, dtype=linear.product.dtype, device=groups.device)
+            fill_one(value, layer, name)
+            linear.set_quantized(value)
         if take_over is not None:
             take_over(layer, [param for _, param in params])
 
-    materialize(stage, dtype, fill)
+    materialize(stage, dtype, fill, frozen_dtype)
 
 
 def _key(layer: int, name: str) -> tuple[int, str]:
     """A parameter's place in the weight map: the last stage's copy of a tied embedding is layer 0's."""
-    return (0 if name == "word_embeddings.weight" else layer, name)
+    return (0 if name.startswith("word_embeddings.") else layer, name)
 
 
 def stage_parameters(stage: Stage, copies: bool = False) -> list[tuple[int, str, nn.Parameter]]:

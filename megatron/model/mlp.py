@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.specs import DenseSpec, dense_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, with_prefix
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, with_prefix
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
@@ -40,9 +40,14 @@ class MLP(nn.Module):
     @staticmethod
     def _linears(spec: DenseSpec) -> tuple[LinearSpec, LinearSpec]:
         rows = (spec.width, spec.width) if spec.gated else (spec.width,)
+        names, whole = (("up_proj", "gate_proj"), None) if spec.gated else ((), "up_proj")
+        up = adapters_of(spec.lora, sum(rows), whole, names, rows, cut=True)
+        down = adapters_of(spec.lora, spec.hidden, "down_proj")
         return (
-            LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
-            LinearSpec(spec.width, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
+            LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows, adapters=up),
+            LinearSpec(
+                spec.width, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual, adapters=down
+            ),
         )
 
     @classmethod
@@ -55,9 +60,10 @@ class MLP(nn.Module):
     def output(self) -> Linear:
         return self.linear2
 
-    def core(self, x: Tensor) -> Tensor:
-        """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`."""
-        x = self.linear1(x)
+    def core(self, x: Tensor, adapter_seed: Tensor | None = None) -> Tensor:
+        """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`. adapter_seed: as
+        of `Linear.forward`."""
+        x = self.linear1(x, adapter_seed)
         if self.gated:
             up, gate = x.chunk(2, dim=-1)
             return self.activation(gate) * up

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
+from megatron.mpu import LoraSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.adapters import adapter_names, copied_modules, lora_scale
 
 Residual = Literal["sequential", "parallel", "olmo3", "sandwich"]
 
@@ -86,7 +88,7 @@ class AttentionSpec:
     backend: `attention_backend`; flash where `attention_config` names it beside global.
     scale: factor of the logits; None: 1 / sqrt(head_dim). bias: whether its linears have biases.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
-    (gpt_j_residual).
+    (gpt_j_residual). lora: the adapters of its linears.
     """
 
     hidden: int
@@ -103,6 +105,7 @@ class AttentionSpec:
     dropout: float
     backend: str
     parallel_residual: bool
+    lora: LoraSpec | None = None
 
     @property
     def biased(self) -> bool:
@@ -119,7 +122,8 @@ class AttentionSpec:
 class DenseSpec:
     """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) where it is gated.
 
-    width: its inner width. activation: a name in `mlp.ACTIVATIONS`. parallel_residual: as of `AttentionSpec`.
+    width: its inner width. activation: a name in `mlp.ACTIVATIONS`. parallel_residual, lora: as of
+    `AttentionSpec`.
     """
 
     hidden: int
@@ -128,6 +132,7 @@ class DenseSpec:
     gated: bool
     bias: bool
     parallel_residual: bool
+    lora: LoraSpec | None = None
 
 
 # The unions of all kinds of mixers and of feed-forwards.
@@ -141,7 +146,7 @@ class EmbeddingSpec:
 
     vocab: rows of the embedding; None before the tokenizer is known. learned: rows of learned positions, 0
     without; offset: how many of these come before position 0. noise: NEFTune's alpha. tied: the head has the
-    same weight.
+    same weight. copied: a copy of the weight is trained beside adapters (`lora.modules_to_save`).
     """
 
     kind: ClassVar[str] = "embedding"
@@ -155,6 +160,7 @@ class EmbeddingSpec:
     dropout: float
     noise: float | None
     tied: bool
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,13 +188,15 @@ class FinalNormSpec:
 
 @dataclass(frozen=True)
 class HeadSpec:
-    """The output layer, from hidden states to logits. tied: it has the embedding's weight."""
+    """The output layer, from hidden states to logits. tied: it has the embedding's weight, and its copy.
+    copied: as of `EmbeddingSpec`."""
 
     kind: ClassVar[str] = "head"
     index: int
     hidden: int
     vocab: int | None
     tied: bool
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,6 +280,19 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
         scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
         bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
+        lora=lora_spec(args),
+    )  # fmt: skip
+
+
+def lora_spec(args: NeoXArgs) -> LoraSpec | None:
+    """The adapters of every block's linears."""
+    if args.lora is None:
+        return None
+    init = args.lora["init"]
+    return LoraSpec(
+        r=args.lora["r"], scale=lora_scale(args), dropout=args.lora_dropout, dora=args.lora["dora"],
+        init_a="gaussian_over_rank" if init == "gaussian" else "kaiming_uniform",
+        init_b="kaiming_uniform" if init is False else "zeros", targets=frozenset(adapter_names(args)),
     )  # fmt: skip
 
 
@@ -279,7 +300,7 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     """The feed-forward of block number `block`, counted from 0."""
     return DenseSpec(
         hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
-        gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual,
+        gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual, lora=lora_spec(args),
     )  # fmt: skip
 
 
@@ -319,5 +340,5 @@ def embedding_spec(args: NeoXArgs) -> EmbeddingSpec:
         index=0, vocab=args.padded_vocab_size, hidden=args.hidden_size,
         learned=args.max_position_embeddings if args.pos_emb == "learned" else 0, offset=args.opt_pos_emb_offset,
         sinusoidal=args.pos_emb == "sinusoidal", multiplier=args.embedding_multiplier, dropout=args.hidden_dropout,
-        noise=args.neftune_noise_alpha, tied=not args.no_weight_tying,
+        noise=args.neftune_noise_alpha, tied=not args.no_weight_tying, copied="embed_tokens" in copied_modules(args),
     )  # fmt: skip

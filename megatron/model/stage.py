@@ -36,7 +36,7 @@ from megatron.model.specs import (
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
-from megatron.mpu import HeadInput, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
+from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
 from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
 
@@ -115,6 +115,8 @@ class Stage(nn.Module):
         for spec in specs:
             self.layers[str(spec.index)] = self._build(spec, unallocated, sequence_parallel)
         self._share_relative_biases(unallocated)
+        adapters = [module.adapters for module in self.modules() if isinstance(module, Linear)]
+        self.drops |= any(of is not None and of.lora.dropout > 0.0 for of in adapters)
 
     def _build(self, spec: LayerSpec, groups: ParallelGroups, sequence_parallel: bool) -> nn.Module:
         match spec:
@@ -130,8 +132,8 @@ class Stage(nn.Module):
             case ScoreSpec():
                 return ScoreHead(spec, groups, sequence_parallel)
         embedding = self.layers["0"] if "0" in self.layers else None
-        weight = embedding.word_embeddings.weight if isinstance(embedding, Embedding) else None
-        return TiedHead(spec, groups, sequence_parallel, weight)
+        words = embedding.word_embeddings if isinstance(embedding, Embedding) else None
+        return TiedHead(spec, groups, sequence_parallel, words)
 
     def _share_relative_biases(self, groups: ParallelGroups) -> None:
         """Give every block the same table of relative biases under NeoX's name; pipeline stages sum its

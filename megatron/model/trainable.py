@@ -1,4 +1,4 @@
-"""Which parameters a run trains (`trainable`), and from which layer on gradients are needed."""
+"""Which parameters a run trains (`trainable`, `lora`), and from which layer on gradients are needed."""
 
 import difflib
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from megatron.model.weight_map import layer_params, shared_params
+from megatron.model.weight_map import is_adapter, layer_params, shared_params
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 ParamName = tuple[int, str]
@@ -24,13 +24,16 @@ def head_parameter(args: NeoXArgs) -> ParamName:
 
 
 def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
-    """The parameters that are trained: all without `trainable`. A tied head is the embedding.
+    """The parameters that are trained: all without `trainable` and `lora`; adapters and copies alone with
+    `lora`. A tied head is the embedding.
 
     Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
     """
     shared, params = shared_params(args), layer_params(args)
     every = [(i, p.name) for i, specs in params.items() for p in specs if shared.get(p.name, i) == i]
     asked = args.trainable
+    if args.lora is not None:
+        return frozenset((i, name) for i, name in every if is_adapter(name))
     if asked is None:
         return frozenset(every)
     trained: set[ParamName] = set()
@@ -69,21 +72,21 @@ def _embedding_problems(args: NeoXArgs, found: set[ParamName]) -> Iterable[str]:
 
 def lowest_trained(args: NeoXArgs) -> int:
     """NeoX's index of the lowest layer that needs gradients: what lies below runs forwards alone."""
-    if args.trainable is None:
+    if args.trainable is None and args.lora is None:
         return 0
     trained = trained_parameters(args)
-    if args.trainable["embedding_gradient"] is False:
+    if args.trainable is not None and args.trainable["embedding_gradient"] is False:
         return min([layer for layer, _ in trained if layer > 0], default=args.num_layers + 4)
     return min(layer for layer, _ in trained)
 
 
 def freeze(params: Iterable[tuple[int, str, nn.Parameter]], args: NeoXArgs) -> None:
-    """Set `requires_grad` of a stage's parameters by `trainable`; to be called before an optimizer or engine
-    is made.
+    """Set `requires_grad` of a stage's parameters by `trainable` or `lora`; to be called before an optimizer
+    or engine is made.
 
     params: (NeoX's layer index, name in the weight map, parameter), as `stage_parameters` gives them.
     """
-    if args.trainable is None:
+    if args.trainable is None and args.lora is None:
         return
     trained, shared = trained_parameters(args), shared_params(args)
     for layer, name, param in params:

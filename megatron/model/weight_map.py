@@ -26,6 +26,7 @@ from megatron.model.specs import (
 )
 from megatron.mpu import ParamSpec, with_prefix
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.adapters import copied_modules
 
 
 def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
@@ -35,7 +36,10 @@ def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     for i in range(args.num_layers):
         mixer, feed_forward = sublayer_spec(MIXERS, args, i), sublayer_spec(FEED_FORWARDS, args, i)
         blocks.append(BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout))
-    head: LayerSpec = HeadSpec(last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying)
+    head: LayerSpec = HeadSpec(
+        last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying,
+        copied="lm_head" in copied_modules(args) if args.no_weight_tying else "embed_tokens" in copied_modules(args),
+    )  # fmt: skip
     if args.score_head:
         head = ScoreSpec(last + 3, args.hidden_size)
     return (embedding_spec(args), *blocks, FinalNormSpec(last + 2, norm_spec(args)), head)
@@ -60,6 +64,23 @@ def layer_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
     }  # fmt: skip
     by_layer = {spec.index: kinds[spec.kind].params(spec) for spec in layer_specs(args)}
     return {layer: specs for layer, specs in by_layer.items() if specs or layer <= args.num_layers + 3}
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is trained beside weights that stay as they are (`lora`): of an
+    adapter, a copy that takes a weight's place, or the head of a reward model."""
+    return ".lora." in name or name.endswith(".modules_to_save") or name == "rm_linear.weight"
+
+
+def base_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
+    """`layer_params` of the model without adapters and copies."""
+    return layer_params(args) if args.lora is None else layer_params(args.replace(lora=None))
+
+
+def adapter_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
+    """Of `layer_params` those of adapters and copies, by the layers that have some."""
+    found = {i: tuple(p for p in specs if is_adapter(p.name)) for i, specs in layer_params(args).items()}
+    return {layer: specs for layer, specs in found.items() if specs}
 
 
 def named_params(args: NeoXArgs) -> dict[tuple[int, str], ParamSpec]:

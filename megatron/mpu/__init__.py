@@ -8,7 +8,7 @@ Everything takes its groups as an argument; nothing here is global.
 """
 
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
-from megatron.mpu.divergence import token_divergence_sum
+from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
 from megatron.mpu.dtypes import DTYPES
 from megatron.mpu.groups import AXES, ParallelGroups, build_groups
 from megatron.mpu.head import (
@@ -24,6 +24,7 @@ from megatron.mpu.head import (
 )
 from megatron.mpu.initialize import init_model_parallel
 from megatron.mpu.layers import Linear, LinearSpec, VocabParallelEmbedding, row_parallel_sum
+from megatron.mpu.lora import LoraSpec, adapters_of
 from megatron.mpu.mappings import (
     copy_to_tensor,
     gather_from_sequence,
@@ -38,9 +39,11 @@ from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor
 __all__ = [
     "AXES",
     "DTYPES",
+    "Divergence",
     "HeadInput",
     "Linear",
     "LinearSpec",
+    "LoraSpec",
     "LossOfTokens",
     "OutputLayer",
     "ParamSpec",
@@ -49,11 +52,14 @@ __all__ = [
     "Product",
     "TokenLoss",
     "TokenStatistics",
+    "TopTokens",
     "VocabParallelEmbedding",
+    "adapters_of",
     "allocate",
     "build_groups",
     "compiled_kernels",
     "copy_to_tensor",
+    "distillation_sums",
     "dropout",
     "fork_seed",
     "gather_from_sequence",
@@ -74,6 +80,7 @@ __all__ = [
     "token_logprobs_and_statistics",
     "token_loss_sum",
     "token_scores",
+    "top_tokens",
     "with_prefix",
     "unshard",
 ]

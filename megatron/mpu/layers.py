@@ -6,15 +6,20 @@ What tensor ranks compute and send each other is in `parallel_linear.py`, the co
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.mpu.groups import ParallelGroups
+from megatron.mpu.lora import Adapter, Adapters, AdapterStack, join_rows, row_norms, rows_of
+from megatron.mpu.mappings import copy_to_tensor, gather_from_sequence
 from megatron.mpu.parallel_linear import column_parallel, pipelined_row, sum_over_ranks
-from megatron.mpu.parameters import ParamSpec, allocate
+from megatron.mpu.parameters import ParamSpec, allocate, with_prefix
 from megatron.mpu.products import PlainProduct, Product, linear
+from megatron.mpu.quantized import QuantizedProduct
+from megatron.mpu.random import dropout, mix_seed
 
 Parallel = Literal["column", "row", "none"]
 
@@ -25,7 +30,8 @@ class LinearSpec:
 
     parallel: "column" splits the output features, "row" the input features, "none" replicates the layer.
     blocks: as of `ParamSpec`, of the output features. bias_sum_over_tensor: on disk each tensor rank holds a
-    part of the bias, and the parts sum to it. projections: as of `ParamSpec`; else `blocks`.
+    part of the bias, and the parts sum to it. projections: as of `ParamSpec`; else `blocks`. adapters: its
+    low-rank adapters.
     """
 
     in_features: int
@@ -35,8 +41,22 @@ class LinearSpec:
     blocks: tuple[int, ...] = ()
     bias_sum_over_tensor: bool = False
     projections: tuple[int, ...] = ()
+    adapters: Adapters | None = None
 
     def params(self) -> tuple[ParamSpec, ...]:
+        """The parameters that `Linear` allocates: weight, bias, and those of the adapters."""
+        own = self.own_params()
+        return (*own, *(spec for name, specs in self.adapter_params().items() for spec in with_prefix(name, specs)))
+
+    def adapter_params(self) -> dict[str, tuple[ParamSpec, ...]]:
+        """Those of each adapter, by the name of its module, `lora.q_proj`."""
+        if self.adapters is None:
+            return {}
+        weight = self.own_params()[0]
+        return {f"lora.{each.name}": self.adapters.params(each.name, weight) for each in self.adapters.each}
+
+    def own_params(self) -> tuple[ParamSpec, ...]:
+        """Weight and bias."""
         shape, column = (self.out_features, self.in_features), self.parallel == "column"
         parts = self.blocks or (self.out_features,)
         axis = {"column": 0, "row": 1, "none": None}[self.parallel]
@@ -57,14 +77,19 @@ class Linear(nn.Module):
     and computes everything.
 
     product: what it multiplies with, forwards and backwards; the plain one unless another is set.
+    weight: this rank's part `[out, in]`, a parameter; after `quantize` a buffer of packed bytes.
     sum_in_place: whether the sum over ranks may overwrite a row-parallel product; not where recomputation
     keeps it.
     async_tensor_parallel: under sequence parallelism, whether the plain product runs in pieces with what
     travels (`symmetric_memory.py`).
+    lora: its adapters by the name of their projection, None without; adapters_on: whether they take part.
+    stack: those that rows of a batch choose from where text is served.
     """
 
+    stack: AdapterStack | None = None
+
     product: Product
-    weight: nn.Parameter
+    weight: Tensor
     bias: nn.Parameter | None
 
     def __init__(self, spec: LinearSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
@@ -75,35 +100,140 @@ class Linear(nn.Module):
         self.product = PlainProduct()
         self.sum_in_place = True
         self.async_tensor_parallel = False
-        allocate(self, spec.params(), groups, "bias")
+        allocate(self, spec.own_params(), groups, "bias")
+        self.adapters, self.adapters_on = spec.adapters, spec.adapters is not None
+        self.lora: nn.ModuleDict | None = None
+        if spec.adapters is not None:
+            each = {name.removeprefix("lora."): Adapter(of, groups) for name, of in spec.adapter_params().items()}
+            self.lora = nn.ModuleDict(each)
+            # Dropout of inputs that tensor ranks have parts of is each rank's own.
+            own = groups.rank("tensor") if sequence_parallel or spec.parallel == "row" else 0
+            self.seed_offset = mix_seed(*each) % 2**32 + own
+            size = groups.size("tensor") if spec.parallel == "column" and spec.adapters.cut else 1
+            self.pattern = tuple(rows // size for rows in spec.adapters.pattern)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says)."""
+    def quantize(self, product: QuantizedProduct) -> None:
+        """Hold the weight as `product` packs it, from now on; `set_quantized` gives it its value."""
+        packed = torch.empty(product.packed_shape, dtype=torch.uint8, device=self.weight.device)
+        del self.weight
+        self.register_buffer("weight", packed, persistent=False)
+        self.product = product
+
+    def set_quantized(self, weight: Tensor) -> None:
+        """The value of a quantised weight, `[out, in]` on the device where it is to be."""
+        assert isinstance(self.product, QuantizedProduct)
+        self.weight = self.product.pack(weight)
+
+    def dense_weight(self) -> Tensor:
+        """The weight `[out, in]` that it multiplies with."""
+        return self.product.unpack(self.weight) if isinstance(self.product, QuantizedProduct) else self.weight
+
+    def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+        """`[seq, batch, in]` to `[seq, batch, out]` (local sizes as the class says). seed: of the dropout of
+        the adapters' input; None: there is none."""
+        if self.parallel == "row" and self.group is not None:
+            return row_parallel_sum((self,), (x,), seed)
+        if self.stack is not None:
+            out = self.stack(self._product(x, None), x)
+            return out if self.bias is None else out + self.bias
+        if not self.adapters_on:
+            return self._product(x, self.bias)
+        gains = self._gains()
+        if gains is None:
+            return self._add_low_rank(self._product(x, self.bias), x, seed)
+        out = gains * self._add_low_rank(self._product(x, None), x, seed)
+        return out if self.bias is None else out + self.bias
+
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Where nothing is summed over ranks."""
         if self.group is None:
-            return linear(x, self.weight, self.bias, self.product)
-        if self.parallel == "column":
-            return column_parallel(
-                x, self.weight, self.bias, self.product, self.group, self.sequence_parallel, self.pipelined
-            )
-        return row_parallel_sum((self,), (x,))
+            return linear(x, self.weight, bias, self.product)
+        return column_parallel(x, self.weight, bias, self.product, self.group, self.sequence_parallel, self.pipelined)
+
+    def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
+        """What this rank adds to the output of a row-parallel layer, without the bias."""
+        out = linear(x, self.weight, None, self.product)
+        if self.stack is not None:
+            return self.stack(out, x)
+        if not self.adapters_on:
+            return out
+        gains, out = self._gains(), self._add_low_rank(out, x, seed)
+        return out if gains is None else gains * out
+
+    def _add_low_rank(self, out: Tensor, x: Tensor, seed: Tensor | None) -> Tensor:
+        """`out` `[seq, batch, out]` of the product with `x`, and that of the adapters.
+
+        One product for all, which adds as it multiplies: the B of several projections stand in one matrix, of
+        zeros where a row is another's. What each rank has of A, or of B, alone gets gradients summed over
+        ranks.
+        """
+        assert self.adapters is not None
+        lora, each = self.adapters.lora, self._each()
+        if seed is not None:
+            x = dropout(x, lora.dropout, seed + self.seed_offset, self.training)
+        a = torch.cat([adapter.lora_A for _, adapter in each])
+        if self.parallel == "row":
+            hidden = F.linear(x, a)
+        elif self.sequence_parallel:
+            hidden = gather_from_sequence(F.linear(x, copy_to_tensor(a, self.group)), self.group)
+        else:
+            hidden = copy_to_tensor(F.linear(x, a), self.group)
+        columns = {
+            place: F.pad(self._of_rows(adapter.lora_B).t(), (0, 0, i * lora.r, (len(each) - 1 - i) * lora.r))
+            for i, (place, adapter) in enumerate(each)
+        }
+        b = join_rows(columns, self.pattern, missing=0.0)
+        return torch.addmm(out.flatten(0, -2), hidden.flatten(0, -2), b, alpha=lora.scale).view(out.shape)
+
+    def _each(self) -> list[tuple[int, Adapter]]:
+        """(part, adapter) of each projection that has one."""
+        assert self.adapters is not None and self.lora is not None
+        return [(of.part, cast(Adapter, self.lora[of.name])) for of in self.adapters.each]
+
+    def _of_rows(self, param: Tensor) -> Tensor:
+        """A parameter of the output features; a row-parallel layer's ranks see summands, so that its
+        gradients are summed."""
+        return copy_to_tensor(param, self.group) if self.parallel == "row" else param
+
+    def _gains(self) -> Tensor | None:
+        """DoRA's magnitude over the norm of each row `[out]`, 1 for rows without adapter; the norm counts as
+        a constant in the gradient (arXiv 2402.09353, 4.3). None without DoRA."""
+        assert self.adapters is not None
+        if not self.adapters.lora.dora:
+            return None
+        group = self.group if self.parallel == "row" else None
+        gains = {}
+        with torch.no_grad():
+            weight = self.dense_weight()
+        for place, adapter in self._each():
+            assert adapter.lora_magnitude_vector is not None
+            with torch.no_grad():
+                rows = rows_of(weight, place, self.pattern)
+                norms = row_norms(rows, adapter.lora_A, adapter.lora_B, self.adapters.lora.scale, group)
+            # The norm is rounded as the magnitude is, so that in 16 bits too their quotient begins at 1.
+            norms = norms.to(weight.dtype).float()
+            gains[place] = (self._of_rows(adapter.lora_magnitude_vector).float() / norms).to(weight.dtype)
+        return join_rows(gains, self.pattern, missing=1.0)
 
     @property
     def pipelined(self) -> bool:
-        """Whether its product runs in pieces."""
+        """Whether its product runs in pieces; one that adapters add to before it is summed does not."""
+        if self.parallel == "row" and self.adapters_on:
+            return False
         return self.async_tensor_parallel and self.sequence_parallel and isinstance(self.product, PlainProduct)
 
 
-def row_parallel_sum(layers: Sequence[Linear], inputs: Sequence[Tensor]) -> Tensor:
+def row_parallel_sum(layers: Sequence[Linear], inputs: Sequence[Tensor], seed: Tensor | None = None) -> Tensor:
     """The sum of the outputs of row-parallel layers of one group, in one collective.
 
-    inputs: of each layer, `[seq, batch, in/T]`. Returns `[seq, batch, out]` (`[seq/T, ..]` under sequence
-    parallelism).
+    inputs: of each layer, `[seq, batch, in/T]`. seed: as of `Linear.forward`. Returns `[seq, batch, out]`
+    (`[seq/T, ..]` under sequence parallelism).
     """
     group = layers[0].group
     if group is not None and all(of.pipelined for of in layers):
         outs = [pipelined_row(x, of.weight, of.bias, group) for of, x in zip(layers, inputs, strict=True)]
         return sum(outs[1:], outs[0])
-    summands = [linear(x, of.weight, None, of.product) for of, x in zip(layers, inputs, strict=True)]
+    summands = [of.summand(x, seed) for of, x in zip(layers, inputs, strict=True)]
     summand = sum(summands[1:], summands[0])
     biases = [of.bias for of in layers if of.bias is not None]
     if group is None:
@@ -112,24 +242,30 @@ def row_parallel_sum(layers: Sequence[Linear], inputs: Sequence[Tensor]) -> Tens
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with the vocabulary cut over tensor ranks."""
+    """Token embedding with the vocabulary cut over tensor ranks.
+
+    modules_to_save: the copy of the weight that is trained beside adapters, and used while `adapters_on`.
+    """
 
     weight: nn.Parameter
+    modules_to_save: nn.Parameter | None
 
-    def __init__(self, spec: ParamSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
-        """spec: of the weight `[vocab, hidden]`."""
+    def __init__(self, specs: Sequence[ParamSpec], groups: ParallelGroups, sequence_parallel: bool = False) -> None:
+        """specs: of the weight `[vocab, hidden]`, and of its copy if there is one."""
         super().__init__()
         self.group = groups.group("tensor")
         self.sequence_parallel = sequence_parallel
-        self.rows = spec.shape[0] // groups.size("tensor")
+        self.rows = specs[0].shape[0] // groups.size("tensor")
         self.first_row = self.rows * groups.rank("tensor")
-        allocate(self, [spec], groups)
+        allocate(self, specs, groups, "modules_to_save")
+        self.adapters_on = self.modules_to_save is not None
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[seq, batch]` int64 to `[seq, batch, hidden]` (`[seq/T]` under sequence parallelism)."""
+        weight = self.weight if self.modules_to_save is None or not self.adapters_on else self.modules_to_save
         if self.group is None:
-            return F.embedding(tokens, self.weight)
+            return F.embedding(tokens, weight)
         local = tokens - self.first_row
         foreign = (local < 0) | (local >= self.rows)
-        out = F.embedding(local.masked_fill(foreign, 0), self.weight).masked_fill(foreign.unsqueeze(-1), 0.0)
+        out = F.embedding(local.masked_fill(foreign, 0), weight).masked_fill(foreign.unsqueeze(-1), 0.0)
         return sum_over_ranks(out, (), self.group, self.sequence_parallel)

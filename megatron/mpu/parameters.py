@@ -19,8 +19,8 @@ class ParamSpec:
     axis: the dimension cut over tensor ranks, None when every rank holds a copy.
     blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated
     MLPs).
-    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones" or
-    "zeros".
+    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones",
+    "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)) or "gaussian_over_rank" (deviation 1 / rows).
     sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
     weight_decay: False for norms and biases.
     shared: one parameter of all blocks, of which each block's file holds a copy.

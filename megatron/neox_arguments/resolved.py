@@ -116,6 +116,16 @@ class ResolvedArgs(
         return self.num_kv_heads or self.num_attention_heads
 
     @property
+    def lora_dropout(self) -> float:
+        """The dropout of the adapters' input."""
+        return 0.0 if self.lora is None or self.disable_dropout else self.lora["dropout"]
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the linears of blocks hold their weights, below adapters, in 4 bits."""
+        return self.lora is not None and self.lora["quantization"] is not None
+
+    @property
     def softmax_rows(self) -> int | None:
         """Rows of the vocabulary that take part in the softmax, the first ones; None: all. Known once
         training has found out what `mask_padded_vocab: auto` and `true` mean."""

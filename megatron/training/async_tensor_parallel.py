@@ -24,6 +24,8 @@ def use_async_tensor_parallel(stage: Stage, args: NeoXArgs, groups: ParallelGrou
     if asked is False:
         return
     problem = what_is_missing(args.sequence_parallel and group is not None, groups)
+    if args.quantized:
+        problem = f"weights that are not packed (lora.quantization, {args.origin('lora.quantization')})"
     if problem is not None and asked is True:
         raise args.error("async_tensor_parallel", f"true needs {problem}; write auto or false")
     if asked == "auto":

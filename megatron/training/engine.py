@@ -68,8 +68,9 @@ class Engine(Protocol):
         """
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
-        """From now on `complete` calls `fill`, which sets `reference_logprobs` of micro-batches on this
-        rank's device and of their `kl_batch`; None: no longer."""
+        """From now on `complete` calls `fill`, which sets what micro-batches on this rank's device, and their
+        `kl_batch`, have of another model (`reference_logprobs`, `reference_output`, `top_ids`); None: no
+        longer."""
 
     def complete(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches on this rank's device, with `reference_logprobs` and `baseline` where the
@@ -99,9 +100,12 @@ class Engine(Protocol):
         """This rank's part of every parameter of its stage, on CPU; fp32 master values of trained ones if
         asked for."""
 
-    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def gather_weights(
+        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """(layer, weights by name; {} for one without) of the layers that this data rank writes, one after
-        another, each tensor made by `copy`. writer_of: layer -> data rank; all iterate to the end."""
+        another, each tensor made by `copy`. writer_of: layer -> data rank; all iterate to the end. wanted: of
+        which names; None: of all."""
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
         """(layer, optimizer state by name, fp32 master weights beside it as `MASTER`) likewise."""

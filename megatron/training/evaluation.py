@@ -13,6 +13,7 @@ from megatron.data import Batch, SampleSet, collation, eval_batches, trains_pref
 from megatron.model import eager_blocks
 from megatron.mpu import HeadInput, token_logprobs_and_statistics
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import asks_teacher
 from megatron.objectives import Objective
 from megatron.objectives.language_modelling import METRICS
 from megatron.training.engine import Engine
@@ -129,7 +130,8 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     """Names of what a row of metrics has of the validation set."""
     metrics = objective.metrics if trains_preferences(args) else statistics_of(objective)
     perplexity = ("lm_loss_ppl", "unigram_entropy", *(("lm_loss_char_lvl_ppl",) if args.char_level_ppl else ()))
-    names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences)
+    learned = ("divergence",) if asks_teacher(args) else ()
+    names = (*(() if trains_preferences(args) else perplexity), *metrics, *objective.differences, *learned)
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 

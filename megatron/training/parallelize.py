@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megatron.model import Stage, freeze
 from megatron.model.init import stage_parameters
+from megatron.model.quantized import quantize_base
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -30,15 +31,17 @@ def parallelize(
     engine: type[Engine],
     log: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Freeze a stage, give it FP8, pipeline its tensor parallelism, recompute and compile it, give it the
-    norms of a package that was asked for, and build the engine around it, which gives it memory; the stage
-    was cut over tensor and pipeline ranks when it was built. log: takes what was chosen, a line each.
+    """Freeze a stage, quantise what lies below adapters, give it FP8, pipeline its tensor parallelism,
+    recompute and compile it, give it the norms of a package that was asked for, and build the engine around
+    it, which gives it memory; the stage was cut over tensor and pipeline ranks when it was built. log: takes
+    what was chosen, a line each.
 
     Raises ConfigError where blocks are to be compiled and there is no compiler, and for FP8 and asynchronous
     tensor parallelism that the device does not have.
     """
     freeze(stage_parameters(stage), args)
     say, precision = log or (lambda line: None), choose_precision(args, groups.device)
+    quantize_base(stage, args, say)
     use_fp8(stage, precision, args, groups, say)
     use_async_tensor_parallel(stage, args, groups, say)
     recompute_blocks(stage, args)

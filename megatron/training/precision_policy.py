@@ -86,6 +86,8 @@ def _auto(args: NeoXArgs, capability: tuple[int, int] | None) -> PrecisionChoice
         return off("on CPUs")
     if args.params_dtype != "bf16":
         return off(f"FP8 needs bf16 weights, these are {args.params_dtype}")
+    if args.quantized:
+        return off("weights below adapters are in 4 bits (lora.quantization)")
     if not args.fp8_blocks:
         return off("first_last_layers_bf16 leaves no block for it")
     row = gpu_policy(capability)

@@ -56,6 +56,8 @@ from megatron.training.checkpoint.source import (
 )
 from megatron.training.compile_blocks import resolve_compile
 from megatron.training.determinism import make_deterministic
+from megatron.training.distillation.description import describe_teacher, with_common_rows
+from megatron.training.distillation.start import with_teacher
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.out_of_memory import explained
@@ -166,9 +168,15 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         logger.info(f"engine: {choice.name} ({choice.reason})")
     args = resolve_compile(args, groups.device, engine.name, logger.info)
     args = with_masked_ids(args, tokenizer)
-    args = with_vocabulary(adopt_vocabulary(args, source, tokenizer.vocab_size), tokenizer)
+    args = adopt_vocabulary(args, source, tokenizer.vocab_size)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))
-    args = mask_padding(args, real, tokenizer.vocab_size)
+    teacher = None
+    if args.distillation is None:
+        args = mask_padding(with_vocabulary(args, tokenizer), real, tokenizer.vocab_size)
+    else:
+        teacher = run_on_each_rank(groups, lambda: describe_teacher(args, tokenizer))
+        args = with_vocabulary(adopt_vocabulary(args, teacher.source, tokenizer.vocab_size), tokenizer)
+        args = with_common_rows(args, teacher, real, tokenizer)
     trained_parameters(args)  # raises for a pattern that finds nothing, before anything is read
     watchdog.now("reading the data")
     on_one_rank = _on_writers(args, groups, process)
@@ -207,6 +215,9 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
     seed_generators(args.seed, groups.device)
     watchdog.now("loading a checkpoint")
     datasets, progress = resume_with_reference(checkpointer, watchdog)
+    if teacher is not None:
+        watchdog.now("loading the teacher")
+        datasets = with_teacher(args, groups, teacher, built, datasets, tokenizer, logger, watchdog)
     schedule = checkpointer.schedule  # the checkpoint's, with use_checkpoint_lr_scheduler
     return Training(
         args, groups, tokenizer, datasets, built, schedule, checkpointer, progress, logger, watchdog, user_callbacks

@@ -60,8 +60,8 @@ def padded_starts(original: Any, begins: np.ndarray) -> tuple[np.ndarray, int]:
     return np.pad(starts, (0, begins.size + 1 - len(starts)), constant_values=begins.size), longest
 
 
-def cast_later(original: Any, stage: Stage, dtype: torch.dtype, finish: Any) -> Stage:
-    original(stage, torch.float32, finish)
+def cast_later(original: Any, stage: Stage, dtype: torch.dtype, *rest: Any) -> Stage:
+    original(stage, torch.float32, *rest)
     for module in stage.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(param.detach().to(dtype)))

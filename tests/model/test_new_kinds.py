@@ -46,7 +46,7 @@ class Mean(nn.Module):
     def output(self):
         return self.dense
 
-    def core(self, x, inputs, seed, cache=None):
+    def core(self, x, inputs, seed, cache=None, adapter_seed=None):
         return x.cumsum(0) / torch.arange(1, len(x) + 1).view(-1, 1, 1)
 """
 # One linear, which reads its input's square; in the first block alone.
@@ -86,7 +86,7 @@ class Square(nn.Module):
     def output(self):
         return self.out
 
-    def core(self, x):
+    def core(self, x, adapter_seed=None):
         return x.square()
 """
 RUN = """

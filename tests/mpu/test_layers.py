@@ -121,7 +121,7 @@ def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     groups, results = _groups(world_size), []
     part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
     for sequence in (False, True):
-        layer = VocabParallelEmbedding(ParamSpec("weight", (VOCAB, OUT), 0, (VOCAB,)), groups, sequence)
+        layer = VocabParallelEmbedding([ParamSpec("weight", (VOCAB, OUT), 0, (VOCAB,))], groups, sequence)
         with torch.no_grad():
             layer.weight.copy_(TABLE.chunk(world_size)[rank])
         y = layer(TOKENS)

@@ -121,8 +121,10 @@ class BareEngine:
             weights_by_layer.setdefault(layer, {})[name] = param.detach().clone()
         return weights_by_layer
 
-    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        params = stage_parameters(self.stage, copies=True)
+    def gather_weights(
+        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        params = [item for item in stage_parameters(self.stage, copies=True) if wanted is None or wanted(item[1])]
         for layer in writer_of:
             yield layer, {name: copy(param) for at, name, param in params if at == layer}
 

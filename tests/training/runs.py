@@ -163,6 +163,8 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
                     assert by_rank.setdefault(part.tensor_rank, shard).equal(shard), (
                         f"copies of {layer}.{spec.name} differ"
                     )
+            if args.quantized and not by_rank:
+                continue  # held packed
             weights[layer][spec.name] = unshard([by_rank[r] for r in sorted(by_rank)], spec)
     return Curve(parts[0].losses, parts[0].norms, weights)
 

@@ -12,7 +12,7 @@ from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
 from megatron.model.specs import AttentionSpec, attention_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, with_prefix
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, with_prefix
 
 
 class SelfAttention(nn.Module):
@@ -54,9 +54,14 @@ class SelfAttention(nn.Module):
         # rank.
         alternating = spec.kv_heads == spec.heads
         blocks, of_each_head = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
+        names, pattern, rows = ("q_proj", "k_proj", "v_proj"), of_each_head or blocks, query + 2 * kv
+        split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, cut=not alternating)
+        whole = adapters_of(spec.lora, spec.hidden, "o_proj")
         return (
-            LinearSpec(spec.hidden, query + 2 * kv, "column", spec.bias, blocks, projections=of_each_head),
-            LinearSpec(query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual),
+            LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=of_each_head, adapters=split),
+            LinearSpec(
+                query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual, adapters=whole
+            ),
         )
 
     @classmethod
@@ -87,12 +92,20 @@ class SelfAttention(nn.Module):
         parts = qkv.split([query, kv, kv], dim=-1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def core(self, x: Tensor, inputs: AttentionInputs, seed: Tensor | None, cache: LayerCache | None = None) -> Tensor:
+    def core(
+        self,
+        x: Tensor,
+        inputs: AttentionInputs,
+        seed: Tensor | None,
+        cache: LayerCache | None = None,
+        adapter_seed: Tensor | None = None,
+    ) -> Tensor:
         """Everything before `dense`: from `[seq, batch, hidden]` to `[seq, batch, heads/T * head_dim]`.
 
-        seed: of the dropout of attention probabilities; None where there is none.
+        seed: of the dropout of attention probabilities; adapter_seed: as of `Linear.forward`; None where
+        there is none.
         """
-        q, k, v = self._split(self.query_key_value(x))
+        q, k, v = self._split(self.query_key_value(x, adapter_seed))
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
         elif self.q_norm is not None and self.k_norm is not None:

@@ -83,6 +83,12 @@ class TextgenKeys:
     stop_strings: tuple[str, ...] = new_key((), "A text ends before the first of these")
     maximum_tokens: int = key(64, "Tokens to generate", ge=1)
     prompt_end: str = key("\n", "What separates prompts in the input file, and ends one at the terminal")
+    adapter: tuple[str, ...] = new_key(
+        (),
+        "generate.py, eval.py, tools/serve.py: adapters that the weights of `load` take in, each PATH or PATH=WEIGHT, "
+        "of several the weighted sum: a checkpoint of a run with `lora`, or a folder in peft's format. tools/serve.py "
+        "also NAME=PATH: served at once, each as the model NAME",
+    )
     sample_input_file: str | None = key(None, "File with prompts")
     sample_output_file: str | None = key(
         "samples.txt", "File that samples are written to (JSON lines); unset with input-file: INPUT.output.jsonl"

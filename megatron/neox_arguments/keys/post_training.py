@@ -1,10 +1,12 @@
 """Keys of post-training: labels, preferences, rewards, unlearning."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.losses import FORGET_LOSSES, TRAIN_IMPLS
+from megatron.neox_arguments.keys.sections import Distillation, Lora
 
 _RL = TRAIN_IMPLS["reinforce"].later
 Paths = tuple[str, ...] | None
@@ -25,6 +27,12 @@ class PostTrainingKeys:
         "What is trained: language modelling, or an objective of post-training",
         later_values={name: impl.later for name, impl in TRAIN_IMPLS.items() if impl.later},
     )
+    lora: Mapping[str, Any] | None = new_key(
+        None,
+        "Low-rank adapters are trained and everything else stays as it is; the reference of preferences is the model "
+        "without them",
+        section=Lora,
+    )
     sft_loss_type: TextLoss = new_key(
         "nll",
         "train_impl normal: the tokens' negative log-likelihood; dft: each times the token's own probability (dynamic "
@@ -36,10 +44,13 @@ class PostTrainingKeys:
         "the document x hidden_size), as NEFTune; 5 to 15 are common",
         ge=0,
     )
+    distillation: Mapping[str, Any] | None = new_key(
+        None, "train_impl normal: learn the distributions that another model gives", section=Distillation
+    )
     disable_dropout: bool | None = new_key(
         None,
-        "Train without hidden_dropout and attention_dropout; unset: in preferences, where the policy would be compared "
-        "with a reference that has none",
+        "Train without hidden_dropout, attention_dropout and lora.dropout; unset: in preferences, where the policy "
+        "would be compared with a reference that has none",
     )
     train_label_data_paths: Paths = key(
         None, "Labels of train_data_paths, one for each: the tokens, -100 where they are not trained"
@@ -105,11 +116,12 @@ class PostTrainingKeys:
     )
     dpo_fp32: bool = key(True, "DPO: losses in fp32", no_effect=_SIXTEEN_BIT)
     dpo_reference_free: bool = key(False, "DPO without a reference model: as if it gave every answer the same")
-    dpo_reference: Literal["cache", "on_the_fly"] = new_key(
-        "cache",
+    dpo_reference: Literal["auto", "cache", "on_the_fly"] = new_key(
+        "auto",
         "Where the reference's log-probabilities come from, in DPO and KTO; it is the model as the run began (load). "
         "cache: all are made before the first step and kept; on_the_fly: a frozen copy, whole on every data-parallel "
-        "rank, makes them in each step",
+        "rank, makes them in each step, with lora the model without its adapters; auto: on_the_fly with lora, else "
+        "cache",
     )
     reference_cache_dir: str | None = new_key(
         None,

@@ -80,6 +80,87 @@ class Trainable:
 
 
 @dataclass(frozen=True)
+class Distillation:
+    """The sub-keys of `distillation`, by the names of TRL's GKD where it has them."""
+
+    teacher: str = key(
+        REQUIRED,
+        "The model that is learned from: a checkpoint of any layout, with the same tokenizer, or a HuggingFace model "
+        "(a folder, or hf://ORG/NAME)",
+    )
+    beta: float = key(
+        0.0,
+        "Divergence of each trained token: 0: KL(teacher || student); 1: KL(student || teacher); between them the "
+        "generalised Jensen-Shannon divergence",
+        ge=0,
+        le=1,
+    )
+    temperature: float = key(
+        1.0, "Divides the logits of both; the divergence is not multiplied by its square, as in TRL", gt=0
+    )
+    weight: float = key(
+        1.0, "Of the divergence in the loss; 1 - weight is that of the labels' negative log-likelihood", gt=0, le=1
+    )
+    top_k: int | None = key(
+        None, "Compare the teacher's most likely tokens, so many, and all others as one outcome; unset: all", ge=1
+    )
+    cache: bool = key(
+        False,
+        "Ask the teacher for all rows of the run before the first step, and keep its top_k tokens on disk, by teacher "
+        "and content; it is not there while the model trains",
+    )
+    lmbda: float = key(
+        0.0,
+        "Share of the steps that are on policy (GKD): the student writes the answers to the prompts of the step, at "
+        "the same temperature, and the loss is the divergence there; with labels, and pack_impl: unpacked",
+        ge=0,
+        le=1,
+    )
+    max_new_tokens: int = key(128, "lmbda: tokens of an answer at most", ge=1)
+    cache_dir: str | None = key(None, "cache: folder, for all runs; unset: teacher_cache beside the index maps")
+
+
+@dataclass(frozen=True)
+class Lora:
+    """The sub-keys of `lora`, with the meanings of peft's LoraConfig."""
+
+    r: int = key(8, "Rank", ge=1)
+    alpha: float = key(8, "lora_alpha: the adapters' output is multiplied by alpha / r", gt=0)
+    dropout: float = key(0.0, "lora_dropout: of the adapters' input", ge=0, lt=1)
+    target: str | tuple[str, ...] = key(
+        "all-linear",
+        "target_modules: names of HuggingFace's modules, LLaMA's (q_proj, k_proj, v_proj, o_proj, up_proj, gate_proj, "
+        "down_proj) or GPT-NeoX's (query_key_value, dense, dense_h_to_4h, dense_4h_to_h); all-linear: those of the "
+        "model's family",
+    )
+    rslora: bool = key(False, "use_rslora: multiply by alpha / sqrt(r)")
+    dora: bool = key(False, "use_dora: a trained magnitude for each row of W + alpha / r B A, and that as direction")
+    init: Literal[True, False, "gaussian"] = key(
+        True,
+        "init_lora_weights: true: A Kaiming-uniform, B 0; gaussian: A normal with 1 / r, B 0; false: both Kaiming-"
+        "uniform, so that the first step is another model's",
+    )
+    modules_to_save: tuple[str, ...] | None = key(
+        None,
+        "embed_tokens, lm_head (GPT-NeoX: embed_in, embed_out): a copy of the embedding, of the output layer, is "
+        "trained whole, for tokens that were added; of a tied one embed_tokens is both",
+    )
+    save: Literal["adapter", "both"] = key(
+        "adapter", "What checkpoints hold: the adapters, or the weights below them too"
+    )
+    quantization: Literal["nf4"] | None = key(
+        None,
+        "nf4: QLoRA: the linears of blocks hold their weights, below adapters, in 4 bits (needs bitsandbytes)",
+    )
+    double_quant: bool = key(False, "quantization: bnb_4bit_use_double_quant: its scales are quantised too, to 8 bits")
+    base: str | None = key(
+        None,
+        "Where `load` is a checkpoint of adapters alone: the weights below them, a checkpoint or HuggingFace's; unset: "
+        "where that says they were",
+    )
+
+
+@dataclass(frozen=True)
 class OffloadOptimizer:
     """The sub-keys of `zero_optimization.offload_optimizer`."""
 

@@ -46,6 +46,7 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
     (("--max-restarts", "--max_restarts"), "max_restarts", {"metavar": "N", "type": int, "help": "after failures"}),
     (("-i", "--sample_input_file"), "sample_input_file", {"metavar": "FILE", "help": "generation: prompts"}),
     (("-o", "--sample_output_file"), "sample_output_file", {"metavar": "FILE", "help": "generation: output"}),
+    (("--adapter",), "adapter", {"metavar": "PATH[=WEIGHT]", "action": "append", "help": "not training: see the key"}),
     (("--iteration",), "iteration", {"metavar": "N", "type": int, "help": "checkpoint to load"}),
     (("--host", "--serve_host"), "serve_host", {"metavar": "ADDRESS", "help": "serving: where to listen"}),
     (("--port", "--serve_port"), "serve_port", {"metavar": "N", "type": int, "help": "serving: port"}),
@@ -153,6 +154,9 @@ def _words(parsed: argparse.Namespace) -> Iterator[str]:
         yield from ("--hf-model", parsed.hf_model)
     for flag, key, value, options in _given(parsed):
         if key in _OF_ONE_MACHINE:
+            continue
+        if options.get("action") == "append":
+            yield from (word for one in value for word in (flag, str(one)))
             continue
         yield flag
         if options.get("action") != "store_const":

@@ -3,7 +3,13 @@
 from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
-from megatron.neox_arguments.validation.model import validate_model, validate_parallel, validate_trainable
+from megatron.neox_arguments.validation.distillation import validate_distillation
+from megatron.neox_arguments.validation.model import (
+    validate_lora,
+    validate_model,
+    validate_parallel,
+    validate_trainable,
+)
 from megatron.neox_arguments.validation.preferences import validate_preferences
 from megatron.neox_arguments.validation.schedule import validate_schedule
 from megatron.neox_arguments.validation.unlearning import validate_unlearning
@@ -19,6 +25,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     validate_model(args, problems)
     validate_parallel(args, problems)
     validate_trainable(args, problems)
+    validate_lora(args, problems)
     validate_schedule(args, problems)
     _logging(args, problems)
     _evaluation(args, problems)
@@ -29,6 +36,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     validate_packing(args, problems)
     validate_preferences(args, problems)
     validate_unlearning(args, problems)
+    validate_distillation(args, problems)
     return problems
 
 
@@ -44,6 +52,8 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
             "train_micro_batch_size_per_gpu",
             "is required for training (or train_batch_size, with or without gradient_accumulation_steps)",
         )
+    if args.adapter:
+        problems.add("adapter", "is not of training; `load` begins with adapters of a checkpoint, lora trains them")
     if args.score_head and args.train_impl != "rm":
         problems.add("score_head", f"train_impl {args.cite('train_impl')} trains a language model; remove it")
     for key in ("demo_prompts", "eval_tasks") if args.score_head else ():

@@ -5,6 +5,7 @@ import re
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.values.adapters import MODULES, copied_modules, known_targets, lora_targets
 
 
 def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -185,3 +186,46 @@ def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:
             re.compile(pattern)
         except re.error as problem:
             problems.add("trainable.names", f"{pattern} is no regular expression ({problem})")
+
+
+def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check `lora`: that its names are the model's, and that nothing else says what is trained."""
+    if args.lora is None:
+        return
+    if args.trainable is not None:
+        problems.add("lora", f"trains adapters alone, trainable ({args.origin('trainable')}) names weights; remove one")
+    known, targets = known_targets(args), lora_targets(args)
+    for name in targets:
+        if name not in known:
+            some = ", ".join(known)
+            problems.add("lora.target", f"{name}: no linear of this model; write all-linear, or some of {some}")
+    parts = sorted({"q_proj", "k_proj", "v_proj"} & set(targets))
+    if "query_key_value" in targets and parts:
+        problems.add("lora.target", f"query_key_value is all of {', '.join(parts)}; name it or them")
+    _quantization(args, problems)
+    copies = copied_modules(args)
+    for name in sorted(copies - set(MODULES)):
+        problems.add("lora.modules_to_save", f"{name}: is not embed_tokens (embed_in) or lm_head (embed_out)")
+    if "lm_head" in copies and args.score_head:
+        problems.add("lora.modules_to_save", "lm_head: a reward model has none")
+    if "lm_head" in copies and not args.no_weight_tying and "embed_tokens" not in copies:
+        problems.add(
+            "lora.modules_to_save",
+            "lm_head: is the embedding (no_weight_tying: false), and alone it would no longer be; write embed_tokens, "
+            "which trains both as one",
+        )
+
+
+def _quantization(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    assert args.lora is not None
+    if not args.quantized:
+        if args.lora["double_quant"]:
+            problems.add("lora.double_quant", "true is for quantised weights; write quantization: nf4, or remove it")
+        return
+    if args.lora["save"] == "both":
+        problems.add(
+            "lora.save", "both: weights in 4 bits are not what `load` has, and are made anew from it; write adapter"
+        )
+    if args.precision_fp8 not in ("off", "auto"):
+        place = args.cite("precision_fp8")
+        problems.add("lora.quantization", f"nf4 multiplies unpacked weights, precision_fp8 {place} others; remove one")

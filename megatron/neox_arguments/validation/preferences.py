@@ -4,7 +4,7 @@ from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.values.losses import losses_of, needs_reference, scores_reference
+from megatron.neox_arguments.values.losses import losses_of, needs_reference, reference_by, scores_reference
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 
@@ -69,11 +69,14 @@ def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if not needed:
             why = "precompute_model_name has them" if needs_reference(args) else "no reference is needed"
             problems.add(name, f"is for log-probabilities of a reference, but {why}; remove it")
-        elif name == "reference_cache_dir" and args.dpo_reference != "cache":
+        elif name == "reference_cache_dir" and reference_by(args) != "cache":
             problems.add(name, f"only dpo_reference: cache reads it, not {args.cite('dpo_reference')}; remove it")
     if not needed:
         return
-    if args.kto_kl == "rotated" and args.dpo_reference == "cache":
+    if args.lora is not None and args.dpo_reference == "cache":
+        problems.add("dpo_reference", "cache keeps what another model gives; with lora the reference is the model "
+                                      "without its adapters, in every step: remove it")  # fmt: skip
+    if args.kto_kl == "rotated" and reference_by(args) == "cache":
         problems.add("kto_kl", "rotated makes answers of each micro-batch, which no cache holds; set dpo_reference: "
                                "on_the_fly")  # fmt: skip
     if args.save is not None and is_remote(args.load):

@@ -4,6 +4,7 @@ from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import FORGET_LOSSES
 from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.values.losses import reference_by
 
 _OF_DIFFERENCE = (
     "gd_retain_dataset", "gd_retain_dataset_impl", "gd_retain_label_dataset", "gd_retain_weight",
@@ -48,7 +49,7 @@ def validate_unlearning(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for key in _OF_DIFFERENCE:
         if not args.gd_mode and "gd_mode" not in args.user_values and _is_set(args, key):
             problems.add(key, "only gd_mode: true reads it; set that, or remove it")
-    if args.gd_mode and args.gd_retain_loss_type == "kl" and args.dpo_reference != "on_the_fly":
+    if args.gd_mode and args.gd_retain_loss_type == "kl" and reference_by(args) != "on_the_fly":
         why = "kl compares whole distributions, and dpo_reference: cache keeps the sum of a sequence"
         problems.add("gd_retain_loss_type", f"{why}; set dpo_reference: on_the_fly")
     for key, why in _NOT_WITH.items():

@@ -49,6 +49,18 @@ def scores_reference(args: ResolvedArgs) -> bool:
     return needs_reference(args) and not precomputed
 
 
+def reference_by(args: ResolvedArgs) -> Literal["cache", "on_the_fly"]:
+    """`dpo_reference`, and what its `auto` is."""
+    if args.dpo_reference != "auto":
+        return args.dpo_reference
+    return "cache" if args.lora is None else "on_the_fly"
+
+
+def asks_teacher(args: ResolvedArgs) -> bool:
+    """Whether a teacher is there while the model trains, and can be asked for any batch."""
+    return args.distillation is not None and not args.distillation["cache"]
+
+
 def least_prefix_saving(args: ResolvedArgs) -> float | None:
     """The share of a set's tokens from which on the prefixes that pairs share are laid out once; None: never
     (`prefix_sharing`)."""

@@ -104,6 +104,9 @@ class LogCallback(Callback):
         step.row.update({f"train/{name}": value for name, value in means.items()})
         if self.training.args.ga_dataset is not None:
             step.row.update(row_of_steps(self.training.args, self.training.schedule, step.iteration, roles, forget))
+        distillation = self.training.args.distillation
+        if distillation is not None and distillation["lmbda"] > 0.0:
+            step.row["train/on_policy"] = roles.count("on_policy") / len(roles)
         step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
             self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)

@@ -6,6 +6,7 @@ from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import SampleSet, trains_preferences
+from megatron.neox_arguments.values.losses import asks_teacher
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.run import Training
 
@@ -42,6 +43,8 @@ def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
     if result.character_perplexity is not None:
         values["lm_loss_char_lvl_ppl"] = result.character_perplexity
+    if asks_teacher(args):
+        values["divergence"] = evaluate_objective(engine, dataset, samples, eod)[1]["divergence"]
     return {**values, **result.metrics}
 
 

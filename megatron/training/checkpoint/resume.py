@@ -1,7 +1,7 @@
 """Checkpoints of a run: how it starts and goes on, in every layout. How it is saved: `writer.py`."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,12 @@ from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
 from megatron.model import layer_params, named_params, shared_params, trained_parameters
 from megatron.model.init import stage_parameters
+from megatron.model.quantized import take_quantized
+from megatron.model.weight_map import adapter_params, base_params
+from megatron.mpu import ParamSpec
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.adapters import begin_adapters
+from megatron.training.checkpoint.base_weights import base_source, describe_base
 from megatron.training.checkpoint.forward_check import check_forward
 from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.checkpoint.same_run import check_same_run
@@ -46,9 +52,25 @@ from megatron.training.schedules import resumed_schedule
 __all__ = ["Checkpointer", "TrainingProgress"]
 
 
+_Load = Callable[..., dict[int, dict[str, Tensor]]]
+
+
+def _load_hf_base(path: Path, args: NeoXArgs, **where: Any) -> dict[int, dict[str, Tensor]]:
+    return load_hf_weights(path, args.replace(lora=None), **where)
+
+
+def _words(source: CheckpointSource) -> str:
+    return "freshly initialised weights" if source.path is None else f"the weights of {source.path}"
+
+
 class Checkpointer(CheckpointWriter):
     """Restores one run, and saves it. All ranks call every method together; what one rank raises, all
-    raise."""
+    raise.
+
+    adapters_begin: whether the run began its adapters, rather than with those of another.
+    """
+
+    adapters_begin = False
 
     # -- starting and going on -------------------------------------------------------------------------------
 
@@ -60,6 +82,8 @@ class Checkpointer(CheckpointWriter):
         source, goes_on = self.source.path, self.source.goes_on
         if source is None:
             self.logger.info("starting from freshly initialised weights")
+            if args.lora is not None:
+                self._begin_adapters(self.source)
             return TrainingProgress()
         if self.source.is_hf:
             self._load_weights(source, None, load_hf_weights, begins=True)
@@ -104,11 +128,58 @@ class Checkpointer(CheckpointWriter):
         self,
         path: Path,
         manifest: Manifest | None,
-        load: Callable[..., dict[int, dict[str, Tensor]]] = load_weights,
+        load: _Load = load_weights,
         begins: bool = False,
     ) -> bool:
         """begins: a reward model may begin with the weights of a language model, and a score head of its own;
-        returns whether it does."""
+        returns whether it does. With `lora`: adapters begin on weights without, and those of a checkpoint
+        that holds them alone are laid over the weights that they were trained on."""
+        if self.args.lora is None:
+            return self._load_params(path, manifest, load, begins)
+        if manifest is not None and manifest.model.get("lora") is not None:
+            base = manifest.base
+            if base is not None:
+                below = base_source(self.args, base, self.groups, path)
+                self._load_base(below, begins=True)
+                self._save_alone(below)
+                self.logger.info(f"{path}: adapters, over {_words(below)}")
+            elif self.args.lora["save"] == "adapter":
+                text = (
+                    f"adapter, but {path} holds adapters with the weights below them, and nothing else does; write both"
+                )
+                raise self.args.error("lora.save", text)
+            return self._load_params(path, manifest, params=None if base is None else adapter_params(self.args))
+        source = CheckpointSource(path, False, is_hf=load is load_hf_weights)
+        new_head = self._load_base(source, begins)
+        self._begin_adapters(source)
+        return new_head
+
+    def _load_base(self, source: CheckpointSource, begins: bool) -> bool:
+        """The weights below adapters, those of no source being there already; returns as `_load_weights`."""
+        if source.path is None:
+            return False
+        if source.is_hf:
+            return self._load_params(source.path, None, _load_hf_base, begins)
+        return self._load_params(source.path, self._verified(source.path), begins=begins, params=base_params(self.args))
+
+    def _begin_adapters(self, source: CheckpointSource) -> None:
+        begin_adapters(self.engine)
+        self.adapters_begin = True
+        self._save_alone(source)
+
+    def _save_alone(self, source: CheckpointSource) -> None:
+        if self.args.lora is not None and self.args.lora["save"] == "adapter" and self.args.save is not None:
+            self.base = describe_base(self.args, source, self.groups)
+
+    def _load_params(
+        self,
+        path: Path,
+        manifest: Manifest | None,
+        load: _Load = load_weights,
+        begins: bool = False,
+        params: Mapping[int, Sequence[ParamSpec]] | None = None,
+    ) -> bool:
+        """`_load_weights` of what the files hold. params: those where they are a part of the model."""
         new_head = begins and bool(self.args.score_head)
         new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
         if manifest is not None:
@@ -122,18 +193,25 @@ class Checkpointer(CheckpointWriter):
                 f"{path}: its output layer is left out; the score head is fresh (normal, init_method_std "
                 f"{self.args.init_method_std})"
             )
-        loaded = run_on_each_rank(
-            self.groups,
-            lambda: load(
+
+        def read(some: list[int]) -> dict[int, dict[str, Tensor]]:
+            loaded = load(
                 path,
                 self.args,
-                layers=sorted(layers),
+                layers=some,
                 tensor_rank=self.groups.rank("tensor"),
                 tensor_size=self.groups.size("tensor"),
                 new_head=new_head,
-            ),
-        )
-        self.engine.set_weights(loaded)
+                **({} if params is None else {"params": params}),
+            )
+            return take_quantized(self.engine.stage, loaded)
+
+        def read_all() -> dict[int, dict[str, Tensor]]:
+            if not self.args.quantized:
+                return read(sorted(layers))
+            return {layer: values for one in sorted(layers) for layer, values in read([one]).items()}
+
+        self.engine.set_weights(run_on_each_rank(self.groups, read_all))
         if manifest is None and load is load_weights:
             self.logger.info(f"{path}: {describe_layout(path, self.args)}")
         return new_head

@@ -15,6 +15,7 @@ from megatron.checkpointing import (
     Manifest,
     check_model,
     describe_changes,
+    model_keys,
     read_manifest,
     responsible_key,
 )
@@ -74,6 +75,11 @@ def check_same_run(
     one at the checkpoint's `consumed_samples`."""
     check_model(manifest.model, args, str(path))
     whose = f"the run of {path}"
+    was, now = manifest.model.get("lora"), model_keys(args)["lora"]
+    if was is None and now is not None:
+        text = describe_changes([ConfigChange("lora", now, was)], args, whose)
+        begin = "set another save, load to this folder and finetune: true" if goes_on else "set finetune: true"
+        raise CheckpointError(f"{text}; to train adapters on its weights, {begin}")
     anew = "restart: true to begin anew" if goes_on else "finetune: true to begin anew with these weights"
     if manifest.seed != args.seed:
         text = describe_changes([ConfigChange("seed", args.seed, manifest.seed)], args, whose)

@@ -4,7 +4,6 @@ visible.
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
 
-import fcntl
 import io
 import json
 import logging
@@ -36,7 +35,6 @@ from megatron.checkpointing import (
     local_layer_state,
     model_file,
     model_keys,
-    open_lock_file,
     optimizer_file,
     publish,
     read_latest,
@@ -48,6 +46,7 @@ from megatron.checkpointing import (
     write_bytes,
     zero_file,
 )
+from megatron.checkpointing.adapters import check_peft_names, export_peft, open_adapter
 from megatron.checkpointing.families import hf_config
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
@@ -57,12 +56,14 @@ from megatron.checkpointing.remote_staging import object_store_of
 from megatron.data import Datasets, data_fingerprint
 from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.model.init import stage_parameters
+from megatron.model.weight_map import adapter_params, is_adapter, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
+from megatron.training.checkpoint.lock import lock_folder
 from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.same_run import data_record
 from megatron.training.checkpoint.source import CheckpointSource
@@ -98,10 +99,12 @@ class CheckpointWriter:
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
         if args.save_hf is not None or args.save_best is not None:
-            on_rank_zero(groups, lambda: hf_config(args))  # raises for a model that HuggingFace does not have
+            # Raises for a model that HuggingFace does not have, or adapters that peft has not.
+            on_rank_zero(groups, lambda: hf_config(args) if args.lora is None else check_peft_names(args))
         self.saved_at: int | None = None
         self._lock: Any = None
         self._said: set[str] = set()
+        self.base: Mapping[str, Any] | None = None  # `describe_base`, where adapters alone are saved
         self._writer = BackgroundWriter(groups) if args.save is not None and args.async_save else None
         self._copies = host_copies(groups.device)
         self._temporary = Path()
@@ -173,13 +176,21 @@ class CheckpointWriter:
         try:
             if self._store is not None:  # the ranks' files are there alone
                 fetch_checkpoint(self._store, path.name, path, lambda name: not is_optimizer_file(name))
-            export_hf(path, self.args, folder, check=False)
+            self._write_hf(path, folder)
             if self._store is not None:
                 folder = self._send_hf(Path(folder))
                 keep_manifest_only(path)
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
+
+    def _write_hf(self, path: Path, folder: Path | str, notes: Mapping[str, bytes] | None = None) -> None:
+        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's
+        format."""
+        if self.args.lora is not None:
+            export_peft(open_adapter(path), folder, notes=notes)
+        else:
+            export_hf(path, self.args, folder, check=False, notes=notes)
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
@@ -191,7 +202,7 @@ class CheckpointWriter:
         def finish(records: list[list[FileRecord]]) -> None:
             files = {record.name: record for per_rank in records for record in per_rank}
             replace_file(temporary / MANIFEST, replace(manifest, files=files).to_json().encode())
-            export_hf(temporary, self.args, folder, check=False, notes=notes)
+            self._write_hf(temporary, folder, notes)
             shutil.rmtree(above)
 
         with self._no_half_checkpoint(above):
@@ -253,6 +264,7 @@ class CheckpointWriter:
             optimizer=not self.args.no_save_optim,
             validation_loss=progress.validation_loss,
             engine=self.engine.name,
+            base=self.base,
         )
 
     def _data_record(self, consumed: int, forget_samples: int = 0) -> dict[str, Any]:
@@ -317,6 +329,7 @@ class CheckpointWriter:
         """About what this rank adds to a checkpoint: weights (data rank 0) and its part of Adam's moments
         and of the fp32 master weights beside 16-bit ones."""
         elements, trained = local_sizes(self.args, self.groups, self.engine.stage)
+        elements = elements if self.base is None else trained
         first = self.groups.rank("data") == 0
         weights = elements * self.engine.dtype.itemsize if first else 0
         state = (8 if self.engine.dtype == torch.float32 else 12) * trained // self.groups.size("data")
@@ -332,7 +345,7 @@ class CheckpointWriter:
 
     def _take_lock(self) -> None:
         if self.groups.world_rank == 0:
-            self._lock = _lock(Path(self.args.save_dir or ""))
+            self._lock = lock_folder(Path(self.args.save_dir or ""))
 
     def _clear_staging(self) -> None:
         """What an interrupted save left on any machine."""
@@ -366,13 +379,16 @@ class CheckpointWriter:
             yield EPHEMERAL, b""
 
     def _model_states(self) -> Iterator[tuple[str, Any]]:
-        """Those of the model alone: weights, tokenizer, and what was imported with them."""
+        """Those of the model alone: weights or adapters, tokenizer, and what was imported with them."""
         tensor_rank, tensor_size = self.groups.rank("tensor"), self.groups.size("tensor")
-        first_writes = dict.fromkeys(self._own_layers(), 0)
-        for layer, tensors in self.engine.gather_weights(first_writes, self._copies.copy):
+        params, wanted = (
+            (layer_params(self.args), None) if self.base is None else (adapter_params(self.args), is_adapter)
+        )
+        first_writes = dict.fromkeys((layer for layer in self._own_layers() if self.base is None or layer in params), 0)
+        for layer, tensors in self.engine.gather_weights(first_writes, self._copies.copy, wanted):
             self._copies.wait()
             state = local_layer_state(
-                layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size, copy=False
+                layer, tensors, self.args, tensor_rank=tensor_rank, tensor_size=tensor_size, copy=False, params=params
             )
             yield layer_file(layer, tensor_rank), state
         if self.groups.world_rank == 0:
@@ -439,25 +455,6 @@ class CheckpointWriter:
             },
             **({} if args.no_save_rng else rng_state(self.groups.device)),
         }
-
-
-def _lock(save: Path) -> Any:
-    """An open, locked file. The lock ends with the process, however it ends: it is none of those (flock) that
-    the data's workers would inherit, who see only seconds later that they are alone."""
-    try:
-        save.mkdir(parents=True, exist_ok=True)
-        file = open_lock_file(save / ".lock")
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); set another save") from problem
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError) as problem:  # either, says POSIX
-        text = f"{save}: another run is writing there; wait for it to end, or set another save"
-        raise CheckpointError(text) from problem
-    except OSError as problem:
-        text = f"{save}: its file system takes no locks ({problem.strerror}), so two runs could mix; set another save"
-        raise CheckpointError(text) from problem
-    return file
 
 
 def _empty_folder(above: Path, folder: Path) -> None:

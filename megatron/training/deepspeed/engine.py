@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from megatron.data import Batch
 from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
+from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -238,6 +239,7 @@ class DeepSpeedEngine(EngineBase):
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        weights = take_quantized(self.stage, weights)
         for layer, name, param in self._params:
             if name not in weights.get(layer, {}):
                 continue
@@ -265,10 +267,13 @@ class DeepSpeedEngine(EngineBase):
     # -- checkpoints -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def gather_weights(
+        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         by_layer: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for layer, name, param in stage_parameters(self.stage, copies=True):
-            by_layer.setdefault(layer, []).append((name, param))
+            if wanted is None or wanted(name):
+                by_layer.setdefault(layer, []).append((name, param))
         for layer, writer in writer_of.items():
             mine, tensors = writer == self.groups.rank("data"), {}
             for name, param in by_layer.get(layer, []):
@@ -301,6 +306,7 @@ class DeepSpeedEngine(EngineBase):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         params = [getattr(param, "ds_tensor", param) for param in self.stage.parameters()]
+        params += quantized_memory(self.stage)
         optimizer = getattr(self._ds.optimizer, "optimizer", self._ds.optimizer)
         masters = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [param.grad for param in (*self.stage.parameters(), *masters) if param.grad is not None]

@@ -34,7 +34,9 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
     head = args.num_layers + 4
     outputs = 1 if args.score_head else args.padded_vocab_size
-    multiplications += args.hidden_size * outputs * (1 + (head_parameter(args) in trained) + (lowest < head))
+    at, name = head_parameter(args)
+    head_trained = not trained.isdisjoint({(at, name), (at, name.replace(".weight", ".modules_to_save"))})
+    multiplications += args.hidden_size * outputs * (1 + head_trained + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 

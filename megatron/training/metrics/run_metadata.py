@@ -6,9 +6,10 @@ from pathlib import Path
 import torch
 
 from megatron.distributed import on_rank_zero
-from megatron.model import Stage
+from megatron.model import Stage, named_params
 from megatron.model.init import parameters_with_specs
-from megatron.mpu import ParallelGroups
+from megatron.model.quantized import quantized_linears
+from megatron.mpu import ParallelGroups, ParamSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.metrics.metric_probes import sum_over_ranks
 
@@ -38,10 +39,10 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
     """(all, trainable) parameters of the model, shared ones once; all ranks together, each with its stage."""
     counts = torch.zeros(2, dtype=torch.int64, device=groups.device)
     if groups.rank("tensor") == 0 and groups.rank("data") == 0:
-        for _, _, param, spec in parameters_with_specs(stage, args):
+        for spec, trained in _specs(args, stage):
             if spec.is_first_copy(groups):
                 size = torch.Size(spec.shape).numel()
-                counts += torch.tensor([size, size * param.requires_grad], device=groups.device)
+                counts += torch.tensor([size, size * trained], device=groups.device)
     total, trainable = sum_over_ranks(counts, groups).tolist()
     return total, trainable
 
@@ -49,10 +50,16 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
 def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
     """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
     sizes = [
-        (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), param.requires_grad)
-        for _, _, param, spec in parameters_with_specs(stage, args)
+        (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), trained) for spec, trained in _specs(args, stage)
     ]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
+
+
+def _specs(args: NeoXArgs, stage: Stage) -> list[tuple[ParamSpec, bool]]:
+    """The weights of a stage, packed ones too, and whether they are trained."""
+    named = named_params(args)
+    packed = [(named[layer, name], False) for layer, name, _ in quantized_linears(stage)]
+    return [*((spec, param.requires_grad) for _, _, param, spec in parameters_with_specs(stage, args)), *packed]
 
 
 def run_metadata(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> dict[str, str | int | float | None]:

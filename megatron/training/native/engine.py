@@ -12,6 +12,7 @@ from megatron.checkpointing import CheckpointError
 from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.init import stage_parameters
+from megatron.model.quantized import quantized_memory, take_quantized
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import Objective
@@ -108,6 +109,7 @@ class NativeEngine(EngineBase):
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
+        weights = take_quantized(self.stage, weights)
         for shard in (*self.shards.trained, *self.shards.frozen):
             if shard.name in weights.get(shard.layer, {}):
                 shard.local.copy_(shard.slice_of(weights[shard.layer][shard.name]))
@@ -125,8 +127,11 @@ class NativeEngine(EngineBase):
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def gather_weights(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        return self._state.gather_weights(self._shard_of, writer_of, copy)
+    def gather_weights(
+        self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        shards = [item for item in self._shard_of if wanted is None or wanted(item[1])]
+        return self._state.gather_weights(shards, writer_of, copy)
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
         return self._state.gather(writer_of, copy)
@@ -159,7 +164,7 @@ class NativeEngine(EngineBase):
         masters = [s.local for s in self.shards.trained if not is_cut and s.local is not s.param]
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
-            "weights": list[Tensor](params),
+            "weights": [*params, *quantized_memory(self.stage)],
             "gradients": gradients,
             "optimizer states": [*masters, *state_tensors(self._update.optimizer)],
         }

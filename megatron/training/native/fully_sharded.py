@@ -16,7 +16,8 @@ from megatron.training.native.shards import Shard
 
 
 class CutWeights:
-    """Every data rank holds some rows of each weight in fp32, which are the master weights.
+    """Every data rank holds some rows of each weight, of trained ones in fp32, which are the master weights,
+    of others in the dtype of the run.
 
     A block's weights are gathered, in the dtype of the run, before it runs: in stage 3 for each of its
     passes, in stages 1 and 2 once a step. Its gradients are summed in fp32 as soon as backward has left it:
@@ -58,7 +59,7 @@ class CutWeights:
                     if param not in kept:
                         param.data = param.new_empty(0)
 
-        init_stage(stage, args, groups, torch.float32, cut_layer)
+        init_stage(stage, args, groups, torch.float32, cut_layer, frozen_dtype=dtype)
         cut(stage)
         stage.dtype = dtype
         self._modules = [module for module in stage.modules() if isinstance(module, FSDPModule)]

@@ -20,7 +20,7 @@ class Shard:
     """What this data rank holds of one parameter.
 
     layer, spec: its place in the weight map. param: the module's own. local: the elements kept here, fp32
-    where it is trained (the optimizer updates them) or cut, else in the dtype of the run. first: of the
+    where it is trained (the optimizer updates them), else in the dtype of the run. first: of the
     flattened tensor-parallel part, the first of these elements. shape: of that part.
     """
 

@@ -1,8 +1,8 @@
 """The reference of preference training: the model as the run began, beside the one that is trained.
 
 Its log-probabilities are made before the first step and kept (`dpo_reference: cache`), or by a frozen copy in
-every step (`on_the_fly`). Both use the weights while they are still in the engine, or are there once more
-before the run goes on from a checkpoint of its own.
+every step (`on_the_fly`); both use the weights while they are still in the engine, or are there once more
+before the run goes on from a checkpoint of its own. With `lora` the model without its adapters makes them.
 """
 
 import json
@@ -34,11 +34,18 @@ from megatron.data.run_datasets import SetContents
 from megatron.data.sequences import SequenceDataset
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.model import build_stage, eager_blocks, forward_only, materialize
+from megatron.model.adapters import without_adapters
 from megatron.model.init import stage_parameters
 from megatron.model.norms import Norm
+from megatron.model.pipeline_forward import Read
 from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import least_prefix_saving, retains_by_divergence, scores_reference
+from megatron.neox_arguments.values.losses import (
+    least_prefix_saving,
+    reference_by,
+    retains_by_divergence,
+    scores_reference,
+)
 from megatron.objectives import label_logprobs, response_sums
 from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
@@ -56,6 +63,9 @@ from megatron.training.preference.reference_cache import (
     note_whole,
     read_scores,
 )
+
+Use = Callable[[Callable[..., Any]], Any]
+"""`HeadInput.use` of the reference."""
 
 _RECORD = "reference.json"  # in `save`: what the run's reference is
 _TOKENS_AT_ONCE = 1 << 19  # a data-parallel rank; what an interruption loses
@@ -75,6 +85,8 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
     args, groups, datasets = checkpointer.args, checkpointer.groups, checkpointer.datasets
     if not scores_reference(args):
         return datasets, checkpointer.resume()
+    if args.lora is not None:
+        return datasets, _resume_with_adapters(checkpointer)
     goes_on, progress = checkpointer.source.goes_on, None
     source = on_rank_zero(groups, lambda: original_source(args)) if goes_on else checkpointer.source
     about = describe_reference(args, source, checkpointer.tokenizer, groups)
@@ -97,7 +109,7 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
             checkpointer.logger.info(f"reference: the weights of {source.path or 'initialisation'}, as the run began")
             checkpointer.load_weights_of(source)
 
-    if args.dpo_reference == "on_the_fly":
+    if reference_by(args) == "on_the_fly":
         have_weights()
         checkpointer.engine.use_reference(frozen_copy(checkpointer.engine))
         checkpointer.logger.info(_cost_of_copy(checkpointer.engine))
@@ -107,6 +119,23 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
         datasets = scores.fill(datasets)
         watchdog.now("loading a checkpoint")
     return datasets, checkpointer.resume() if progress is None else progress
+
+
+def _resume_with_adapters(checkpointer: Checkpointer) -> TrainingProgress:
+    """The reference is what lies below the adapters, and there in any case.
+
+    Raises ConfigError for a run that begins with trained adapters, which its reference would lack.
+    """
+    progress = checkpointer.resume()
+    if not checkpointer.source.goes_on and not checkpointer.adapters_begin:
+        raise checkpointer.args.error(
+            "load",
+            f"{checkpointer.source.path} holds trained adapters, and the reference, the model without them, would be "
+            "another than the run begins with; merge them first: tools/ckpts/adapter.py merge",
+        )
+    checkpointer.engine.use_reference(model_without_adapters(checkpointer.engine))
+    checkpointer.logger.info("reference: the model without its adapters scores every batch; it needs no copy")
+    return progress
 
 
 def _record(args: NeoXArgs) -> Path | None:
@@ -163,42 +192,78 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 
     read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
 
-    def scored(batches: list[Batch]) -> list[Batch]:
-        if not batches:
-            return []
+    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
         with nullcontext() if engine.stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
-            logprobs = forward_only(
-                stage, batches, args, groups, read, dtype=engine.dtype, shape=lambda batch: tuple(batch.tokens.shape)
-            )
-        filled = [replace(b, reference_logprobs=response_sums(v, b)) for b, v in zip(batches, logprobs, strict=True)]
+            return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
+
+    def scores(batches: list[Batch]) -> list[torch.Tensor]:
+        logprobs = run(batches, read, lambda batch: tuple(batch.tokens.shape))
+        return [response_sums(values, batch) for values, batch in zip(logprobs, batches, strict=True)]
+
+    return partial(_filled, scores, partial(_outputs, run, groups.device) if retains_by_divergence(args) else None)
+
+
+def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
+    """`frozen_copy` of nothing: the engine's own weights, for that time without what is trained beside
+    them."""
+
+    def scores(batches: list[Batch]) -> list[torch.Tensor]:
+        with without_adapters(engine.stage):
+            return engine.scores(batches)
+
+    def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
+        with without_adapters(engine.stage):
+            return engine.forward_only(batches, read, shape)
+
+    def outputs(batches: list[Batch]) -> list[Use]:
+        def beside(use: Use, function: Callable[..., Any]) -> Any:
+            with without_adapters(engine.stage):  # the head's copy too
+                return use(function)
+
+        return [partial(beside, use) for use in _outputs(run, engine.groups.device, batches)]
+
+    return partial(_filled, scores, outputs if retains_by_divergence(engine.args) else None)
+
+
+def _outputs(run: Callable[..., Any], device: torch.device, batches: list[Batch]) -> list[Use]:
+    """What the reference's head is given in each batch: on the last stage alone, where the loss is."""
+    given: list[HeadInput] = []
+
+    def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
+        given.append(head)
+        return torch.zeros(1, device=device)
+
+    run(batches, keep, lambda batch: (1,))
+    return [head.use for head in given]
+
+
+def _filled(
+    scores: Callable[[list[Batch]], list[torch.Tensor]],
+    outputs: Callable[[list[Batch]], list[Use]] | None,
+    batches: list[Batch],
+) -> list[Batch]:
+    """The batches with `reference_logprobs` where they have answers, and `reference_output` where they are to
+    be retained and `outputs` gives it."""
+
+    def scored(some: list[Batch]) -> list[Batch]:
+        if not some:
+            return []
+        filled = [replace(b, reference_logprobs=sums) for b, sums in zip(some, scores(some), strict=True)]
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
         return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, scored(others), strict=True)]
 
-    def with_output(batches: list[Batch]) -> list[Batch]:
-        """With what the copy's head is given: on the last stage alone, where the loss is."""
-        given: list[HeadInput] = []
-
-        def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
-            given.append(head)
-            return torch.zeros(1, device=groups.device)
-
-        with nullcontext() if engine.stage.compiled else eager_blocks(stage):
-            forward_only(stage, batches, args, groups, keep, dtype=engine.dtype, shape=lambda batch: (1,))
-        if not given:
-            return batches
-        return [replace(batch, reference_output=head.use) for batch, head in zip(batches, given, strict=True)]
-
-    def fill(batches: list[Batch]) -> list[Batch]:
-        compared = iter(scored([batch for batch in batches if batch.response_ids is not None]))
-        batches = [next(compared) if batch.response_ids is not None else batch for batch in batches]
-        if not retains_by_divergence(args):
-            return batches
-        retained = iter(with_output([batch for batch in batches if batch.role == "retain"]))
-        return [next(retained) if batch.role == "retain" else batch for batch in batches]
-
-    return fill
+    compared = iter(scored([batch for batch in batches if batch.response_ids is not None]))
+    batches = [next(compared) if batch.response_ids is not None else batch for batch in batches]
+    retained = [batch for batch in batches if batch.role == "retain"]
+    if outputs is None or not retained:
+        return batches
+    uses = outputs(retained)
+    given = iter(
+        retained if not uses else [replace(b, reference_output=u) for b, u in zip(retained, uses, strict=True)]
+    )
+    return [next(given) if batch.role == "retain" else batch for batch in batches]
 
 
 class _ReferenceCache:

@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron.checkpointing import ConfigChange, config_key, model_keys, read_manifest, replace_file
+from megatron.checkpointing import ConfigChange, config_key, model_keys, replace_file
 from megatron.data import DataError
-from megatron.data.files import cached_sha256, sha256
+from megatron.data.files import cached_sha256
 from megatron.data.preferences.reference_scores import SCORES
 from megatron.data.run_datasets import SetContents
 from megatron.data.set_config import index_cache_dir
-from megatron.distributed import run_on_all_ranks
 from megatron.model.positions import dynamic_ntk_limit
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -26,6 +25,7 @@ from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherAr
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
+from megatron.training.checkpoint.base_weights import weight_digests
 from megatron.training.checkpoint.source import CheckpointSource
 from megatron.training.precision_policy import choose_precision
 
@@ -42,7 +42,6 @@ _OTHERWISE = (
     "attention_backend", "attention_config", "apex", "compile", "seq_length", "rotary_save_freqs_buffer",
     "mask_padded_vocab",
 )  # fmt: skip
-_HF_WEIGHTS = ("*.safetensors", "*.bin")
 
 
 def forward_keys(args: NeoXArgs) -> dict[str, Any]:
@@ -65,22 +64,8 @@ def describe_reference(
 ) -> dict[str, Any]:
     """All that decides the model's log-probabilities but code and layout. The work is shared out over
     ranks."""
-    names: Mapping[str, str] = {}
-    if source.path is None:
-        methods = args.init_method, args.output_layer_init_method, args.init_method_std
-        names = {"initial values": f"seed {args.seed}, {methods}, {groups.device.type}"}
-    else:
-        manifest = None if source.is_hf else read_manifest(source.path)
-        if manifest is not None:
-            names = {name: record.sha256 for name, record in manifest.files.items() if name.startswith("layer_")}
-        else:
-            kinds = _HF_WEIGHTS if source.is_hf else ("layer_*",)
-            files = sorted(file for kind in kinds for file in source.path.glob(kind))
-            local_files = files[groups.world_rank :: groups.world_size]
-            digests = run_on_all_ranks(groups, lambda: {file.name: sha256(file) for file in local_files})
-            names = {name: digest for part in digests for name, digest in part.items()}
     return {
-        "weights": dict(sorted(names.items())),
+        "weights": weight_digests(args, source, groups),
         "model": {**forward_keys(args), **model_keys(args)},
         "tokenizer": tokenizer.fingerprint(),
         "precision": _precision(args, groups),

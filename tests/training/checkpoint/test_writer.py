@@ -213,12 +213,12 @@ def killed_with_a_worker(rank: int, world_size: int, save: str) -> float:
     import os
     import time
 
-    from megatron.training.checkpoint.writer import _lock
+    from megatron.training.checkpoint.lock import lock_folder
 
     reader, writer = os.pipe()
     run = os.fork()
     if run == 0:
-        held = _lock(Path(save))
+        held = lock_folder(Path(save))
         if os.fork() == 0:
             time.sleep(20)
             os._exit(0)
@@ -229,7 +229,7 @@ def killed_with_a_worker(rank: int, world_size: int, save: str) -> float:
     begun = time.monotonic()
     os.kill(run, 9)
     os.waitpid(run, 0)
-    _lock(Path(save))
+    lock_folder(Path(save))
     return time.monotonic() - begun
 
 
@@ -239,13 +239,13 @@ def test_workers_of_a_killed_run_do_not_hold_its_lock(tmp_path: Path) -> None:
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     from megatron.checkpointing.remote_staging import _alone
-    from megatron.training.checkpoint.writer import _lock
+    from megatron.training.checkpoint.lock import lock_folder
 
     (tmp_path / "thesis").write_text("years of work")
     for name in (".lock", ".run.stamp"):
         (tmp_path / name).symlink_to(tmp_path / "thesis")
     with pytest.raises(CheckpointError, match=r"\.lock: is a link, not a file of this run; remove it"):
-        _lock(tmp_path)
+        lock_folder(tmp_path)
     with pytest.raises(CheckpointError, match=r"\.run\.stamp: is a link"), _alone(tmp_path / "run"):
         pass
     assert (tmp_path / "thesis").read_text() == "years of work"

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.model import freeze
+from megatron.model.init import stage_parameters
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.metrics.flops import model_flops, neox_flops
 from tests.model.stages import random_batch, random_weights, small, stage_with
@@ -22,6 +24,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "learned": {"pos_emb": "learned", "padded_vocab_size": 192, "seq_length": 32, "num_layers": 3},
     "alibi": {"pos_emb": "alibi", "activation": "geglu", "num_kv_heads": 1},
+    "adapters": {"num_layers": 6, "lora": {"r": 4, "target": ["q_proj", "dense", "up_proj"]}},
+    "adapters and copies": {
+        "no_weight_tying": True,
+        "lora": {"r": 2, "modules_to_save": ["embed_tokens", "lm_head"]},
+    },
+    "adapters and a tied copy": {"lora": {"r": 2, "modules_to_save": ["embed_tokens"]}},
 }
 
 
@@ -31,6 +39,7 @@ def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
     # half.
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
+    freeze(stage_parameters(stage), args)
     with FlopCounterMode(display=False) as counter:
         stage(None, batch, lambda head: LANGUAGE_MODELLING.loss_sum(head, batch, None)[0]).backward()
     one_product = 2 * ROWS * args.seq_length**2 * args.num_attention_heads * args.head_dim

@@ -1,0 +1,135 @@
+"""Three steps of `lora` against peft under TRL's trainers, on the same ids from the same adapters: texts, and
+pairs, whose reference is the model without adapters."""
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from megatron.model import build_stage
+from megatron.objectives import build_objective
+from megatron.training.adapters import begin_adapters
+from megatron.training.engine_choice import choose_engine
+from megatron.training.parallelize import parallelize
+from megatron.training.preference.reference import model_without_adapters
+from tests.model.stages import groups_of
+from tests.model.test_transformers import llama_weights
+from tests.objectives.test_trl import PAIRWISE, args_with, lm_batches, pair_batches
+from tests.objectives.trl_reference import ROW, model, pair_inputs, sft_inputs, words
+from tests.pool import run_ranks
+
+STEPS, RATE = 3, 1e-2
+FORMS: dict[str, dict[str, Any]] = {
+    "lora": {"r": 4, "alpha": 8},
+    "rslora": {"r": 4, "alpha": 8, "rslora": True, "target": ["q_proj", "v_proj"]},
+    "dora": {"r": 2, "alpha": 4, "dora": True, "target": ["q_proj", "o_proj", "gate_proj", "down_proj"]},
+}
+OURS = {
+    "q_proj": "attention.query_key_value", "k_proj": "attention.query_key_value",
+    "v_proj": "attention.query_key_value", "o_proj": "attention.dense", "up_proj": "mlp.linear1",
+    "gate_proj": "mlp.linear1", "down_proj": "mlp.linear2",
+}  # fmt: skip
+
+
+def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, adapters at first and at last."""
+    asked = FORMS[form]
+    peft_config = LoraConfig(
+        r=asked["r"], lora_alpha=asked["alpha"], use_rslora=asked.get("rslora", False),
+        use_dora=asked.get("dora", False), target_modules=asked.get("target", "all-linear"), task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        common: dict[str, Any] = {
+            "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False,
+            "report_to": "none", "disable_tqdm": True,
+        }  # fmt: skip
+        given: dict[str, Any] = {"model": model(1), "processing_class": words(), "peft_config": peft_config}
+        if kind == "dpo":
+            data = Dataset.from_list([ROW] * 2)
+            trainer: Any = DPOTrainer(args=DPOConfig(**common), train_dataset=data, **given)
+            inputs = pair_inputs(trainer, kind)
+        else:
+            data = Dataset.from_list([{"text": "a b c"}] * 2)
+            trainer = SFTTrainer(args=SFTConfig(**common), train_dataset=data, **given)
+            inputs = sft_inputs(trainer, True)
+        trainer.model.eval()
+        params = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
+        first = {name: param.detach().clone() for name, param in params.items()}
+        optimizer = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0)
+        losses = []
+        for _ in range(STEPS):
+            loss = trainer.compute_loss(trainer.model, inputs)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    return losses, first, {name: param.detach().clone() for name, param in params.items()}
+
+
+def in_our_names(params: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    layers: dict[int, dict[str, Tensor]] = {}
+    for name, value in params.items():
+        parts = name.split(".")
+        number, module, kind = int(parts[parts.index("layers") + 1]), parts[-4], parts[-3]
+        if kind not in ("lora_A", "lora_B"):  # lora_magnitude_vector.default.weight, or without weight
+            module, kind = parts[parts.index("lora_magnitude_vector") - 1], "lora_magnitude_vector"
+        layers.setdefault(number + 2, {})[f"{OURS[module]}.lora.{module}.{kind}"] = value.reshape(
+            value.shape if kind != "lora_magnitude_vector" else -1
+        )
+    return layers
+
+
+def ours(
+    rank: int, world_size: int, kind: str, lora: dict[str, Any], base: dict, adapters: dict, packed: bool
+) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
+    """For the pool."""
+    preference = {**PAIRWISE, "pack_impl": "best_fit"} if packed else PAIRWISE
+    args = args_with(
+        lora=lora, optimizer={"type": "AdamW", "params": {"lr": RATE}}, weight_decay=0.0, gradient_clipping=0.0,
+        train_iters=STEPS, train_micro_batch_size_per_gpu=4, **(preference if kind == "dpo" else {}),
+    ).for_world(1)  # fmt: skip
+    groups = groups_of(args, 1)
+    engine = parallelize(
+        build_stage(args, groups), build_objective(args), args, groups, choose_engine(args, False).load()
+    )
+    engine.set_weights(base)
+    begin_adapters(engine)
+    engine.set_weights({n: {k: v for k, v in of.items() if "magnitude" not in k} for n, of in adapters.items()})
+    if kind == "dpo":
+        engine.use_reference(model_without_adapters(engine))
+    batches = pair_batches(packed) if kind == "dpo" else lm_batches(packed, True)
+    losses = [float(engine.train_step(batches, RATE).loss) for _ in range(STEPS)]
+    weights = engine.weights(master=True)
+    engine.close()
+    return losses, weights
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        pytest.param(form, kind, marks=() if (form, kind) in (("lora", "dpo"), ("dora", "sft")) else pytest.mark.more)
+        for form in FORMS
+        for kind in ("sft", "dpo")
+    ],
+)
+def test_three_steps(form: str, kind: str) -> None:
+    their_losses, first, last = theirs(form, kind)
+    state = {name: value.detach() for name, value in model(1).state_dict().items()}
+    base = {
+        layer: {name.replace("norm.weight", "norm.scale"): value for name, value in tensors.items()}
+        for layer, tensors in llama_weights(state, 2, 2).items()
+    }
+    for packed in (False, True):
+        losses, weights = run_ranks(ours, 1, kind, FORMS[form], base, in_our_names(first), packed)[0]
+        assert losses == pytest.approx(their_losses, rel=1e-5)
+        if kind == "dpo":
+            assert losses[0] == pytest.approx(0.6931472, abs=1e-6)
+        for layer, params in in_our_names(last).items():
+            for name, value in params.items():
+                torch.testing.assert_close(weights[layer][name], value, atol=2e-5, rtol=1e-4)
