@@ -120,7 +120,7 @@ def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
         values |= {"reset_attention_mask": True, "reset_position_ids": True}
     for key, value, _ in parse_overrides(options.set, "--set"):
         section, _, name = key.rpartition(".")
-        (values[section] if section else values)[name] = value
+        (values.setdefault(section, {}) if section else values)[name] = value
     return values
 
 
@@ -158,7 +158,7 @@ def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
 def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
     """Backward, clipping and fused AdamW without an engine, with fp32 values beside 16-bit weights as it has
     them."""
-    params = list(model.parameters())
+    params = [param for param in model.parameters() if param.requires_grad]
     masters = params if dtype == torch.float32 else [nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay, fused=True)
 
@@ -182,12 +182,14 @@ def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step)
 
 def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch.dtype) -> Step:
     """Our model in a loop anyone would write."""
-    from megatron.model import build_stage, init_stage
+    from megatron.model import build_stage, freeze, init_stage
+    from megatron.model.init import stage_parameters
     from megatron.mpu import HeadInput
     from megatron.objectives import LANGUAGE_MODELLING
     from megatron.training.compile_blocks import compile_blocks
 
     stage, weight = build_stage(args, groups), LANGUAGE_MODELLING.weight(batch)
+    freeze(stage_parameters(stage), args)
     compile_blocks(stage, args)
     init_stage(stage, args, groups)
     stage.to(dtype).train()
@@ -199,7 +201,8 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
 
 
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
-    """A step of the same shape and loop with transformers' model, and its number of parameters."""
+    """A step of the same shape and loop with transformers' model, with `lora` under peft, and its number of
+    parameters."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
     shape: dict[str, Any] = {
@@ -220,9 +223,16 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
         else:
             model = LlamaForCausalLM(LlamaConfig(**{**shape, "num_key_value_heads": args.kv_heads}))
     model.set_attn_implementation("sdpa")
+    blocks = model.base_model.layers
+    if args.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        lora = {"r": args.lora["r"], "lora_alpha": args.lora["alpha"], "lora_dropout": args.lora["dropout"]}
+        asked = LoraConfig(**lora, use_dora=args.lora["dora"], target_modules="all-linear", task_type="CAUSAL_LM")
+        model = get_peft_model(model, asked)
     model.to(dtype).train()
     if args.compile:
-        for block in model.base_model.layers:
+        for block in blocks:
             block.compile()
     # Its loss shifts the labels itself.
     step = plain_step(model, dtype, args, lambda: model(input_ids=batch.tokens, labels=batch.tokens).loss)

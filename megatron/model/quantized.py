@@ -1,0 +1,74 @@
+"""Weights below adapters that are held in 4 bits (`lora.quantization`): those of the linears of a stage's
+blocks."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.model.stage import Stage
+from megatron.mpu import DTYPES, Linear
+from megatron.mpu.quantized import BLOCK, QuantizedProduct
+from megatron.neox_arguments import NeoXArgs
+
+
+def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> None:
+    """Let the linears of a stage's blocks hold their weights packed, as `lora.quantization` says. The stage
+    is still on the meta device; the weights are no parameters afterwards.
+
+    Raises ConfigError without bitsandbytes.
+    """
+    if args.lora is None or not args.quantized:
+        return
+    double, dtype, uneven, size = args.lora["double_quant"], DTYPES[args.params_dtype], set[str](), 0
+    for spec in stage.blocks:
+        for name, linear in stage.layers[str(spec.index)].named_modules():
+            if not isinstance(linear, Linear):
+                continue
+            shape = linear.weight.shape
+            try:
+                linear.quantize(QuantizedProduct(shape, dtype, double))
+            except ImportError as problem:
+                text = f"nf4 needs bitsandbytes: pip install 'neox[bnb]' ({problem})"
+                raise args.error("lora.quantization", text) from problem
+            size += shape.numel()
+            if shape[1] % BLOCK:
+                uneven.add(f"{name} {list(shape)}")
+    line = f"lora.quantization: nf4: {size:,} weights of this stage's blocks take 4 bits each, unpacked to {dtype}"
+    if uneven:
+        line += (
+            f"; rows are no multiples of {BLOCK}, so that other layouts round otherwise: {', '.join(sorted(uneven))}"
+        )
+    log(line)
+
+
+def quantized_linears(stage: Stage) -> list[tuple[int, str, Linear]]:
+    """(NeoX's layer index, name of the weight in the weight map, linear) of each that holds it packed."""
+    return [
+        (int(index), f"{name}.weight", module)
+        for index, layer in stage.layers.items()
+        for name, module in layer.named_modules()
+        if isinstance(module, Linear) and isinstance(module.product, QuantizedProduct)
+    ]
+
+
+@torch.no_grad()
+def take_quantized(stage: Stage, weights: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """Pack those of `weights` (by layer and name, this rank's parts, on any device) that the stage holds
+    packed, one after another; returns the others."""
+    rest = {layer: dict(values) for layer, values in weights.items()}
+    for layer, name, linear in quantized_linears(stage):
+        value = rest.get(layer, {}).pop(name, None)
+        if value is not None:
+            assert isinstance(linear.product, QuantizedProduct)
+            linear.set_quantized(value.to(stage.device_of_groups, linear.product.dtype))
+    return rest
+
+
+def quantized_memory(stage: Stage) -> list[Tensor]:
+    """What packed weights take: their bytes, and the scales of their blocks."""
+    held = []
+    for _, _, linear in quantized_linears(stage):
+        assert isinstance(linear.product, QuantizedProduct)
+        held += [linear.weight, *linear.product.scales()]
+    return held

@@ -1,0 +1,100 @@
+"""Bytes of gradients and optimizer state beside adapters: counted allocation by allocation, and as
+benchmarks/adapter_bytes.py says."""
+
+import gc
+from typing import Any
+
+import pytest
+
+from benchmarks.adapter_bytes import bytes_of, counts, table
+from megatron.training.loop import batches_of
+from tests.live_bytes import LiveBytes
+from tests.marks import with_more
+from tests.pool import run_ranks
+from tests.recipes.readme import ROOT
+from tests.training.runs import ADAMW, LLAMA, begin, config
+
+MODEL = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "precision": "bfloat16"}
+METHODS: dict[str, dict[str, Any] | None] = {
+    "full": None,
+    "LoRA": {"r": 4, "alpha": 8},
+    "QLoRA": {"r": 4, "alpha": 8, "quantization": "nf4"},
+}
+# Bytes of an element that is trained, between backward and update: weight, gradient, master, moments.
+# DeepSpeed keeps the 16-bit gradient that autograd made, or an fp32 copy of it too.
+EACH = {"native": (18.0, 18.0), "deepspeed": (16.0, 22.0)}
+
+
+def values(method: str, **more: Any) -> dict[str, Any]:
+    return config(ADAMW, MODEL, lora=METHODS[method], train_micro_batch_size_per_gpu=1, train_batch_size=2, **more)
+
+
+def held(rank: int, world_size: int, given: dict[str, Any]) -> tuple[int, int]:
+    """For the pool: bytes that are alive between backward and update of the second step; elements trained."""
+    found: list[int] = []
+    with LiveBytes() as live:
+        training = begin(given)
+        batches = batches_of(training)
+        for _ in range(2):
+            micro_batches = next(batches)
+
+            def note(_: Any) -> None:
+                gc.collect()
+                found.append(live.now)
+
+            training.engine.train_step(micro_batches, 1e-3, on_gradients=note)
+        trained = sum(p.numel() for p in training.engine.stage.parameters() if p.requires_grad)
+        training.engine.close()
+    return found[-1], trained
+
+
+@pytest.mark.parametrize("engine", with_more(EACH, "deepspeed"))
+@pytest.mark.parametrize("method", with_more(["LoRA", "QLoRA"], "LoRA"))
+def test_what_is_trained_takes_what_its_elements_take(engine: str, method: str) -> None:
+    """And what is not takes its weights alone."""
+    few, many = ({**values(method, engine=engine), "lora": {**METHODS[method], "r": r}} for r in (4, 36))  # type: ignore[dict-item]
+    (least, its_trained), (most, more_trained) = (run_ranks(held, 1, given)[0] for given in (few, many))
+    each = (most - least) / (more_trained - its_trained)
+    low, high = EACH[engine]
+    assert low - 0.2 <= each <= high + 0.2
+    args = begin_args(few)
+    found = counts(args, 1)
+    assert found.trained == its_trained
+    base = 2 * found.frozen + found.packed
+    assert least - each * its_trained == pytest.approx(base, rel=0.05)
+
+
+def begin_args(given: dict[str, Any]) -> Any:
+    from megatron.neox_arguments import NeoXArgs
+
+    return NeoXArgs.from_dict(given).replace(padded_vocab_size=384)
+
+
+def tensors_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """For the pool: bytes of what the engine keeps after a step, by part."""
+    found = []
+    for given in configs:
+        training = begin(given)
+        training.engine.train_step(next(batches_of(training)), 1e-3)
+        parts = training.engine.tensors()
+        found.append({name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()})
+        training.engine.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", with_more([0, 1, 2, 3], 1, 2))
+def test_the_tables_rules_are_the_engines(stage: int) -> None:
+    configs = [values(method, zero_optimization={"stage": stage}, engine="native") for method in METHODS]
+    ranks = 1 if stage == 0 else 2
+    for given, parts in zip(configs, run_ranks(tensors_of, ranks, configs)[0], strict=True):
+        expected = bytes_of(counts(begin_args(given), 1), stage, ranks)
+        assert parts["weights"] + parts["optimizer states"] == pytest.approx(
+            expected.held + expected.optimizer, rel=0.01
+        )
+        if stage == 0:
+            assert parts["gradients"] == expected.gradients
+
+
+@pytest.mark.more
+def test_the_table_of_the_page() -> None:
+    assert table() in (ROOT / "docs" / "post-training.md").read_text()
