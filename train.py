@@ -50,7 +50,12 @@ def main(
             evaluations.append(InTraining(training))
         if args.demo_prompts is not None:
             evaluations.append(Demos(training))
-        train(training, evaluations)
+        answer = None
+        if args.distillation is not None:
+            from megatron.generation.on_policy import answers_of
+
+            answer = answers_of(training)
+        train(training, evaluations, answer)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))

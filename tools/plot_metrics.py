@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FORGET, RETAIN = "train/ga_actual_loss", "train/gd_retain_loss"
+# Beside the loss, where a run has them: colour, and what they are
+OTHERS = {
+    "train/ga_actual_loss": ("tab:red", "loss to forget"),
+    "train/gd_retain_loss": ("tab:green", "loss to retain"),
+    "train/divergence": ("tab:purple", "divergence from the teacher"),
+}
 
 
 def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -31,7 +36,7 @@ def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
     axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
-    for name, color, label in ((FORGET, "tab:red", "to forget"), (RETAIN, "tab:green", "to retain")):
+    for name, (color, label) in OTHERS.items():
         if any(name in row for row in rows):
             axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)
     if entropy is not None:
@@ -52,9 +57,9 @@ def summary(rows: list[dict[str, Any]], entropy: float | None) -> str:
         text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
     if losses and entropy is not None:
         text = f"{text} (unigram entropy {entropy:.3f})"
-    for name, label in ((FORGET, "to forget"), (RETAIN, "to retain")):
+    for name, (_, label) in OTHERS.items():
         if curve := read_curve(rows, name)[1]:
-            text += f"; loss {label} {curve[0]:.3f} -> {curve[-1]:.3f}"
+            text += f"; {label} {curve[0]:.3f} -> {curve[-1]:.3f}"
     return text
 
 

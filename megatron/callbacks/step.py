@@ -42,8 +42,9 @@ class Step:
     """One finished optimizer step, or step 0: a fresh run before its first step, whose result is None.
 
     seq_length: tokens it read of each sample, row_length: in rows of so many, of which the run has read
-    row_tokens; role: of its data (`Batch.role`), "forget" where it unlearns; row: its metrics by name, which
-    callbacks add to; settled: whether the step's own values are in the row.
+    row_tokens; role: of its data (`Batch.role`), "forget" where it unlearns, "on_policy" where it learns from
+    what it wrote; row: its metrics by name, which callbacks add to; settled: whether the step's own values
+    are in the row.
     """
 
     iteration: int

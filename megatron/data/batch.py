@@ -13,7 +13,7 @@ from megatron.data.packed_dataset import TokenSample
 from megatron.data.preferences.kto import rotate_responses
 from megatron.data.preferences.preference_dataset import PreferenceSample
 
-Role = Literal["train", "forget", "retain"]
+Role = Literal["train", "forget", "retain", "on_policy"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,12 @@ class Batch:
     prefixes: SharedPrefixes | None = None  # with cu_seqlens: what documents share; positions then count it
     padding: int = 0  # places that hold no document
     loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: all go through the head
-    role: Role = "train"  # which data it is of: unlearning has two sets more
-    # Gives a function the reference model's final hidden states and output layer (`mpu.HeadInput.use`)
+    role: Role = "train"  # which data it is of: unlearning has two sets more, and a student may write its own
+    # Gives a function the final hidden states and output layer (`mpu.HeadInput.use`) of the model that this
+    # one is compared with: the reference, or a teacher
     reference_output: Callable[[Callable[..., Any]], Any] | None = None
+    top_ids: Tensor | None = None  # [batch, seq, k] int64, the teacher's most likely tokens of each place
+    top_logprobs: Tensor | None = None  # [batch, seq, k + 1] float32, of these, and of all others together
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
@@ -155,6 +158,10 @@ def collate_samples(
     batch = collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
     places = tokens.shape[1] - 1
     padding = sum(max(0, places - sample.filled) for sample in samples if sample.filled is not None)
+    tops = [sample.top for sample in samples if sample.top is not None]
+    if tops:
+        ids, logprobs = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*tops, strict=True))
+        batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
     return replace(batch, padding=padding)
 
 

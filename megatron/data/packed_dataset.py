@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,14 @@ from megatron.data.index_maps import IndexMaps, Packing
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import MASKED
 from megatron.data.sliced_documents import PromptMaskedLabels, SlicedDocuments
+
+
+class TopRow(NamedTuple):
+    """A teacher's most likely tokens at the places of a row: ids `[seq_length, k]` int64, log-probabilities
+    of these and of all others together `[seq_length, k + 1]` float32."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +31,7 @@ class TokenSample:
     labelled: bool = False  # the labels were given; else they are the tokens
     reward: float | None = None  # of the row's first document
     filled: int | None = None  # places that hold documents, which come first; None: all
+    top: TopRow | None = None  # of a teacher, where it was asked before the run
 
 
 class PackedDataset:

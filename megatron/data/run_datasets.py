@@ -10,9 +10,16 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.data.preferences.preference_dataset import PreferenceDataset
 from megatron.data.preferences.reference_scores import ReferenceScoredDataset
 from megatron.data.sequences import SequenceDataset
+from megatron.data.teacher_scores import TeacherScoredDataset
 
 SampleSet = (
-    PackedDataset | BlendedDataset | RepeatedDataset | PreferenceDataset | SequenceDataset | ReferenceScoredDataset
+    PackedDataset
+    | BlendedDataset
+    | RepeatedDataset
+    | PreferenceDataset
+    | SequenceDataset
+    | ReferenceScoredDataset
+    | TeacherScoredDataset
 )
 
 

@@ -1,9 +1,10 @@
 """Objectives: the losses of training as pure functions from tensors to tensors.
 
 `objective.py` says what an objective is, `build.py` makes that of a configuration. The losses themselves are
-in `language_modelling.py`, `unlearning.py`, `pair_losses.py` (DPO and its relatives), `kto.py` and
-`reward.py`; a new loss is a function there and a line in the table of `neox_arguments/keys/losses.py`.
-Normalising by the weight of the optimizer step, reference models and logging are the work of engine and loop.
+in `language_modelling.py`, `distillation.py`, `unlearning.py`, `pair_losses.py` (DPO and its relatives),
+`kto.py` and `reward.py`; a new loss is a function there and a line in the table of
+`neox_arguments/keys/losses.py`. Normalising by the weight of the optimizer step, reference models and logging
+are the work of engine and loop.
 """
 
 from megatron.objectives.build import build_objective

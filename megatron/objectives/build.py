@@ -2,8 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
+from megatron.mpu import Divergence
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import losses_of, retains_by_divergence
+from megatron.objectives.distillation import distillation
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import language_modelling
@@ -14,6 +16,10 @@ from megatron.objectives.unlearning import ForgetSettings, unlearning
 
 
 def _language_modelling(args: NeoXArgs) -> Objective:
+    learned = args.distillation
+    if learned is not None:
+        divergence = Divergence(learned["beta"], learned["temperature"])
+        return distillation(divergence, learned["weight"], args.softmax_rows)
     labelled = args.train_label_data_paths is not None
     loss = loss_function("normal", args.sft_loss_type)
     objective = language_modelling(args.z_loss, loss=loss, statistics=labelled, columns=args.softmax_rows)

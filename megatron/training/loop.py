@@ -20,6 +20,7 @@ from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments.values.unlearning import ascent_steps
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.status import write_ending
+from megatron.training.distillation.on_policy import Answer, on_policy_steps
 from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
 from megatron.training.step_results import StepResults
@@ -61,9 +62,10 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
     return unlearning_steps(args, progress, training.engine, steps, forget, retain)
 
 
-def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
+def train(training: Training, evaluations: Sequence[Callback] = (), answer: Answer | None = None) -> None:
     """Train to `train_iters`, or until the run is to stop. evaluations: callbacks of the program, called
-    after validation and before saving; the user's own are in `training`.
+    after validation and before saving; the user's own are in `training`. answer: writes the answers of steps
+    on policy (`distillation.lmbda`), by the model as it is then.
 
     Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
     in place of storing weights or optimizer state that are not finite.
@@ -82,6 +84,10 @@ def train(training: Training, evaluations: Sequence[Callback] = ()) -> None:
         if progress.iteration == 0:  # what a run looks like before it has learned anything
             _end_step(training, callbacks, Step(0, 0, args.seq_length, None))
         batches = batches_of(training)
+        if args.distillation is not None and args.distillation["lmbda"] > 0.0:
+            if answer is None:
+                raise ValueError("distillation.lmbda: training needs a function that answers prompts")
+            batches = on_policy_steps(args, progress, batches, answer)
         training.watchdog.now("in the first step")
         loop.stopwatch.lap()  # steps are timed from here on
         while progress.iteration < args.train_iters and loop.stop_reason is None:

@@ -1,0 +1,91 @@
+"""The teacher of a run: a second model on the same ranks, which answers for every micro-batch without
+gradients."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from megatron.checkpointing import load_weights, read_manifest, verify
+from megatron.checkpointing.huggingface import load_hf_weights
+from megatron.data import Batch
+from megatron.distributed import run_on_all_ranks
+from megatron.model import build_filled_stage, eager_blocks, forward_only
+from megatron.mpu import DTYPES, HeadInput, ParallelGroups, TopTokens, top_tokens
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.compile_blocks import compile_blocks
+from megatron.training.distillation.description import TeacherDescription, teacher_args
+from megatron.training.metrics.run_metadata import local_sizes
+
+T = TypeVar("T")
+
+
+class Teacher:
+    """This rank's stage of the teacher. All ranks call every method together."""
+
+    def __init__(
+        self, args: NeoXArgs, description: TeacherDescription, groups: ParallelGroups, logger: logging.Logger
+    ) -> None:
+        """args: the student's, with its vocabulary known. Raises CheckpointError and ConfigError."""
+        assert args.distillation is not None
+        self.args, self.groups = teacher_args(args, description), groups
+        self.temperature, self.top_k = args.distillation["temperature"], args.distillation["top_k"]
+        self.columns, self.dtype = args.softmax_rows, DTYPES[args.params_dtype]
+        path, is_hf = description.path, description.source.is_hf
+        if not is_hf:
+            _verify(description, groups)
+        load = partial(load_hf_weights if is_hf else load_weights, path, self.args)
+        self.stage = build_filled_stage(self.args, groups, load, logger.info, at_once=not is_hf).requires_grad_(False)
+        compile_blocks(self.stage, self.args)
+        size = local_sizes(self.args, groups, self.stage)[0] * self.dtype.itemsize
+        logger.info(
+            f"distillation: the weights of {path} in {self.args.params_dtype}, {size / 2**30:.2f} GiB on this rank"
+            + (", which ZeRO does not cut" if args.zero_stage and groups.size("data") > 1 else "")
+        )
+
+    def fill(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches with what the loss compares with, on the last stage alone, where the loss is:
+        `reference_output`, or with `top_k` `top_ids` and `top_logprobs`."""
+        if self.top_k is not None:
+            found = self.top_tokens(batches)
+            return [with_top_tokens(batch, top) for batch, top in zip(batches, found, strict=False)] or batches
+        heads = self._read(batches, lambda head, batch: head)
+        return [replace(batch, reference_output=h.use) for batch, h in zip(batches, heads, strict=False)] or batches
+
+    def top_tokens(self, batches: list[Batch]) -> list[TopTokens]:
+        """The teacher's most likely tokens of every place with a loss; [] on stages before the last."""
+        assert self.top_k is not None
+        read = partial(top_tokens, k=self.top_k, temperature=self.temperature, group=self.groups.group("tensor"))
+        return self._read(batches, lambda head, batch: read(head, columns=self.columns, places=batch.loss_places))
+
+    def _read(self, batches: Sequence[Batch], look: Callable[[HeadInput, Batch], T]) -> list[T]:
+        found: list[T] = []
+
+        def keep(head: HeadInput, batch: Batch) -> torch.Tensor:
+            found.append(look(head, batch))
+            return torch.zeros(1, device=self.groups.device)
+
+        with nullcontext() if self.stage.compiled else eager_blocks(self.stage):
+            forward_only(
+                self.stage, batches, self.args, self.groups, keep, dtype=self.dtype, shape=lambda batch: (1,)
+            )  # fmt: skip
+        return found
+
+
+def with_top_tokens(batch: Batch, top: TopTokens) -> Batch:
+    """top: of all places in the order of `[seq, batch]`."""
+    rows, seq = batch.tokens.shape
+    ids, logprobs = (value.view(seq, rows, -1).transpose(0, 1).contiguous() for value in top)
+    return replace(batch, top_ids=ids, top_logprobs=logprobs)
+
+
+def _verify(description: TeacherDescription, groups: ParallelGroups) -> None:
+    """Check the files of weights against their manifest, each rank some of them. Raises CheckpointError."""
+    manifest = read_manifest(description.path)
+    names = sorted(name for name in manifest.files if name.startswith("layer_")) if manifest is not None else []
+    own = names[groups.world_rank :: groups.world_size]
+    run_on_all_ranks(groups, lambda: verify(description.path, own) if own else None)

@@ -1,0 +1,131 @@
+"""Sums of distillation in chunks over a cut vocabulary beside TRL's loss of all logits, and beside torch's
+autograd of the most likely tokens and one outcome for the rest, in float64."""
+
+import ast
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.mpu import Divergence, build_groups, distillation_sums, top_tokens
+from tests.mpu.test_divergence import PLACES, models
+from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, head_of, sizes
+from tests.pool import run_ranks
+
+K = 5
+LOSSES = [(0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.7), (0.5, 1.0), (0.1, 1.5)]  # beta, temperature
+
+
+@cache
+def trl_s_loss() -> Callable[..., Tensor]:
+    """`GKDTrainer.generalized_jsd_loss` from its file: importing TRL takes longer than all tests here."""
+    spec = find_spec("trl")
+    assert spec is not None and spec.origin is not None
+    tree = ast.parse((Path(spec.origin).parent / "experimental/gkd/gkd_trainer.py").read_text())
+    (function,) = (node for node in ast.walk(tree) if getattr(node, "name", "") == "generalized_jsd_loss")
+    assert isinstance(function, ast.FunctionDef)
+    function.decorator_list = []
+    names: dict[str, Any] = {"torch": torch, "F": F}
+    exec(compile(ast.Module([function], []), "gkd_trainer.py", "exec"), names)
+    return names["generalized_jsd_loss"]
+
+
+def generalized_jsd(logits: Tensor, others: Tensor, beta: float, temperature: float) -> Tensor:
+    """TRL's, of every token `[...]`."""
+    return trl_s_loss()(logits, others, beta=beta, temperature=temperature, reduction="none").sum(-1)
+
+
+def with_rest(logits: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Logits whose softmax has the probabilities of `ids` and last that of all other tokens together."""
+    logprobs = (logits / temperature).log_softmax(-1)
+    others = torch.ones_like(logprobs).scatter(-1, ids, 0.0).bool()
+    rest = logprobs.masked_fill(~others, -torch.inf).logsumexp(-1, keepdim=True)
+    return torch.cat([logprobs.gather(-1, ids), rest], -1)
+
+
+def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
+    """(loss, divergence, nll, gradient of hidden states, of the weight) by TRL and autograd."""
+    model, teacher = models()
+    hidden, weight = (x.double().requires_grad_() for x in (model.hidden, model.weight))
+    logits = (hidden @ weight.t())[..., : run["columns"]]
+    others = (teacher.hidden.double() @ teacher.weight.double().t())[..., : run["columns"]]
+    beta, temperature = run["loss"]
+    if run["top"]:
+        ids = others.topk(K).indices
+        of_tokens = generalized_jsd(with_rest(logits, ids, temperature), with_rest(others, ids, temperature), beta, 1.0)
+    else:
+        of_tokens = generalized_jsd(logits, others, beta, temperature)
+    weights = model.weights.double()
+    if run["places"] is not None:
+        chosen = torch.zeros(SEQ * BATCH, dtype=torch.float64).index_fill(0, run["places"], 1.0)
+        weights = weights * chosen.view(SEQ, BATCH)
+    labels = model.labels % (run["columns"] or VOCAB)
+    nll = (F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none") * weights.flatten()).sum()
+    divergence = (of_tokens * weights).sum()
+    loss = run["share"] * divergence + (1 - run["share"]) * nll
+    loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return loss.detach(), divergence.detach(), nll.detach(), hidden.grad, weight.grad
+
+
+def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[Tensor, ...]]:
+    """For the pool: the same by `distillation_sums`, of this rank's rows of the vocabulary."""
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    results = []
+    for run in runs:
+        model, teacher = models()
+        rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
+        hidden, weight = model.hidden.clone().requires_grad_(), model.weight[rows].clone().requires_grad_()
+        beside, columns, places = head_of(teacher.hidden, teacher.weight[rows]), run["columns"], run["places"]
+        beta, temperature = run["loss"]
+        with sizes(run["chunk"], 0):
+            source = top_tokens(beside, K, temperature, group, columns, places) if run["top"] else beside.use
+            labels, divergence = model.labels % (columns or VOCAB), Divergence(beta, temperature)
+            args = labels, model.weights, divergence, run["share"], group, columns, places
+            sums = distillation_sums(head_of(hidden, weight), source, *args)
+            with torch.no_grad():  # where there is nothing to learn, as in validation
+                assert distillation_sums(head_of(hidden, weight), source, *args).loss == sums.loss
+        sums.loss.backward()
+        assert hidden.grad is not None and weight.grad is not None
+        results.append((*(value.detach() for value in sums), hidden.grad, weight.grad))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_it_is_trl_s_loss_mixed_with_cross_entropy(ranks: int) -> None:
+    runs = [
+        {"loss": loss, "top": top, "chunk": chunk, "columns": columns, "places": places, "share": share}
+        for loss in LOSSES
+        for top in (False, True)
+        for chunk, columns, places, share in (
+            (ALL_AT_ONCE, None, None, 1.0),
+            (THREE_CHUNKS, VOCAB - 3, PLACES, 0.3),
+            (THREE_CHUNKS, VOCAB // 2 - 2, None, 0.5),  # leaves the second rank no column
+        )
+    ]
+    by_rank = run_ranks(found, ranks, runs)
+    for i, run in enumerate(runs):
+        *sums, of_hidden, of_weight = expected(run)
+        ours = [results[i] for results in by_rank]
+        for one in ours:
+            for value, right in zip(one[:3], sums, strict=True):
+                torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=0, msg=str(run))
+        torch.testing.assert_close(sum(one[3] for one in ours).double(), of_hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([one[4] for one in ours]).double(), of_weight, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_of_a_model_and_itself_it_is_nothing(beta: float) -> None:
+    model, _ = models()
+    hidden, head = model.hidden.clone().requires_grad_(), head_of(model.hidden, model.weight)
+    for teacher in (head.use, top_tokens(head, K, 1.0, None)):
+        args = None, model.weights, Divergence(beta), 1.0, None
+        sums = distillation_sums(head_of(hidden, model.weight), teacher, *args)
+        (gradient,) = torch.autograd.grad(sums.loss, hidden)
+        assert float(sums.loss.detach()) == pytest.approx(0.0, abs=1e-4) and float(gradient.abs().max()) < 1e-5

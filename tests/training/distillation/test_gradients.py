@@ -1,0 +1,95 @@
+"""The first step of runs that learn from a teacher beside torch's autograd of both models' whole logits, by
+TRL's loss and cross-entropy."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.callbacks import Parts
+from megatron.data import Batch
+from megatron.model import Stage
+from megatron.model.init import stage_parameters
+from megatron.training.loop import batches_of
+from tests.mpu.test_distillation import generalized_jsd, with_rest
+from tests.pool import run_ranks
+from tests.training.distillation.runs import LABELLED, student, teacher_keys
+from tests.training.runs import begin
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "forward": {"weight": 0.7},
+    "reverse": {"beta": 1.0, "temperature": 1.5},
+    "jsd": {"beta": 0.3, "temperature": 2.0, "weight": 0.5},
+    "top": {"top_k": 8, "temperature": 2.0, "weight": 0.8},
+}
+
+
+def logits(stage: Stage, batch: Batch) -> Tensor:
+    """Of every place, `[batch, seq, vocab]` float64."""
+    found = stage(None, batch)
+    assert isinstance(found, Tensor)
+    return found.transpose(0, 1).double()
+
+
+def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The sums of divergence and negative log-likelihood, by formulas of others."""
+    beta, temperature, top_k = keys.get("beta", 0.0), keys.get("temperature", 1.0), keys.get("top_k")
+    trained = batch.loss_weights > 0
+    student, teacher, labels = student[trained], teacher[trained], batch.labels[trained]
+    nll = F.cross_entropy(student, labels, reduction="sum")
+    if top_k is None:
+        return generalized_jsd(student, teacher, beta, temperature).sum(), nll
+    ids = teacher.topk(top_k).indices
+    both = (with_rest(one, ids, temperature) for one in (student, teacher))
+    return generalized_jsd(*both, beta, 1.0).sum(), nll
+
+
+class Gradients(dict[tuple[int, str], Tensor]):
+    """Of a step, by layer and name."""
+
+    def note(self, parts: Parts) -> None:
+        self.update({name: gradient.double().clone() for name, gradient in parts})
+
+
+def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]], teacher: str) -> list[dict[str, Any]]:
+    """For the pool: of each run's first step loss, metrics and gradients, and the same by `of_all_logits`."""
+    beside = begin(teacher_keys(load=teacher, finetune=True))
+    beside.engine.stage.eval()
+    results = []
+    for values in runs:
+        training, found = begin(values), Gradients()
+        step, keys = next(batches_of(training)), values["distillation"]
+        result = training.engine.train_step(list(step), 0.0, found.note)
+        stage = training.engine.stage
+        params = {(layer, name): param for layer, name, param in stage_parameters(stage)}
+        sums, count = [torch.zeros((), dtype=torch.float64)] * 2, sum(int(b.loss_weights.sum()) for b in step)
+        for batch in step:
+            with torch.no_grad():
+                others = logits(beside.engine.stage, batch)
+            of_batch = of_all_logits(logits(stage, batch), others, batch, keys)
+            sums = [total + one for total, one in zip(sums, of_batch, strict=True)]
+        weight = keys.get("weight", 1.0)
+        loss = (weight * sums[0] + (1 - weight) * sums[1]) / count
+        expected = torch.autograd.grad(loss, list(params.values()))
+        results.append({
+            "ours": [float(result.loss), *(float(result.metrics[name]) for name in ("divergence", "nll"))],
+            "right": [float(loss.detach()), *(float(total.detach()) / count for total in sums)],
+            "gradients": dict(found), "expected": dict(zip(params, expected, strict=True)),
+        })  # fmt: skip
+        training.engine.close()
+    return results
+
+
+@pytest.mark.parametrize("engine", ["native", "deepspeed"])
+def test_the_gradient_is_that_of_all_logits(engine: str, teacher: str) -> None:
+    runs = [student(teacher, {"engine": engine, "gradient_clipping": 0.0}, **keys) for keys in LOSSES.values()]
+    runs.append(student(teacher, {"engine": engine, "gradient_clipping": 0.0}, LABELLED, beta=0.5))
+    for found in run_ranks(first_steps, 1, runs, teacher)[0]:
+        assert found["ours"] == pytest.approx(found["right"], rel=1e-5)
+        assert found["right"][1] > 0.05
+        assert found["gradients"].keys() == found["expected"].keys()
+        for name, gradient in found["expected"].items():
+            ours, scale = found["gradients"][name].view_as(gradient), float(gradient.abs().max())
+            torch.testing.assert_close(ours, gradient.double(), rtol=0, atol=2e-5 * scale + 1e-9, msg=str(name))
