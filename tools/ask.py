@@ -6,7 +6,8 @@
     python tools/ask.py --model checkpoints/chat/best_model --file questions.jsonl --json
 
 A model is a HuggingFace folder, a name on the Hub, a folder of checkpoints (the one that `latest` names, or
---iteration) or one global_stepN. Without questions they are typed, or piped, one a line; an empty line ends.
+--iteration), one global_stepN, or an adapter in peft's format. Without questions they are typed, or piped,
+one a line; an empty line ends.
 Each question is a conversation of its own. The answer is the most likely one, unless --temperature says
 otherwise. One process, on its GPU where there is one; models over several: `deepy.py tools/serve.py`.
 """
@@ -34,6 +35,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question", nargs="*", help="asked one after another")
     parser.add_argument("--model", required=True, metavar="MODEL", help="the model, mostly the tuned one")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="PATH[=WEIGHT]",
+        help="adapters over --model; repeated: their sum",
+    )
     parser.add_argument("--compare", metavar="MODEL", help="another one, mostly the original; beside the first")
     parser.add_argument("--iteration", type=int, metavar="N", help="of --model, where that is a folder of checkpoints")
     parser.add_argument("--file", metavar="FILE", help="questions, one a line; .jsonl with `prompt` or `messages`")
@@ -109,11 +117,11 @@ def run(options: argparse.Namespace) -> None:
         given = read_questions(options.file, True, system)
     logger = logging.getLogger("megatron")
     logger.setLevel(logging.WARNING)
-    names = [(options.model, options.iteration), (options.compare, None)]
+    names = [(options.model, options.iteration, options.adapter), (options.compare, None, [])]
     models = [
         load_chat_model(name, process_info({}), logger, iteration=iteration, chat_template=options.chat_template,
-                   precision=options.precision)
-        for name, iteration in names if name is not None
+                   precision=options.precision, adapter=adapter)
+        for name, iteration, adapter in names if name is not None
     ]  # fmt: skip
     sampling = SamplingParams(options.temperature, top_p=options.top_p)
     width = shutil.get_terminal_size((120, 40)).columns

@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="MODEL", help="the reward model")
+    parser.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="PATH[=WEIGHT]",
+        help="adapters over MODEL; repeated: their sum",
+    )
     parser.add_argument("--iteration", type=int, metavar="N", help="where MODEL is a folder of checkpoints")
     parser.add_argument("--input", required=True, help="JSONL, Parquet, ...: what the preprocess commands read")
     parser.add_argument("--split", help="of a dataset that has several: test, train[:10%%]")
@@ -85,7 +92,12 @@ def run(options: argparse.Namespace) -> None:
     logger = logging.getLogger("megatron")
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     args = reward_model_args(
-        options.model, iteration=options.iteration, precision=options.precision, tensor=options.tp, pipe=options.pp
+        options.model,
+        iteration=options.iteration,
+        precision=options.precision,
+        tensor=options.tp,
+        pipe=options.pp,
+        adapter=options.adapter,
     )
     model = load_reward_model(args, enter(args), logger)
     job = ScoreJob(

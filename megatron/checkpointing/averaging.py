@@ -37,6 +37,9 @@ def average(
         raise CheckpointError("a mean is of two checkpoints at least, each given once")
     last = paths[-1]
     manifest, args = _manifest(last), load_checkpoint_args(last)[0]
+    if args.lora is not None:
+        text = "holds adapters; their sum, with weights, is what tools/ckpts/adapter.py merge makes of several"
+        raise CheckpointError(f"{last}: {text}")
     final = save / layout.step_tag(manifest.iteration)
     if final.exists():
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")

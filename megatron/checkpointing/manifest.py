@@ -16,6 +16,7 @@ from megatron.checkpointing.layout import model_file
 from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
 from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.adapters import adapter_keys
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
 MANIFEST = "manifest.json"
@@ -27,7 +28,7 @@ _MODEL_KEYS = (
     "norm_placement", "use_qk_layernorm", "use_separate_qk_norms", "gpt_j_tied",
     "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
-    "score_head",
+    "score_head", "lora",
 )  # fmt: skip
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
@@ -42,7 +43,7 @@ _MADE_OF = {
 
 _OF_HEAD = ("score_head", "no_weight_tying")
 
-_LATER = ("config", "optimizer", "validation_loss", "engine")  # fields that the first manifests lack
+_LATER = ("config", "optimizer", "validation_loss", "engine", "base")  # fields that the first manifests lack
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class Manifest:
     fingerprint of each data set. versions: of the libraries. created: ISO time. config: the keys that the
     user gave. files: a record of each file by name, collected from the ranks and completed by `publish`.
     optimizer: whether optimizer state was saved (`no_save_optim`). validation_loss: None where none was
-    computed at this iteration. engine: `native` or `deepspeed`.
+    computed at this iteration. engine: `native` or `deepspeed`. base: where a checkpoint of adapters alone
+    has the weights below them, and their digest (`describe_base`); None where it holds all weights.
     """
 
     run_id: str
@@ -84,6 +86,7 @@ class Manifest:
     optimizer: bool = True
     validation_loss: float | None = None
     engine: str = "deepspeed"
+    base: Mapping[str, Any] | None = None
     format_version: int = FORMAT_VERSION
 
     def to_json(self) -> str:
@@ -189,7 +192,7 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """The keys that say what the weights mean: shapes, and what changes the function without changing a
     shape."""
-    values = {key: getattr(args, key) for key in _MODEL_KEYS}
+    values = {key: getattr(args, key) for key in _MODEL_KEYS} | {"lora": adapter_keys(args)}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
 
 
@@ -229,6 +232,12 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: 
         raise CheckpointError(
             f"{where}: a language model, which has no scores; load a reward model, or train one from it "
             "(train_impl: rm with finetune: true)"
+        )
+    if "num_layers" in saved and saved.get("lora") is None:  # a run may begin with adapters on it
+        now = {**now, "lora": None}
+    elif saved.get("lora") is not None and args.lora is None:
+        raise CheckpointError(
+            f"{where}: holds adapters; set lora as it was, or merge them into its weights: tools/ckpts/adapter.py merge"
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])

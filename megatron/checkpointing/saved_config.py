@@ -11,6 +11,15 @@ from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.values.ffn_width import CONVENTIONS
 
 
+def checkpoint_args(source: str | Path) -> NeoXArgs:
+    """The configuration that a checkpoint keeps, with the padded vocabulary of its weights; also of one that
+    holds adapters alone. Raises CheckpointError where none is known."""
+    manifest = read_manifest(source)
+    if manifest is None or manifest.base is None:
+        return load_checkpoint_args(source)[0]
+    return NeoXArgs.from_dict({**manifest.config, "padded_vocab_size": manifest.model.get("padded_vocab_size")})
+
+
 def load_checkpoint_args(
     source: str | Path, config_files: Sequence[str | Path] = ()
 ) -> tuple[NeoXArgs, CheckpointDescription]:
@@ -22,7 +31,13 @@ def load_checkpoint_args(
     for an invalid one.
     """
     path = Path(source)
-    facts, manifest = describe_checkpoint(path), read_manifest(path)
+    manifest = read_manifest(path)
+    if manifest is not None and manifest.base is not None:
+        raise CheckpointError(
+            f"{path}: holds adapters alone, over the weights of {manifest.base['path']}; lay them over these first "
+            "(tools/ckpts/adapter.py merge), or write them as peft's (export)"
+        )
+    facts = describe_checkpoint(path)
     known = {"padded_vocab_size": saved_model(path).get("padded_vocab_size") or facts.vocab_rows}
     files = list(config_files)
     if not files and manifest is not None and manifest.config:

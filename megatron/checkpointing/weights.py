@@ -39,18 +39,20 @@ def load_weights(
     tensor_rank: int,
     tensor_size: int,
     new_head: bool = False,
+    params: Mapping[int, Sequence[ParamSpec]] | None = None,
 ) -> dict[int, dict[str, Tensor]]:
     """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
 
     path: one checkpoint directory (see `find_checkpoint`). Returns the tensors by NeoX layer index and our
     name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
-    layer of its own, and that of the files is left out. A row-parallel bias that is a sum over
+    layer of its own, and that of the files is left out. params: those that the files hold, where that is a
+    part of the model; None: all. A row-parallel bias that is a sum over
     ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
     shapes that do not fit.
     """
     path = Path(path)
     source = open_weight_files(path)
-    expected = layer_params(args)
+    expected = layer_params(args) if params is None else params
     if new_head:
         head = args.num_layers + 4
         expected = {layer: specs for layer, specs in expected.items() if layer != head}
@@ -65,7 +67,9 @@ def load_weights(
         if specs:
             loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
     for name, owner in shared_params(args).items():
-        spec = [spec for spec in expected[owner] if spec.name == name]
+        spec = [spec for spec in expected.get(owner, ()) if spec.name == name]
+        if not spec:
+            continue
         first = _load_layer(source, args, owner, spec, tensor_rank, tensor_size, [], [])
         problems += _shared_problems(owner, first, loaded)
     problems += mismatches[:_SHOWN]
@@ -209,16 +213,18 @@ def local_layer_state(
     tensor_size: int,
     naming: str | None = None,
     copy: bool = True,
+    params: Mapping[int, Sequence[ParamSpec]] | None = None,
 ) -> dict[str, Tensor]:
     """The content of this tensor rank's file of one layer, by the names of `to_file_names`.
 
     tensors: this rank's parameters by our names. The result is on the CPU, each tensor contiguous and with
-    its own storage. copy: false for tensors that are so already, and may be kept.
+    its own storage. copy: false for tensors that are so already, and may be kept. params: as of
+    `load_weights`.
     A bias that is a sum over ranks is divided by tensor_size; the last rank writes the rest, so that the sum
     is exact where the division is not. Raises CheckpointError when `tensors` are not exactly the layer's
     parameters.
     """
-    specs = {spec.name: spec for spec in layer_params(args).get(layer, ())}
+    specs = {spec.name: spec for spec in (layer_params(args) if params is None else params).get(layer, ())}
     if specs.keys() != tensors.keys():
         raise CheckpointError(
             f"layer {layer}: holds {', '.join(sorted(tensors)) or 'nothing'}; "

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.adapters import is_adapter_checkpoint
 from megatron.checkpointing.huggingface import export_hf, is_hf
 from megatron.evaluation.harness import EvaluationResults, run_task
 from megatron.evaluation.quiet import quiet
@@ -50,6 +52,8 @@ def compare(model: Model, loaded_tasks: LoadedTasks, ours: EvaluationResults, lo
 def _folder(model: Model) -> Iterator[Path]:
     """The HuggingFace model that is evaluated, or what a checkpoint is as one."""
     source = Path(model.source)
+    if model.adapters or not is_hf(source) and is_adapter_checkpoint(source):
+        raise CheckpointError(f"{source}: with adapters; merge them first for --compare-hf (tools/ckpts/adapter.py)")
     if is_hf(source):
         yield source
         return

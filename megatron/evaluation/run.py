@@ -18,6 +18,7 @@ from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.evaluation.harness import EvaluationResults, evaluate, load_tasks_on_rank0
 from megatron.evaluation.results import TIME, output_folder, table, write
 from megatron.generation import load_model
+from megatron.model import Model
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import build_tokenizer
@@ -54,7 +55,7 @@ def run_evaluation(args: NeoXArgs, process: Process, track: Track = lambda args,
         logger.info("zero_optimization.stage 3: eval.py keeps the weights whole on every data-parallel rank")
     model = load_model(args, groups, tokenizer, logger)
     source = str(args.load or args.save)
-    identity = on_rank_zero(groups, lambda: fingerprint(Path(model.source))) if args.eval_cache is not None else None
+    identity = on_rank_zero(groups, lambda: weights_identity(model)) if args.eval_cache is not None else None
     watchdog.now("evaluating")
     results = evaluate(model, loaded_tasks, logger, identity=identity, bootstrap=_BOOTSTRAP, on_beat=beat)
     seconds = time.perf_counter() - begun
@@ -100,6 +101,13 @@ def _finish(args: NeoXArgs, found: EvaluationResults, seconds: float, logger: lo
     for name, why in found.failures.items():
         logger.warning(f"{name} has no scores: {why}")
     logger.info(f"results are in {path}, after {seconds:.1f} s")
+
+
+def weights_identity(model: Model) -> str:
+    """Says which weights a model has, those of adapters that they have taken in among them."""
+    below = fingerprint(Path(model.source))
+    adapters = [(fingerprint(Path(path)), factor) for path, factor in model.adapters]
+    return hashlib.sha256(repr((below, adapters)).encode()).hexdigest() if adapters else below
 
 
 def fingerprint(path: Path) -> str:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, find_checkpoint
-from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, load_checkpoint_args
+from megatron.checkpointing.adapters import PeftFolder, is_peft
+from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf
 from megatron.checkpointing.layout import LATEST, is_tag, step_of
+from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.distributed import Process
 from megatron.generation.complete import Completion, complete
 from megatron.generation.from_huggingface import hf_model_keys, tokenizer_keys
@@ -54,6 +56,8 @@ def chat_model_args(name: str, iteration: int | None = None) -> NeoXArgs:
     Raises ConfigError, CheckpointError.
     """
     path = Path(name)
+    if is_peft(path):
+        return _peft_args(path, iteration)
     if path.is_dir() and not is_hf(path):
         return _checkpoint_args(path, iteration)
     if iteration is not None:
@@ -66,7 +70,7 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     if is_tag(path.name) and not (path / LATEST).exists():
         path, iteration = path.parent, step_of(path)
     checkpoint = find_checkpoint(path, iteration)
-    args, _ = load_checkpoint_args(checkpoint)
+    args = checkpoint_args(checkpoint)
     tokenizer: dict[str, str] = {}
     if args.tokenizer_type in _TOKENIZERS_FROM_FILES and not (args.vocab_file and Path(args.vocab_file).exists()):
         tokenizer = tokenizer_keys(checkpoint / ("tokenizer" if (checkpoint / "tokenizer").is_dir() else HF_SUBFOLDER))
@@ -77,6 +81,24 @@ def _checkpoint_args(path: Path, iteration: int | None) -> NeoXArgs:
     )  # fmt: skip
 
 
+def with_adapters(args: NeoXArgs, adapter: Sequence[str]) -> NeoXArgs:
+    """The configuration of a model with more adapters, as the key `adapter` has them. Raises
+    CheckpointError."""
+    if adapter and args.lora is not None:
+        raise CheckpointError(f"{args.load}: holds adapters itself; give the model below them, and all by --adapter")
+    return args.replace(adapter=[*args.adapter, *adapter]) if adapter else args
+
+
+def _peft_args(path: Path, iteration: int | None) -> NeoXArgs:
+    """Of a folder in peft's format: the model that it names as the one below, with its adapter."""
+    base = PeftFolder(path).base
+    if base is None:
+        raise CheckpointError(f"{path}: names no model below; give that one, and --adapter {path}")
+    args = chat_model_args(base if Path(base).exists() or base.startswith("/") else f"hf://{base}", iteration)
+    tokenizer = tokenizer_keys(path) if (path / "tokenizer.json").is_file() else {}
+    return args.replace(**tokenizer, adapter=[str(path)])
+
+
 def load_chat_model(
     name: str,
     process: Process,
@@ -85,15 +107,17 @@ def load_chat_model(
     iteration: int | None = None,
     chat_template: str | None = None,
     precision: str | None = None,
+    adapter: Sequence[str] = (),
 ) -> ChatModel:
     """Load a model and its chat template, in this process alone.
 
-    iteration: of a folder of checkpoints; chat_template, precision: instead of the model's own. Raises
-    ConfigError, CheckpointError, TokenizerError.
+    iteration: of a folder of checkpoints; chat_template, precision: instead of the model's own. adapter: as
+    the key. Raises ConfigError, CheckpointError, TokenizerError.
     """
     args = chat_model_args(name, iteration)
     if args.score_head:
         raise CheckpointError(f"{name}: a reward model, which gives scores and no text (tools/score.py)")
+    args = with_adapters(args, adapter)
     if chat_template is not None:
         args = args.replace(chat_template=chat_template)
     if precision is not None:

@@ -30,7 +30,7 @@ def complete(
     prompts: Sequence[Sequence[int]],
     sampling: SamplingParams,
     *,
-    maximum_tokens: int,
+    maximum_tokens: int | Sequence[int],
     seeds: Sequence[int],
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] | None = None,
@@ -40,18 +40,19 @@ def complete(
 ) -> list[Completion]:
     """Continue prompts to their end or by `maximum_tokens`, at most `maximum_rows` at a time.
 
-    seeds: one a prompt: what a row becomes depends on it, not on the rows beside it. stop: strings that end a
-    text; stop_token_ids: tokens that do, None: the model's. logprobs: as of a `Request`. on_event: called
-    with every event; its id is the prompt's place in `prompts`. All ranks of a model call it together with
-    the same arguments. Raises RequestError for a prompt that is empty or too long, CheckpointError when
-    logits are not numbers.
+    maximum_tokens: of every prompt, or one a prompt. seeds: one a prompt: what a row becomes depends on it,
+    not on the rows beside it. stop: strings that end a text; stop_token_ids: tokens that do, None: the
+    model's. logprobs: as of a `Request`. on_event: called with every event; its id is the prompt's place in
+    `prompts`. All ranks of a model call it together with the same arguments. Raises RequestError for a prompt
+    that is empty or too long, CheckpointError when logits are not numbers.
     """
     start_time = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
-    tokens = sum(map(len, prompts)) + maximum_tokens * len(prompts)
+    most = [maximum_tokens] * len(prompts) if isinstance(maximum_tokens, int) else maximum_tokens
+    tokens = sum(map(len, prompts)) + sum(most)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
-    for prompt, seed in zip(prompts, seeds, strict=True):
-        batcher.add(Request(prompt, sampling, maximum_tokens, seed, stop, stop_token_ids, logprobs, text=bool(stop)))
+    for prompt, limit, seed in zip(prompts, most, seeds, strict=True):
+        batcher.add(Request(prompt, sampling, limit, seed, stop, stop_token_ids, logprobs, text=bool(stop)))
     ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * len(prompts)
     reported: list[list[Logprob]] = [[] for _ in prompts]

@@ -2,7 +2,7 @@
 layout."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,24 @@ from torch import Tensor
 
 from megatron.checkpointing import (
     CheckpointError,
+    Manifest,
     check_model,
     find_checkpoint,
     load_weights,
     read_manifest,
     saved_model,
     verify,
+)
+from megatron.checkpointing.adapters import (
+    AdapterSource,
+    BaseWeights,
+    check_base,
+    is_adapter_checkpoint,
+    merged_reader,
+    open_adapter,
+    open_base,
+    open_with_base,
+    peft_vocab_size,
 )
 from megatron.checkpointing.huggingface import (
     HF_SUBFOLDER,
@@ -31,29 +43,31 @@ from megatron.checkpointing.huggingface import (
     vocab_size_from_hf,
 )
 from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
-from megatron.model import Model, Stage, build_stage, for_inference, materialize
-from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, ParallelGroups
+from megatron.model import Model, build_filled_stage, for_inference, layer_params
+from megatron.mpu import DTYPES, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.adapters import merged_adapters
 from megatron.tokenizer import Tokenizer, with_vocabulary
 
 __all__ = ["Model", "for_inference", "load_model"]
 
-_Load = Callable[..., Mapping[int, Mapping[str, Tensor]]]
-
 
 def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
     """The weights that `load` (else `save`) and `iteration` name, of a checkpoint or, as they are, of a
-    HuggingFace model; all ranks call it together.
+    HuggingFace model; all ranks call it together. They take in the adapters that the checkpoint holds, or
+    that `adapter` names.
 
     Files of a checkpoint are verified against its manifest. Raises CheckpointError, or ConfigError for a
     vocabulary that does not fit.
     """
     source = args.load or args.save
     assert source is not None
-    if is_hf(source):
-        return _load_hf(on_rank_zero(groups, lambda: find_hf(source)), args, groups, tokenizer, logger)
-    path = on_rank_zero(groups, lambda: find_checkpoint(source, args.iteration))
+    of_hf = is_hf(source)
+    path = on_rank_zero(groups, lambda: find_hf(source) if of_hf else find_checkpoint(source, args.iteration))
+    if merged_adapters(args) or (not of_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))):
+        return _load_adapted(path, of_hf, args, groups, tokenizer, logger)
+    if of_hf:
+        return _load_hf(path, args, groups, tokenizer, logger)
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
     columns, eos_ids = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
@@ -62,7 +76,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
     _verify_weights(path, groups)
-    stage = _build_filled_stage(args, groups, partial(load_weights, path, args), logger, at_once=True)
+    stage = build_filled_stage(args, groups, partial(load_weights, path, args), logger.info, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
     dtype, place = DTYPES[args.params_dtype], str(path)
     model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
@@ -72,7 +86,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
     rows, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
     args = for_inference(args.replace(padded_vocab_size=rows))
-    stage = _build_filled_stage(args, groups, partial(load_hf_weights, path, args), logger, at_once=False)
+    stage = build_filled_stage(args, groups, partial(load_hf_weights, path, args), logger.info, at_once=False)
     logger.info(message)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
     columns, eos_ids = on_rank_zero(
@@ -83,6 +97,74 @@ def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Toke
     return _log_stop_tokens(model, logger)
 
 
+def _load_adapted(
+    path: Path, of_hf: bool, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger
+) -> Model:
+    """A model whose weights have taken adapters in, each rank's a layer at a time in fp32: those of the
+    checkpoint `path`, else those of `adapter` over it."""
+    adapters = merged_adapters(args)
+    holds = not of_hf and on_rank_zero(groups, lambda: is_adapter_checkpoint(path))
+    if holds and adapters:
+        raise args.error("adapter", f"{path} (load) holds adapters itself; set load to the weights below all of them")
+    rows = on_rank_zero(groups, lambda: max([0, *(peft_vocab_size(name) for name, _ in adapters)]))
+    saved: Mapping[str, Any] = {}
+    if of_hf:
+        least = max(rows, tokenizer.vocab_size)
+        padded, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, least))
+        args = args.replace(padded_vocab_size=padded)
+        carried = on_rank_zero(groups, lambda: read_companion_files(path))
+        columns: int | None = max(rows, on_rank_zero(groups, lambda: HFFolder(path).vocab_size))
+        logger.info(message)
+    else:
+        saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
+        carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
+        columns = exported_vocab_size(carried, max(rows, tokenizer.vocab_size))
+        if args.padded_vocab_size is None and saved.get("padded_vocab_size"):
+            args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
+    below = args.lora["base"] if args.lora is not None else None
+    args = for_inference(with_vocabulary(args.replace(lora=None), tokenizer))
+
+    def open_all() -> tuple[BaseWeights, list[AdapterSource]]:
+        if holds:
+            check_model({**saved, "lora": None}, args, str(path))
+            return open_with_base([path], below)
+        weights = open_base(path, args)
+        sources = [open_adapter(name, args) for name, _ in adapters]
+        for of in sources:
+            check_base(of, weights)
+            _check_tokenizer(of.path, of.manifest, tokenizer)
+        return weights, sources
+
+    weights, sources = run_on_each_rank(groups, open_all)
+    if not weights.is_hf:
+        _verify_weights(weights.path, groups)
+    factors = [1.0] if holds else [factor for _, factor in adapters]
+    pairs = list(zip(sources, factors, strict=True))
+    load = _cut(args, merged_reader(weights.read, pairs, torch.float32))
+    stage = build_filled_stage(args, groups, load, logger.info, at_once=False)
+    named = ", ".join(f"{factor:g} x {of.path}" if factor != 1.0 else str(of.path) for of, factor in pairs)
+    logger.info(f"weights of {weights.path} with the adapters of {named} merged in, in {args.params_dtype}")
+    model = Model(
+        args, groups, tokenizer, stage, DTYPES[args.params_dtype], columns, source=str(path),
+        adapters=() if holds else tuple((str(of.path), factor) for of, factor in pairs),
+        declared_eos_ids=declared_eos_ids(carried),
+    )  # fmt: skip
+    return _log_stop_tokens(model, logger)
+
+
+def _cut(args: NeoXArgs, read: Callable[[int], Mapping[str, Tensor]]) -> Callable[..., dict[int, dict[str, Tensor]]]:
+    """What loads a tensor rank's parts of layers that `read` reads whole."""
+    specs = {layer: {spec.name: spec for spec in of} for layer, of in layer_params(args).items()}
+
+    def load(*, layers: Sequence[int], tensor_rank: int, tensor_size: int) -> dict[int, dict[str, Tensor]]:
+        return {
+            layer: {name: shard(v, specs[layer][name], tensor_rank, tensor_size) for name, v in read(layer).items()}
+            for layer in layers
+        }
+
+    return load
+
+
 def _log_stop_tokens(model: Model, logger: logging.Logger) -> Model:
     """The same model, after a line in the log where more than the end of document ends its texts."""
     if len(model.stop_token_ids) > 1:
@@ -91,37 +173,16 @@ def _log_stop_tokens(model: Model, logger: logging.Logger) -> Model:
     return model
 
 
-def _build_filled_stage(
-    args: NeoXArgs, groups: ParallelGroups, load: _Load, logger: logging.Logger, *, at_once: bool
-) -> Stage:
-    """This rank's stage with the weights that `load` returns for a list of layers.
-
-    at_once: read all layers together, so that an error names what is wrong in any of them; else one layer
-    after the other, which needs less memory.
-    """
-    stage = build_stage(args, groups, log=logger.info)
-    materialize(stage, DTYPES[args.params_dtype]).eval()
-    layers = sorted({layer for layer, _, _ in stage_parameters(stage)})
-
-    @torch.no_grad()
-    def fill() -> None:
-        for part in [layers] if at_once else [[layer] for layer in layers]:
-            weights = load(layers=part, tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"))
-            for layer, name, param in stage_parameters(stage):
-                if layer in weights:
-                    param.copy_(weights[layer][name])
-
-    run_on_each_rank(groups, fill)
-    return stage
-
-
 def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
     """The model keys that a checkpoint records: all of `model_keys` in ours, a few in GPT-NeoX's. Raises
     CheckpointError where it was trained with another tokenizer."""
-    manifest = read_manifest(path)
+    _check_tokenizer(path, read_manifest(path), tokenizer)
+    return saved_model(path)
+
+
+def _check_tokenizer(path: Path, manifest: Manifest | None, tokenizer: Tokenizer) -> None:
     if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint()):
         raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
-    return saved_model(path)
 
 
 def _verify_weights(path: Path, groups: ParallelGroups) -> None:

@@ -86,6 +86,8 @@ def about(path: Path) -> Iterator[str]:
         f"optimizer state: {'yes' if manifest.optimizer else 'no'}"
     )
     yield f"  model: {', '.join(f'{key} {value}' for key, value in manifest.model.items() if value is not None)}"
+    if manifest.base is not None:
+        yield f"  adapters alone, over the weights of {manifest.base['path'] or 'a fresh start'}"
     yield f"  {', '.join(f'{key} {value}' for key, value in manifest.versions.items())}; run {manifest.run_id}"
 
 

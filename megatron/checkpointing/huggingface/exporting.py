@@ -70,6 +70,11 @@ def export_hf(
     simply made again. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
+    if args.lora is not None:
+        raise CheckpointError(
+            f"{source}: holds adapters beside its weights; merge them first (tools/ckpts/adapter.py merge), or write "
+            "them as peft's (export)"
+        )
     given, args = args, plain_args(args)
     dtype = dtype or _only_dtype(source)
     manifest = read_manifest(source)
@@ -90,7 +95,7 @@ def export_hf(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
-    temporary = _begin(output, weight_bytes(shapes, dtype))
+    temporary = begin_folder(output, weight_bytes(shapes, dtype))
     try:
         layers = _read(source, args, dtype, each)
         write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
@@ -105,7 +110,7 @@ def export_hf(
 
         comparison = compare_logits(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
         sync(temporary)
-        _replace(temporary, output)
+        put_in_place(temporary, output)
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
     finally:
@@ -173,7 +178,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _begin(output: Path, needed: int) -> Path:
+def begin_folder(output: Path, needed: int) -> Path:
     """An empty folder beside `output`, once it is known that all will fit and nothing foreign is in the
     way."""
     if output.exists():
@@ -207,7 +212,8 @@ def recover(output: Path) -> None:
         os.rename(aside, output)
 
 
-def _replace(temporary: Path, output: Path) -> None:
+def put_in_place(temporary: Path, output: Path) -> None:
+    """Give a folder that is whole the name `output`, in the place of an earlier one."""
     recover(output)
     aside = output.with_name(f".old_{output.name}")
     if aside.exists():

@@ -153,11 +153,31 @@ class HFFolder:
             if self._open[0] != entry.file:
                 self._open = (entry.file, load_tensors(entry.file))
             return self._open[1][name]
-        if entry.begin == entry.end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        # "c": writing to it changes no file
-        data = np.memmap(entry.file, np.uint8, "c", entry.begin, (entry.end - entry.begin,))
-        return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
+        return _mapped(entry)
+
+
+class SafetensorsFile:
+    """One safetensors file, whose tensors are read one at a time. shapes: of all tensors of floating-point
+    numbers, by name. Raises CheckpointError for a file that is missing or damaged."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise CheckpointError(f"{path}: no such file")
+        self._entries = {name: entry for name, entry in _header(path).items() if entry.dtype is not None}
+        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+
+    def get(self, name: str) -> Tensor:
+        """A tensor in its own dtype."""
+        return _mapped(self._entries[name])
+
+
+def _mapped(entry: _Entry) -> Tensor:
+    assert entry.dtype is not None
+    if entry.begin == entry.end:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    # "c": writing to it changes no file
+    data = np.memmap(entry.file, np.uint8, "c", entry.begin, (entry.end - entry.begin,))
+    return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -232,14 +252,16 @@ def write_weights(
     dtype: torch.dtype,
     tensors: Iterable[tuple[str, Tensor]],
     limit: int = SHARD_BYTES,
+    whole: str = WEIGHTS,
 ) -> None:
     """model.safetensors, or several of at most `limit` bytes (and one tensor at least) with their index.
 
-    tensors: those of `shapes` in any order, each once; one is in memory at a time. Raises CheckpointError.
+    tensors: those of `shapes` in any order, each once; one is in memory at a time. whole: the name where it
+    is one file. Raises CheckpointError.
     """
     plan = _plan(shapes, dtype, limit)
     count = len(plan)
-    names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = [whole] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     where: dict[str, tuple[BinaryIO, int]] = {}
     opened = []
     with ExitStack() as stack:

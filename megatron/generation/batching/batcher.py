@@ -131,7 +131,10 @@ class Batcher:
                 (
                     rows,
                     DecodeBatch(
-                        [(row.tokens[-1], row.computed, row.blocks) for row in rows], self.capacity, BLOCK_SIZE
+                        [(row.tokens[-1], row.computed, row.blocks) for row in rows],
+                        self.capacity,
+                        BLOCK_SIZE,
+                        self._adapters(rows),
                     ),
                     self._sampler(rows),
                     _top(rows),
@@ -200,8 +203,12 @@ class Batcher:
         finished = [row if row.computed + count == len(row.tokens) else None for count, row in chunks]
         return Forward(
             tokens, None if fresh else positions, last, view, sampler, _draw(finished, sampler), _top(rows),
-            targets if scoring else None,
+            targets if scoring else None, self._adapters(rows),
         )  # fmt: skip
+
+    def _adapters(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
+        numbers = [row.request.adapter for row in rows]
+        return torch.tensor(numbers, device=self.device) if any(numbers) else None
 
     def _sampler(self, rows: Sequence[SequenceState]) -> TokenSampler:
         """A sampler of the next tokens for rows that run together."""

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 BLOCK_SIZE = 16  # tokens of a block of the KV cache
-_Key = tuple[int, tuple[int, ...]]  # prefix id of the block before (0: none), tokens of this block
+_Key = tuple[int, tuple[int, ...]]  # prefix id of the block before (0 or less: none), tokens of this block
 
 
 class BlockAllocator:
@@ -56,12 +56,12 @@ class BlockAllocator:
                 else:
                     self._unregistered.append(block)
 
-    def share_prefix(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def share_prefix(self, tokens: Sequence[int], first: int = 0) -> tuple[list[int], int]:
         """Take a reference to each registered block that holds the beginning of `tokens`; the last token is
-        never part of it, since its logits are wanted. Returns the blocks and the prefix id of the last one, 0
-        without any."""
+        never part of it, since its logits are wanted. Returns the blocks and the prefix id of the last one,
+        without any `first`: 0 or less, the texts under another one are others."""
         blocks: list[int] = []
-        prefix_id = 0
+        prefix_id = first
         for start in range(0, len(tokens) - self.size, self.size):
             registered = self._prefixes.get((prefix_id, tuple(tokens[start : start + self.size])))
             if registered is None:

@@ -22,7 +22,7 @@ class Forward:
     tokens: `[rows, seq]` int64; positions: theirs, None: texts from their beginning; last: `[rows]`, each
     row's last column; uniforms: as `TokenSampler.sample`. top: how many most likely tokens are reported,
     None: no log-probabilities. targets: `[rows, seq]`, tokens that log-probabilities are wanted of
-    everywhere, or None.
+    everywhere, or None. adapters: `[rows]` int64, the number of each row's (`Request.adapter`); None: none.
     """
 
     tokens: Tensor
@@ -33,6 +33,7 @@ class Forward:
     uniforms: Sequence[float]
     top: int | None = None
     targets: Tensor | None = None
+    adapters: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -66,6 +67,8 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
     def stage(
         hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
     ) -> HiddenStates | Tensor:
+        if model.adapter_rows is not None:
+            model.adapter_rows.rows = current.adapters
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
         context = InferenceContext(cache=current.cache, last_tokens=current.last, logit_positions=wanted)
@@ -143,10 +146,12 @@ def _logprob(token: int, values: Sequence[float]) -> Logprob:
 class DecodeBatch:
     """Rows that go on by a token a step. Its arrays serve for as long as the same rows run together."""
 
-    def __init__(self, rows: Sequence[tuple[int, int, list[int]]], capacity: int, block_size: int) -> None:
+    def __init__(
+        self, rows: Sequence[tuple[int, int, list[int]]], capacity: int, block_size: int, adapters: Tensor | None
+    ) -> None:
         """rows: the last token, its place, and the blocks of each, in order of length; capacity: of blocks a
-        row."""
-        self.block_size = block_size
+        row. adapters: as of `Forward`."""
+        self.block_size, self.adapters = block_size, adapters
         self.tokens = np.array([token for token, _, _ in rows], np.int64).reshape(-1, 1)
         self.positions = np.array([place for _, place, _ in rows], np.int64).reshape(-1, 1)
         self.table = np.zeros((len(rows), capacity), np.int64)
@@ -171,7 +176,7 @@ class DecodeBatch:
         table = torch.from_numpy(np.ascontiguousarray(self.table[:, : max(self.blocks)]))
         view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks))
         tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
-        return Forward(tokens, positions, self.last.to(device), view, sampler, uniforms, top)
+        return Forward(tokens, positions, self.last.to(device), view, sampler, uniforms, top, adapters=self.adapters)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The next token of each row."""

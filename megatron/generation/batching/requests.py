@@ -24,6 +24,7 @@ class Request:
     many most likely tokens are reported beside each generated one; 0: its own log-probability alone, None:
     nothing. prompt_logprobs: the same of the prompt's tokens. text: whether events hold text; stop strings
     need it. minimum_tokens: generated before a stop token or stop string counts.
+    adapter: the number of its adapters among those that are served at once; 0: none.
     """
 
     tokens: Sequence[int]
@@ -36,6 +37,7 @@ class Request:
     prompt_logprobs: bool = False
     text: bool = True
     minimum_tokens: int = 0
+    adapter: int = 0
 
 
 class Logprob(NamedTuple):

@@ -17,14 +17,14 @@ class Scheduler:
 
     def admit(self) -> None:
         """Let those that wait run, in order, until rows or blocks run out."""
-        being_prefilled = {
-            tuple(row.tokens[:BLOCK_SIZE]) for row in self.running if row.cached and row.computed < BLOCK_SIZE
-        }
+        being_prefilled = {row.beginning for row in self.running if row.cached and row.computed < BLOCK_SIZE}
         while self.waiting and len(self.running) < self.maximum_rows:
             sequence = self.waiting[0]
             if sequence.cached:
-                scoring, beginning = sequence.scoring_prompt, tuple(sequence.tokens[:BLOCK_SIZE])
-                shared, prefix_id = ([], 0) if scoring else self.blocks.share_prefix(sequence.tokens)
+                scoring, beginning = sequence.scoring_prompt, sequence.beginning
+                shared, prefix_id = list[int](), sequence.first_prefix_id
+                if not scoring:
+                    shared, prefix_id = self.blocks.share_prefix(sequence.tokens, prefix_id)
                 needed = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
                 # One row more must not preempt those that run in the very next step: a block is left for
                 # each.
@@ -70,7 +70,7 @@ class Scheduler:
     def release(self, sequence: SequenceState) -> None:
         """Give back a sequence's blocks: if it is to run again, it begins anew."""
         self.blocks.release(sequence.blocks)
-        sequence.blocks, sequence.computed, sequence.registered, sequence.prefix_id = [], 0, 0, 0
+        sequence.blocks, sequence.computed, sequence.registered, sequence.prefix_id = [], 0, 0, sequence.first_prefix_id
         if sequence.scoring_prompt:
             sequence.prompt_logprobs = [None]
 

@@ -31,8 +31,15 @@ class SequenceState:
         self.cached = not model.args.recompute and (longest_cached is None or self.longest <= longest_cached)
         self.blocks: list[int] = []
         self.computed = 0  # tokens whose keys and values are in the cache
-        self.registered, self.prefix_id = 0, 0  # blocks given to `BlockAllocator.register`, and the last one's id
+        self.first_prefix_id = -request.adapter  # keys and values are other ones under other adapters
+        # Blocks given to `BlockAllocator.register`, and the last one's id
+        self.registered, self.prefix_id = 0, self.first_prefix_id
         self.last_column = -1  # of its row in the current forward
+
+    @property
+    def beginning(self) -> tuple[int, ...]:
+        """What requests have in common that can share their first block."""
+        return (self.first_prefix_id, *self.tokens[:BLOCK_SIZE])
 
     @property
     def longest(self) -> int:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
@@ -10,13 +10,13 @@ from megatron.neox_arguments import NeoXArgs
 _LENGTH = 16  # of a fingerprint
 
 
-def job_fingerprint(args: NeoXArgs, source: str, files: Iterable[Path]) -> str:
+def job_fingerprint(args: NeoXArgs, sources: Sequence[str], files: Iterable[Path]) -> str:
     """A hash that differs whenever the result would: other configuration, weights, or inputs.
 
-    source: the checkpoint's folder; its files and the inputs count by name, size and time of change.
+    sources: the folders of the weights; their files and the inputs count by name, size and time of change.
     """
-    folder = Path(source)
-    every = [*sorted(path for path in folder.iterdir() if path.is_file()), *files]
+    every = [path for folder in sources for path in sorted(Path(folder).iterdir()) if path.is_file()]
+    every += files
     states = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in every]
     content = json.dumps([json.loads(args.to_json())["given"], states])
     return hashlib.sha256(content.encode()).hexdigest()[:_LENGTH]

@@ -55,7 +55,7 @@ def _precompute_one(model: Model, path: str, logger: logging.Logger) -> None:
     final = Path(f"{path}_{args.precompute_model_name}")
     dataset = on_rank_zero(groups, lambda: open_dataset(path, args.data_impl))
     files = [file for file in (dataset.index_file, *dataset.data_files) if file.is_file()]
-    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.source, files))
+    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, files))
     if on_rank_zero(groups, lambda: _is_there(final, fingerprint)):
         logger.info(f"{final}: is there already")
         return

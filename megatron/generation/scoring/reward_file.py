@@ -25,7 +25,7 @@ from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.shards import InputRow
 from megatron.distributed import Process, on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
-from megatron.generation.chat_model import chat_model_args
+from megatron.generation.chat_model import chat_model_args, with_adapters
 from megatron.generation.model import load_model
 from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.rewards import PairReport, report_pairs, score_documents
@@ -60,14 +60,20 @@ class ScoreJob:
 
 
 def reward_model_args(
-    name: str, *, iteration: int | None = None, precision: str | None = None, tensor: int = 1, pipe: int = 1
+    name: str,
+    *,
+    iteration: int | None = None,
+    precision: str | None = None,
+    tensor: int = 1,
+    pipe: int = 1,
+    adapter: Sequence[str] = (),
 ) -> NeoXArgs:
     """The configuration of a reward model by its name, for so many tensor ranks and pipeline stages.
-    iteration: of a folder of checkpoints; precision: instead of its own.
+    iteration: of a folder of checkpoints; precision: instead of its own; adapter: as the key.
 
     Raises CheckpointError for a language model, ConfigError.
     """
-    args = chat_model_args(name, iteration)
+    args = with_adapters(chat_model_args(name, iteration), adapter)
     if not args.score_head:
         raise CheckpointError(f"{name}: a language model, which has no scores; give a reward model (train_impl: rm)")
     changes: dict[str, Any] = {} if precision is None else {"precision": precision, "fp16": None, "bf16": None}

@@ -48,7 +48,7 @@ def write_scores(model: Model, file: Path, logger: logging.Logger) -> None:
     args, groups = model.args, model.groups
     source = Path(str(args.sample_input_file))
     total = on_rank_zero(groups, lambda: _check(args, source))
-    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.source, [source]))
+    fingerprint = on_rank_zero(groups, lambda: job_fingerprint(args, model.folders, [source]))
     growing = partial_file(file, fingerprint) if groups.world_rank == 0 else file
     done = on_rank_zero(groups, lambda: _whole_lines(growing))
     if done:

@@ -45,17 +45,21 @@ class Service:
 def build_app(service: Service) -> Starlette:
     """The application with `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`."""
     parser, created = service.parser, int(time.time())
-    model = {"id": parser.name, "object": "model", "created": created, "owned_by": "neox"}
+
+    def described(name: str) -> dict[str, Any]:
+        model = {"id": name, "object": "model", "created": created, "owned_by": "neox"}
+        model |= {"parent": parser.names[0]} if name != parser.names[0] else {}
+        return {**model, "max_model_len": parser.positions}
 
     async def list_models(request: Request) -> Response:
         service.access.check(request)
-        return JSONResponse({"object": "list", "data": [{**model, "max_model_len": parser.positions}]})
+        return JSONResponse({"object": "list", "data": [described(name) for name in parser.names]})
 
     async def get_model(request: Request) -> Response:
         service.access.check(request)
-        if (name := request.path_params["name"]) != parser.name:
-            raise APIError(404, f"there is no model {name!r} here, but {parser.name!r}", code="model_not_found")
-        return JSONResponse({**model, "max_model_len": parser.positions})
+        if (name := request.path_params["name"]) not in parser.names:
+            raise APIError(404, parser.no_model(name), code="model_not_found")
+        return JSONResponse(described(name))
 
     async def health(request: Request) -> Response:
         """The state of the server; open to all, for monitoring."""
@@ -106,7 +110,7 @@ class GenerationEndpoint:
         except ClientDisconnect:
             return
         parsed = await asyncio.to_thread(self.parse, content)
-        builder = self.make_builder(parsed, service.parser.name, service.texts)
+        builder = self.make_builder(parsed, parsed.body.model, service.texts)
         with service.queue.submit(parsed.requests) as stream:
             if not parsed.body.stream:
                 response = await _unless(_wait_for_disconnect(request), self._response(builder, stream))

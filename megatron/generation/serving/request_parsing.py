@@ -28,10 +28,12 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class RequestParser:
-    """HTTP bodies as requests of the batcher. positions, stop_token_ids: of the model. chat: None without a
-    template; no_template_reason: why there is none, for clients that send conversations."""
+    """HTTP bodies as requests of the batcher. names: of models, the base's first, then one for each of the
+    adapters over it, in the order of their numbers (`Request.adapter`). positions, stop_token_ids: of the
+    model. chat: None without a template; no_template_reason: why there is none, for clients that send
+    conversations."""
 
-    name: str
+    names: tuple[str, ...]
     tokenizer: Tokenizer
     positions: int
     stop_token_ids: tuple[int, ...]
@@ -98,6 +100,7 @@ class RequestParser:
                         logprobs,
                         prompt_logprobs,
                         minimum_tokens=body.min_tokens,
+                        adapter=self.names.index(body.model),
                     )
                 )
         return ParsedRequest(body, requests, prompt_texts)
@@ -131,7 +134,9 @@ class RequestParser:
             raise APIError(400, f"{name}: {wrong} is no token id; they go from 0 to {last}", param=name)
 
     def _check_model(self, name: str) -> None:
-        if name != self.name:
-            raise APIError(
-                404, f"there is no model {name!r} here, but {self.name!r}", param="model", code="model_not_found"
-            )
+        if name not in self.names:
+            raise APIError(404, self.no_model(name), param="model", code="model_not_found")
+
+    def no_model(self, name: str) -> str:
+        """What to tell a client that asks for a model that is not here."""
+        return f"there is no model {name!r} here, but {', '.join(map(repr, self.names))}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron.checkpointing.remote_staging import with_local_model
 from megatron.distributed import Process, configure_logging, rendezvous_and_check, run_on_each_rank
+from megatron.generation.adapters import with_adapters
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.model import Model, load_model
 from megatron.generation.prompts.chat import ChatTemplate, find_template
@@ -24,6 +25,7 @@ from megatron.generation.serving.loop import Dispatcher, RankChannel, Replica, r
 from megatron.generation.serving.request_queue import Rejection, RequestQueue
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.values.adapters import served_adapters
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 if TYPE_CHECKING:
@@ -35,10 +37,10 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True)
 class ServerSetup:
-    """What rank 0 finds out before a model is loaded. name: the model's, as clients see it;
+    """What rank 0 finds out before a model is loaded. names: of `RequestParser`;
     no_template_reason: what to tell clients that send conversations where `chat` is None."""
 
-    name: str
+    names: tuple[str, ...]
     server_socket: ServerSocket
     chat: ChatTemplate | None
     no_template_reason: str
@@ -60,7 +62,18 @@ def serve(args: NeoXArgs, process: Process) -> None:
         logger.info(note)
     tokenizer = build_tokenizer(args)
     setup = run_on_each_rank(groups, lambda: _prepare_server(name, args, tokenizer) if groups.world_rank == 0 else None)
-    model = load_model(args, groups, tokenizer, logger)
+    named = served_adapters(args)
+    if name in named:
+        raise args.error(
+            "adapter", f"{name} is the name of the model below; give the adapter, or serve_model_name, another"
+        )
+    if named and len(named) < len(args.adapter):
+        raise args.error(
+            "adapter", "some are named (NAME=PATH) and some are not; name all, or merge all into the weights"
+        )
+    model = load_model(args.replace(adapter=()) if named else args, groups, tokenizer, logger)
+    if named:
+        model = with_adapters(model, named, logger)
     replica, channel = Replica(Batcher(model, maximum_rows=args.serve_max_rows, log=logger.info)), RankChannel(groups)
     if setup is None:
         with _on_signals(signal.SIG_IGN):  # rank 0 says when it is over
@@ -84,7 +97,7 @@ def _prepare_server(name: str, args: NeoXArgs, tokenizer: Tokenizer) -> ServerSe
         if args.chat_template is not None:
             raise
         chat, no_template_reason = None, str(problem)
-    return ServerSetup(name, open_server_socket(args), chat, no_template_reason)
+    return ServerSetup((name, *served_adapters(args)), open_server_socket(args), chat, no_template_reason)
 
 
 def _serve_on_rank0(
@@ -101,7 +114,12 @@ def _serve_on_rank0(
     args, server_socket = model.args, setup.server_socket
     queue = RequestQueue(args.serve_max_requests)
     parser = RequestParser(
-        setup.name, model.tokenizer, model.positions, model.stop_token_ids, setup.chat, setup.no_template_reason
+        setup.names,
+        model.tokenizer,
+        model.positions,
+        model.stop_token_ids,
+        setup.chat,
+        setup.no_template_reason,
     )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
     service = Service(queue, access, parser, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
@@ -121,7 +139,8 @@ def _serve_on_rank0(
     with _on_signals(stop):
         try:
             who = "whoever shows the token" if server_socket.token is not None else "this machine"
-            logger.info(f"{parser.name} answers {who} at {server_socket.address}/v1")
+            names = ", ".join(parser.names)
+            logger.info(f"{names} answer{'s' * (len(parser.names) == 1)} {who} at {server_socket.address}/v1")
             logger.info(setup.no_template_reason if setup.chat is None else f"chat template of {setup.chat.source}")
             queue.wake()  # the first round tells how large the cache is
             run_serving_loop(replica, channel, dispatcher)

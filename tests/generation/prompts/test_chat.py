@@ -99,7 +99,7 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
     def prompt(name: str, messages: list[dict[str, object]]) -> str:
         chat = find_template(args_of(FOLDER, chat_template=str(tmp_path / name)), tokenizer)
         body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
-        asked = RequestParser("m", tokenizer, 4096, (0,), chat).chat_completion(body.encode())
+        asked = RequestParser(("m",), tokenizer, 4096, (0,), chat).chat_completion(body.encode())
         return tokenizer.detokenize(asked.requests[0].tokens)
 
     rendered = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"

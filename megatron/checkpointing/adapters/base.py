@@ -1,0 +1,123 @@
+"""The weights below adapters: read a layer at a time, and recognised again by a digest."""
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
+from megatron.checkpointing.huggingface.importing import load_hf_weights
+from megatron.checkpointing.huggingface.logit_check import plain_args
+from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
+from megatron.checkpointing.manifest import read_manifest
+from megatron.checkpointing.saved_config import checkpoint_args
+from megatron.checkpointing.weights import has_score_head, load_weights
+from megatron.data.files import sha256
+from megatron.neox_arguments import NeoXArgs
+from megatron.tokenizer import padded_vocab_size
+
+ReadLayer = Callable[[int], dict[str, Tensor]]
+_HF_WEIGHTS = (("*.safetensors", "*.bin"),)
+_OUR_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # the second without a pipeline
+_ROWS_MULTIPLE = 128  # as imports pad the vocabulary
+
+
+def known_digests(path: Path, of_hf: bool) -> tuple[dict[str, str], list[Path]]:
+    """(the digest of each file of weights that a manifest knows, the files whose digests are to be made)."""
+    manifest = None if of_hf else read_manifest(path)
+    for kinds in _HF_WEIGHTS if of_hf else _OUR_WEIGHTS:
+        if manifest is not None:
+            known = {name: of.sha256 for name, of in manifest.files.items() if any(map(PurePath(name).match, kinds))}
+            if known:
+                return known, []
+        files = sorted(file for kind in kinds for file in path.glob(kind))
+        if files and manifest is None:
+            return {}, files
+    raise CheckpointError(f"{path}: holds no weights")
+
+
+def base_record(path: Path | None, digests: Mapping[str, str]) -> dict[str, Any]:
+    """What a manifest says of the weights below adapters: where they are, and a digest of them."""
+    text = json.dumps(dict(sorted(digests.items())), sort_keys=True)
+    return {
+        "path": None if path is None else str(path.resolve()), "digest": hashlib.sha256(text.encode()).hexdigest()
+    }  # fmt: skip
+
+
+def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
+    """One checkpoint: `path` itself where that is a global_stepN, else the one of `iteration` in it, or that
+    `latest` names. Raises CheckpointError."""
+    folder = Path(path)
+    alone = iteration is None and is_tag(folder.name) and not (folder / LATEST).exists()
+    return folder if alone and folder.is_dir() else find_checkpoint(folder, iteration)
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """A model that adapters are laid over. args: its configuration, on one process, without adapters. read:
+    the whole tensors of a NeoX layer, by our names. path: a checkpoint, or a HuggingFace folder (`is_hf`)."""
+
+    path: Path
+    is_hf: bool
+    args: NeoXArgs
+    read: ReadLayer
+
+    def record(self) -> dict[str, Any]:
+        """`base_record` of it."""
+        known, files = known_digests(self.path, self.is_hf)
+        return base_record(self.path, {**known, **{file.name: sha256(file) for file in files}})
+
+
+def open_base(
+    path: str | Path, args: NeoXArgs | None = None, tokens: int = 0, below: str | Path | None = None
+) -> BaseWeights:
+    """The weights of a checkpoint of ours or GPT-NeoX's, or of a HuggingFace model.
+
+    args: their configuration where it is known. tokens: rows that the vocabulary of a HuggingFace model has
+    at least, which is padded. below: what says that they are there, for errors. Raises CheckpointError.
+    """
+    says = "" if below is None else f" ({below} says so; --base names another place)"
+    if is_hf(path):
+        try:
+            folder = find_hf(path)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{problem}{says}") from problem
+        args = args or _args_of_hf(folder, tokens)
+        scores = has_hf_score(folder)
+        args = plain_args(args.replace(lora=None))
+        new_head = bool(args.score_head) and not scores
+        return BaseWeights(folder, True, args, partial(_read_hf, folder, args, new_head))
+    if not Path(path).is_dir():
+        raise CheckpointError(f"{path}: the weights below the adapters are not there{says}")
+    source = checkpoint_folder(path)
+    manifest = read_manifest(source)
+    if manifest is not None and manifest.model.get("lora") is not None:
+        raise CheckpointError(f"{source}: holds adapters itself; merge them first (tools/ckpts/adapter.py merge)")
+    args = plain_args((args or checkpoint_args(source)).replace(lora=None))
+    new_head = bool(args.score_head) and not has_score_head(source, args)
+    return BaseWeights(source, False, args, partial(_read, source, args, new_head))
+
+
+def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
+    opened = HFFolder(folder)
+    rows = padded_vocab_size(max(opened.vocab_size, tokens), _ROWS_MULTIPLE, 1)
+    return NeoXArgs.from_dict(from_hf(opened.config, opened.get, padded_vocab_size=rows)[0])
+
+
+def _read(path: Path, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+    if new_head and layer == args.num_layers + 4:
+        return {}
+    return load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
+
+
+def _read_hf(path: Path, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+    if new_head and layer == args.num_layers + 4:
+        return {}
+    return load_hf_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]

@@ -1,0 +1,262 @@
+"""Folders in peft's format, `adapter_config.json` and `adapter_model.safetensors`: read and written, one
+layer in memory at a time."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.adapters.peft_names import PREFIX, PeftTensor, family_of_adapters, peft_tensors
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.folder import SafetensorsFile, read_json, write_weights
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.values.adapters import copied_modules
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CAUSAL, SCORES = "CAUSAL_LM", "SEQ_CLS"
+# Of adapter_config.json: what we read, what says nothing of what the adapter computes, what must be as here.
+_READ = {
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "task_type",
+    "base_model_name_or_path", "peft_type",
+}  # fmt: skip
+_SILENT = {
+    "auto_mapping", "inference_mode", "revision", "peft_version", "megatron_core", "qalora_group_size",
+    "runtime_config", "target_modules", "exclude_modules", "modules_to_save", "ensure_weight_tying", "eva_config",
+    "corda_config", "loftq_config", "lora_ga_config", "layers_pattern",
+}  # fmt: skip
+_FIXED = {"bias": (None, "none")}
+_INITIAL_VALUES = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the weights below
+_HINTS = {
+    "rank_pattern": "each layer would have a rank of its own",
+    "alpha_pattern": "each layer would have an alpha of its own",
+    "layers_to_transform": "all layers have adapters here",
+    "bias": "biases stay as they are here",
+    "fan_in_fan_out": "it is of weights that are stored transposed, as GPT-2's",
+}
+_SHOWN = 4
+
+
+def is_peft(name: str | Path) -> bool:
+    """Whether a path is a folder in peft's format."""
+    return (Path(name) / CONFIG).is_file()
+
+
+def peft_vocab_size(path: str | Path) -> int:
+    """Rows of the vocabulary that a folder in peft's format brings along; 0 for anything else."""
+    return (PeftFolder(path).vocab_size or 0) if is_peft(path) else 0
+
+
+class PeftFolder:
+    """A folder in peft's format. Raises CheckpointError that names what has no counterpart here."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.config = read_json(self.path / CONFIG)
+        self._check_config()
+        if not (self.path / WEIGHTS).is_file():
+            old = " (adapter_model.bin: save it again with peft, which writes safetensors)"
+            raise CheckpointError(f"{self.path}: holds no {WEIGHTS}{old if list(self.path.glob('*.bin')) else ''}")
+        self.file = SafetensorsFile(self.path / WEIGHTS)
+        # Below a copy peft sometimes saves what it was made of.
+        names = [name for name in self.file.shapes if ".original_module." not in name]
+        self._stored: Mapping[str, str] = {_today(name): name for name in names}
+
+    @property
+    def base(self) -> str | None:
+        """The model that the adapter was trained on: a folder, or a name on the Hub."""
+        return self.config.get("base_model_name_or_path") or None
+
+    def _check_config(self) -> None:
+        kind, where = self.config.get("peft_type"), self.path / CONFIG
+        if kind != "LORA":
+            raise CheckpointError(f"{where}: peft_type: {kind} is not supported, only LORA")
+        if self.config.get("task_type") not in (None, CAUSAL, SCORES):
+            raise CheckpointError(f"{where}: task_type: {self.config['task_type']}: is no language model's")
+        for name, value in self.config.items():
+            taken = value in _FIXED[name] if name in _FIXED else name in _READ | _SILENT
+            if not taken and value:
+                why = f" ({_HINTS[name]})" if name in _HINTS else ""
+                raise CheckpointError(f"{where}: {name}: {json.dumps(value)} is not supported{why}")
+        begun = self.config.get("init_lora_weights")
+        if begun not in _INITIAL_VALUES:
+            raise CheckpointError(
+                f"{where}: init_lora_weights: {begun} changes the weights below the adapter; save it with peft's "
+                "path_initial_model_for_weight_conversion, which makes a plain one of it"
+            )
+
+    def _names(self, end: str) -> list[str]:
+        return [name.removeprefix(PREFIX).removesuffix(end) for name in self._stored if name.endswith(end)]
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The last parts of the names of the modules that have adapters."""
+        return tuple(sorted({name.rpartition(".")[2] for name in self._names(".lora_A.weight")}))
+
+    @cached_property
+    def copies(self) -> Mapping[str, int]:
+        """The modules that are there whole, by the last parts of their names, and the rows of each."""
+        whole = [name for name in self._stored if name.endswith(".weight") and ".lora_" not in name]
+        return {name.split(".")[-2]: self.file.shapes[self._stored[name]][0] for name in whole}
+
+    @property
+    def scores(self) -> bool:
+        return "score" in self.copies
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the embedding or head that is there; None without."""
+        return max((rows for name, rows in self.copies.items() if name != "score"), default=None)
+
+    def args_over(self, base: NeoXArgs) -> NeoXArgs:
+        """The configuration of a base model with these adapters. Raises CheckpointError."""
+        if not self.targets:
+            raise CheckpointError(f"{self.path}: holds no adapter of a linear layer (lora_A)")
+        heads = set(self.copies) - {"score"}
+        if not base.no_weight_tying and not base.score_head:
+            heads = {"embed_tokens" if name in ("lm_head", "embed_out") else name for name in heads}
+        given = self.config
+        base = base.replace(score_head=True) if self.scores else base
+        lora = {
+            "r": given["r"], "alpha": given["lora_alpha"], "dropout": given.get("lora_dropout") or 0.0,
+            "rslora": bool(given.get("use_rslora")), "dora": bool(given.get("use_dora")),
+            "target": list(self.targets),
+            "modules_to_save": sorted({"embed_out": "lm_head"}.get(name, name) for name in heads) or None,
+        }  # fmt: skip
+        try:
+            return base.replace(lora=lora)
+        except ConfigError as problem:
+            lines = "\n  ".join(line.replace("(program)", "").strip() for line in problem.problems)
+            raise CheckpointError(f"{self.path}: does not fit the model below it:\n  {lines}") from problem
+
+    def reader(self, args: NeoXArgs) -> Callable[[int], dict[str, Tensor]]:
+        """What reads the whole tensors of a NeoX layer, by our names. args: of `args_over`.
+
+        Copies of the vocabulary are padded with the mean of their rows. Raises CheckpointError that names
+        every missing or unknown tensor and wrong shape.
+        """
+        tensors = peft_tensors(args, family_of_adapters(args))
+        self._check_tensors(args, tensors)
+        by_layer: dict[int, list[PeftTensor]] = {}
+        for tensor in tensors:
+            by_layer.setdefault(tensor.layer, []).append(tensor)
+        return lambda layer: {of.spec.name: self._read(of) for of in by_layer.get(layer, ())}
+
+    def _read(self, tensor: PeftTensor) -> Tensor:
+        there = [key for key in tensor.keys if key in self._stored]
+        whole = self.file.get(self._stored[there[0]]).clone()
+        return _padded(whole, tensor.spec.shape[0]) if tensor.vocabulary else whole
+
+    def _check_tensors(self, args: NeoXArgs, tensors: Iterable[PeftTensor]) -> None:
+        problems, unknown = [], set(self._stored)
+        for tensor in tensors:
+            there = [key for key in tensor.keys if key in self._stored]
+            unknown -= set(there)
+            if not there:
+                problems.append(f"missing {tensor.keys[0]}")
+                continue
+            shape, wanted = self.file.shapes[self._stored[there[0]]], tensor.spec.shape
+            fits = shape[0] <= wanted[0] and shape[1:] == wanted[1:] if tensor.vocabulary else shape == wanted
+            if not fits:
+                most = "at most " if tensor.vocabulary else ""
+                problems.append(f"{there[0]}: shape {shape}, not {most}{wanted}")
+            problems += self._tie_problems(args, tensor, there) if tensor.vocabulary else []
+        problems += [f"unknown {key}" for key in sorted(unknown)]
+        if problems:
+            more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
+            lines = "\n  ".join([*problems[:_SHOWN], *more])
+            raise CheckpointError(f"{self.path}: does not fit the model below it, or not all layers alike:\n  {lines}")
+
+    def _tie_problems(self, args: NeoXArgs, tensor: PeftTensor, there: list[str]) -> list[str]:
+        """A tied embedding is the head too: one of them alone, or two that differ, is another model."""
+        if args.no_weight_tying or args.score_head or tensor.layer != 0:
+            return []
+        embedding = [key for key in there if "embed_" in key and not key.endswith("embed_out.weight")]
+        heads = [key for key in there if key not in embedding]
+        if not embedding or not heads:
+            return [f"{there[0]}: without its tied twin; train both as one (peft's ensure_weight_tying)"]
+        one, other = (self.file.get(self._stored[key]) for key in (embedding[0], heads[0]))
+        return [] if torch.equal(one, other) else [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
+
+
+def _today(name: str) -> str:
+    """A name of peft's file as today's peft writes it."""
+    name = name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
+    return re.sub(r"\.modules_to_save(\.default)?\.weight$", ".weight", name)
+
+
+def _padded(whole: Tensor, rows: int) -> Tensor:
+    mean = whole.mean(0, keepdim=True, dtype=torch.float32).to(whole.dtype)
+    return torch.cat([whole, mean.expand(rows - len(whole), -1)])
+
+
+def peft_config(args: NeoXArgs, tensors: Iterable[PeftTensor], base: str | None) -> dict[str, Any]:
+    """adapter_config.json of the adapters of a model. base: the name of the model below."""
+    assert args.lora is not None
+    lora, keys = args.lora, [key.removeprefix(PREFIX) for tensor in tensors for key in tensor.keys]
+    modules = [key.removesuffix(".lora_A.weight").rpartition(".")[2] for key in keys if key.endswith(".lora_A.weight")]
+    copies = [key.split(".")[-2] for key in keys if ".lora_" not in key]
+    alpha = float(lora["alpha"])
+    return {
+        "peft_type": "LORA",
+        "task_type": SCORES if args.score_head else CAUSAL,
+        "base_model_name_or_path": base,
+        "revision": None,
+        "inference_mode": True,
+        "r": lora["r"],
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
+        "lora_dropout": lora["dropout"],
+        "target_modules": list(dict.fromkeys(modules)),
+        "use_rslora": lora["rslora"],
+        "use_dora": lora["dora"],
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "modules_to_save": list(dict.fromkeys(copies)) or None,
+        # The embedding that is the head too stays so.
+        **({"ensure_weight_tying": True} if copied_modules(args) and not args.no_weight_tying else {}),
+    }
+
+
+def write_peft(
+    folder: Path,
+    args: NeoXArgs,
+    layers: Callable[[], Iterable[tuple[int, Mapping[str, Tensor]]]],
+    dtype: torch.dtype,
+    *,
+    family: str | None = None,
+    base: str | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Write the two files of peft's format into an existing folder.
+
+    layers: whole tensors of each NeoX layer of adapters, by our names. dtype: of what is written. family: as
+    of `family_of_adapters`. base: the name of the model below. vocab_size: rows that copies of the vocabulary
+    keep; None: all. Raises CheckpointError.
+    """
+    tensors = peft_tensors(args, family_of_adapters(args, family))
+    by_name = {(tensor.layer, tensor.spec.name): tensor for tensor in tensors}
+    shapes = {
+        key: tuple(part.shape)
+        for tensor in tensors
+        for key, part in _parts(tensor, torch.empty(tensor.spec.shape, device="meta"), vocab_size)
+    }
+
+    def each() -> Iterator[tuple[str, Tensor]]:
+        for layer, values in layers():
+            for name, value in values.items():
+                yield from _parts(by_name[layer, name], value, vocab_size)
+
+    size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
+    write_weights(folder, shapes, dtype, each(), limit=size + 1, whole=WEIGHTS)
+    (folder / CONFIG).write_text(json.dumps(peft_config(args, tensors, base), indent=2) + "\n")
+
+
+def _parts(tensor: PeftTensor, whole: Tensor, vocab_size: int | None) -> Iterator[tuple[str, Tensor]]:
+    kept = whole[:vocab_size] if tensor.vocabulary else whole
+    yield from zip(tensor.keys, tensor.split(kept), strict=True)

@@ -1,0 +1,92 @@
+"""Several adapters over one model, of which each row of a batch takes its own."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.adapters import check_base, open_adapter, open_base
+from megatron.distributed import run_on_each_rank
+from megatron.model import Model
+from megatron.model.adapters import low_rank
+from megatron.model.weight_map import named_params
+from megatron.mpu import Linear, ParamSpec, shard
+from megatron.mpu.lora import AdapterRows, AdapterStack
+from megatron.neox_arguments.values.adapters import copied_modules
+
+_Parts = list[tuple[Tensor, Tensor, Tensor | None] | None]
+
+
+def with_adapters(model: Model, named: Mapping[str, str], logger: logging.Logger) -> Model:
+    """The model with adapters for rows of batches to choose from: number 1 is the first of `named` (paths by
+    name, of checkpoints of ours or in peft's format). All ranks call it together.
+
+    Raises CheckpointError for adapters of other weights, and for copies of embedding or head, which are not
+    low-rank: those are merged.
+    """
+    chosen = AdapterRows()
+
+    def attach() -> None:
+        base = open_base(model.source, model.args)
+        sources = [open_adapter(path, model.args) for path in named.values()]
+        for name, source in zip(named, sources, strict=True):
+            check_base(source, base)
+            if copies := copied_modules(source.args):
+                raise CheckpointError(
+                    f"{source.path}: {name} has copies of {', '.join(sorted(copies))} (modules_to_save), which rows of "
+                    "one batch cannot choose from; serve it alone: --adapter PATH"
+                )
+        modules, specs = [source.modules() for source in sources], named_params(model.args)
+        for index, layer in model.stage.layers.items():
+            linears = {name: module for name, module in layer.named_modules() if isinstance(module, Linear)}
+            if not any(spec.index == int(index) for spec in model.stage.blocks):
+                continue
+            weights, values = base.read(int(index)), [source.read(int(index)) for source in sources]
+            for name, linear in linears.items():
+                parts: _Parts = []
+                for of, read in zip(modules, values, strict=True):
+                    whole = of[int(index)].get_submodule(name)
+                    assert isinstance(whole, Linear)
+                    own = {key.removeprefix(f"{name}."): value for key, value in read.items()}
+                    parts.append(low_rank(whole, weights[f"{name}.weight"], own) if whole.adapters else None)
+                if any(part is not None for part in parts):
+                    linear.stack = _stack(model, linear, specs[int(index), f"{name}.weight"], parts, chosen)
+
+    run_on_each_rank(model.groups, attach)
+    logger.info(f"adapters, by the name of a model: {', '.join(f'{name} of {path}' for name, path in named.items())}")
+    return replace(model, adapter_rows=chosen)
+
+
+def _stack(model: Model, linear: Linear, spec: ParamSpec, parts: _Parts, chosen: AdapterRows) -> AdapterStack:
+    """This rank's part of the adapters of one linear, by number."""
+    (rows, columns), groups = spec.shape, model.groups
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+    most = max(len(part[0]) for part in parts if part is not None)
+    of_rows = replace(spec, shape=(rows, most))
+
+    def cut(value: Tensor) -> Tensor:
+        return shard(value, of_rows, rank, size) if spec.axis == 0 else value
+
+    stacked_a, stacked_b = [torch.zeros(most, columns)], [torch.zeros(rows, most)]
+    gains = [torch.ones(rows)]
+    for part in parts:
+        a, b, gain = part if part is not None else (torch.zeros(0, columns), torch.zeros(0, rows), None)
+        missing = (0, 0, 0, most - len(a))
+        stacked_a.append(F.pad(a, missing))
+        stacked_b.append(F.pad(b, missing).t())
+        gains.append(torch.ones(rows) if gain is None else gain)
+    parts_of_a = [
+        shard(a, replace(spec, shape=(most, columns)), rank, size) if spec.axis == 1 else a for a in stacked_a
+    ]
+    with_gains = any(part is not None and part[2] is not None for part in parts)
+    on, dtype = groups.device, model.dtype
+    return AdapterStack(
+        torch.stack(parts_of_a).to(on, dtype),
+        torch.stack([cut(b).t() for b in stacked_b]).to(on, dtype),
+        torch.stack([cut(gain[:, None])[:, 0] for gain in gains]).to(on, dtype) if with_gains else None,
+        chosen,
+    )

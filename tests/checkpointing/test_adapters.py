@@ -1,0 +1,270 @@
+"""Adapters against peft: its folders give its logits here, ours give our logits there, merged ones the
+same."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
+from megatron.checkpointing.adapters import (
+    AdapterSource,
+    compare_merged,
+    export_peft,
+    open_adapter,
+    open_base,
+    open_with_base,
+    write_adapters,
+    write_merged,
+)
+from megatron.checkpointing.adapters.merging import unmerged_logits
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
+from megatron.checkpointing.huggingface.logit_check import our_logits
+from megatron.checkpointing.saved_config import load_checkpoint_args
+from megatron.checkpointing.weights import load_weights
+from megatron.model.weight_map import adapter_params
+from tests.checkpointing.family_models import VOCAB, random_model
+from tests.checkpointing.family_runs import TOKENS, logits_by_layout
+from tests.marks import with_more
+
+BOUND = 1e-5  # absolute, of fp32 logits of order 1
+ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+LLAMA_COPIES = {"modules_to_save": ["embed_tokens", "lm_head"]}
+
+
+class Case(NamedTuple):
+    """family: of `family_models.CASES`. lora: of peft's LoraConfig. tokens: added to the vocabulary."""
+
+    family: str
+    lora: dict[str, Any]
+    tokens: int = 0
+    changes: dict[str, Any] = {}
+
+
+CASES: dict[str, Case] = {
+    "gpt_neox": Case("gpt_neox", {"target_modules": "all-linear"}),
+    "gpt_neox rslora copies": Case(
+        "gpt_neox",
+        {
+            "target_modules": ["query_key_value", "dense", "dense_4h_to_h"],
+            "use_rslora": True,
+            "modules_to_save": ["embed_in", "lm_head"],
+        },
+    ),
+    "gpt_neox dora": Case("gpt_neox sequential", {"target_modules": "all-linear", "use_dora": True}),
+    "gpt_neox tied": Case(
+        "gpt_neox no bias",
+        {"target_modules": ["query_key_value"], "modules_to_save": ["embed_in", "lm_head"]},
+    ),
+    "llama attention": Case("llama 3", {**ATTENTION, "use_rslora": True}),
+    "llama dora": Case("llama 3", {"target_modules": "all-linear", "use_dora": True}),
+    "llama added tokens": Case("llama 2", {"target_modules": "all-linear"}, 3),
+    "llama tied added tokens": Case(
+        "llama linear",
+        {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+        4,
+    ),
+    "llama copies": Case("llama wide", {**ATTENTION, **LLAMA_COPIES, "use_dora": True}),
+    **{
+        f"{family} {kind}": Case(family, {"target_modules": "all-linear", **more})
+        for family in ("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3")
+        for kind, more in {"lora": {}, "dora": {"use_dora": True}}.items()
+    },
+}
+FIRST = ("gpt_neox rslora copies", "gpt_neox dora", "gpt_neox tied", "llama dora", "llama tied added tokens")
+
+
+@torch.no_grad()
+def trained(folder: Path, case: Case) -> Tensor:
+    """Write `folder/model`, and what peft saves of an adapter that was trained a little, `folder/peft`.
+    Returns peft's logits."""
+    random_model(case.family, **case.changes).save_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    if case.tokens:
+        model.resize_token_embeddings(VOCAB + case.tokens)
+    torch.manual_seed(2)
+    config = peft.LoraConfig(r=4, lora_alpha=6, task_type="CAUSAL_LM", init_lora_weights=False, **case.lora)
+    tuned = peft.get_peft_model(model, config).eval()
+    for name, param in tuned.named_parameters():
+        if "modules_to_save" in name or "magnitude" in name:
+            param.mul_(1 + 0.2 * torch.randn_like(param))
+    if model.config.tie_word_embeddings and "modules_to_save" in case.lora:
+        embedding, head = tuned.get_input_embeddings(), tuned.get_output_embeddings()
+        head.modules_to_save.default.weight.copy_(embedding.modules_to_save.default.weight)
+    tuned.save_pretrained(str(folder / "peft"))
+    return tuned(TOKENS).logits
+
+
+@torch.no_grad()
+def by_peft(model: Path, adapter: Path, tokens: int = 0) -> Tensor:
+    """The logits of a folder in peft's format, as peft opens it."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    if tokens:
+        base.resize_token_embeddings(VOCAB + tokens)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tuned = peft.PeftModel.from_pretrained(base, str(adapter)).eval()
+    assert not [one for one in warned if "missing" in str(one.message).lower()], warned
+    return tuned(TOKENS).logits
+
+
+def furthest(ours: Tensor, theirs: Tensor) -> float:
+    assert theirs.std() > 0.3
+    return (ours[..., : theirs.shape[-1]] - theirs).abs().max().item()
+
+
+@pytest.mark.parametrize("name", with_more(list(CASES), *(set(CASES) - set(FIRST))))
+def test_peft_both_ways(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    theirs = trained(tmp_path, case)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    assert (plain(TOKENS).logits - theirs[..., :VOCAB]).abs().max() > 0.1  # the adapter does something
+    base, (source,) = open_with_base([tmp_path / "peft"])
+    assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+    compare_merged(base, source)
+
+    made = write_adapters(base, source, tmp_path / "ours")
+    base, (again,) = open_with_base([made])
+    assert furthest(unmerged_logits(base, again, TOKENS), theirs) < BOUND
+    export_peft(again, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(tmp_path / "model")
+    assert furthest(by_peft(tmp_path / "model", tmp_path / "out", case.tokens), theirs) < BOUND
+    written, given = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "peft"))
+    assert {key for key in given if ".lora_" in key} == {key for key in written if ".lora_" in key}
+    assert all(value.equal(given[key]) for key, value in written.items() if key in given)
+
+    merged, _ = write_merged(base, [(again, 1.0)], tmp_path / "merged")
+    args, _ = load_checkpoint_args(merged)
+    assert args.lora is None
+    logits = our_logits(args, lambda n: load_weights(merged, args, layers=[n], tensor_rank=0, tensor_size=1)[n], TOKENS)
+    assert furthest(logits, theirs) < BOUND
+    export_hf(merged, args, tmp_path / "hf", tokenizer=False)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    with torch.no_grad():
+        assert furthest(alone(TOKENS).logits, theirs) < BOUND
+
+
+@pytest.mark.parametrize("layouts", [pytest.param([(2, 1), (1, 2), (2, 2)], marks=pytest.mark.more)])
+def test_every_layout(tmp_path: Path, layouts: list[tuple[int, int]]) -> None:
+    names = ("gpt_neox rslora copies", "gpt_neox dora", "llama dora", "llama attention", "llama tied added tokens")
+    models, expected = [], []
+    for name in names:
+        folder = tmp_path / name.replace(" ", "_")
+        folder.mkdir()
+        expected.append(trained(folder, CASES[name]))
+        base, (source,) = open_with_base([folder / "peft"])
+        weights = {n: {**base.read(n), **source.read(n)} for n in range(source.args.num_layers + 5)}
+        models.append((source.args.user_values, {n: tensors for n, tensors in weights.items() if tensors}))
+    for layout, logits in logits_by_layout(models, layouts).items():
+        for name, ours, theirs in zip(names, logits, expected, strict=True):
+            assert furthest(ours, theirs) < BOUND, (name, layout)
+
+
+def refusal(folder: Path, **fields: Any) -> str:
+    """What is said of `folder/peft` with other fields in its adapter_config.json."""
+    file = folder / "peft" / "adapter_config.json"
+    before = file.read_text()
+    file.write_text(json.dumps({**json.loads(before), **fields}))
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            open_with_base([folder / "peft"])
+    finally:
+        file.write_text(before)
+    return str(caught.value)
+
+
+def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
+    trained(tmp_path, CASES["llama added tokens"]._replace(tokens=0))
+    for field, value in {
+        "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "layers_to_transform": [0], "bias": "all",
+        "fan_in_fan_out": True, "peft_type": "LOHA", "init_lora_weights": "pissa", "trainable_token_indices": [1],
+        "lora_bias": True, "task_type": "TOKEN_CLS", "never_heard_of": 1,
+    }.items():  # fmt: skip
+        assert f"{field}: " in refusal(tmp_path, **{field: value}), field
+    assert "base_model_name_or_path" not in refusal(tmp_path, base_model_name_or_path=str(tmp_path / "gone"))
+
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors, name = load_file(file), "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    save_file({key: value for key, value in tensors.items() if key != name}, file)
+    assert f"missing {name}" in refusal(tmp_path)
+    save_file({**tensors, name: tensors[name][:, :8].contiguous()}, file)
+    assert f"{name}: shape (4, 8), not (4, 32)" in refusal(tmp_path)
+    save_file({**tensors, "base_model.model.model.norm.weight": torch.ones(32)}, file)
+    assert "norm" in refusal(tmp_path)
+    save_file({**tensors, name.replace("q_proj", "k_projector"): tensors[name].clone()}, file)
+    assert "k_projector: no linear of this model" in refusal(tmp_path)
+
+
+def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
+    """GPT-NeoX's adapter in LLaMA's families: each module has the A, and its own rows of B. The other way
+    there is none."""
+    random_model("llama 2").save_pretrained(tmp_path / "model")
+    random_model("gpt_neox").save_pretrained(tmp_path / "neox")
+    for model, target in (("model", "query_key_value"), ("neox", "q_proj")):
+        base = open_base(tmp_path / model)
+        args = base.args.replace(lora={"r": 4, "alpha": 8, "dora": model == "model", "target": [target]})
+        generator = torch.Generator().manual_seed(0)
+        values = {
+            layer: {spec.name: 0.2 + 0.1 * torch.randn(spec.shape, generator=generator) for spec in specs}
+            for layer, specs in adapter_params(args).items()
+        }
+        source = AdapterSource(tmp_path, args, lambda layer, values=values: values.get(layer, {}))
+        if model == "neox":
+            with pytest.raises(CheckpointError, match="q_proj: gpt_neox has no such module.*but query_key_value"):
+                export_peft(source, tmp_path / "no")
+            continue
+        export_peft(source, tmp_path / "out", base=str(tmp_path / model))
+        ours = unmerged_logits(base, source, TOKENS)
+        assert furthest(ours, by_peft(tmp_path / model, tmp_path / "out")) < BOUND * ours.abs().max()
+
+
+def test_sums_of_several(tmp_path: Path) -> None:
+    """As peft's `add_weighted_adapter` by concatenation, and of DoRA what each changes alone."""
+    for name, more in {"one": {}, "two": {"use_rslora": True}}.items():
+        (tmp_path / name).mkdir()
+        torch.manual_seed(len(name))
+        trained(tmp_path / name, Case("llama 2", {"target_modules": "all-linear", **more}))
+    weights = {"one": 0.7, "two": -0.4}
+    base, sources = open_with_base([tmp_path / name / "peft" for name in weights], tmp_path / "one" / "model")
+    merged, compared = write_merged(base, list(zip(sources, weights.values(), strict=True)), tmp_path / "sum")
+    assert len(compared) == 2
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one" / "model", attn_implementation="eager")
+    tuned = peft.PeftModel.from_pretrained(model, str(tmp_path / "one" / "peft"), adapter_name="one")
+    tuned.load_adapter(str(tmp_path / "two" / "peft"), adapter_name="two")
+    tuned.add_weighted_adapter(list(weights), list(weights.values()), "sum", combination_type="cat")
+    tuned.set_adapter("sum")
+    args, _ = load_checkpoint_args(merged)
+    logits = our_logits(args, lambda n: load_weights(merged, args, layers=[n], tensor_rank=0, tensor_size=1)[n], TOKENS)
+    with torch.no_grad():
+        assert furthest(logits, tuned.eval()(TOKENS).logits) < BOUND
+
+
+def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
+    trained(tmp_path, CASES["llama dora"])
+    folder, made = HFFolder(tmp_path / "model", dtype=torch.bfloat16), tmp_path / "base"
+    import_hf(folder, made)
+    base, (source,) = open_with_base([tmp_path / "peft"], made)
+    adapters = write_adapters(base, source, tmp_path / "ours")
+    path, (comparison,) = write_merged(base, [(source, 1.0)], tmp_path / "merged")
+    assert comparison.stored is not None and comparison.difference < BOUND * 10 < comparison.stored < 0.3
+    args, facts = load_checkpoint_args(path)
+    assert facts.dtypes == {torch.bfloat16} and args.precision == "bfloat16"
+
+    (tmp_path / "other").mkdir()
+    import_hf(HFFolder(tmp_path / "model"), tmp_path / "other")
+    with pytest.raises(CheckpointError, match="were trained on other weights than"):
+        open_with_base([adapters], tmp_path / "other")
+    with pytest.raises(CheckpointError, match="holds adapters alone, over the weights of .*base/global_step0"):
+        load_checkpoint_args(adapters)
+    manifest = read_manifest(adapters)
+    assert manifest is not None and manifest.base is not None
+    assert manifest.base["path"] == str(find_checkpoint(made).resolve())
+    assert open_adapter(adapters).iteration == 0

@@ -1,0 +1,110 @@
+"""`--adapter`: the text of transformers with peft, from every command, of peft's folders and our
+checkpoints."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import peft
+import pytest
+import torch
+import transformers
+
+from megatron.checkpointing.adapters import open_with_base, write_adapters
+from megatron.checkpointing.huggingface import HFFolder, import_hf
+from tests.generation.runs import command
+from tests.generation.serving.server import FOLDER, NAME, make_model
+from tests.pool import run_ranks
+from tests.tools import test_ask as asking
+
+PROMPTS = ("The lantern", "A storm came over the", "Once")
+TOKENS = 12
+
+
+class Adapted(NamedTuple):
+    """model: peft's, of transformers. base, folder: its HuggingFace folder, and peft's."""
+
+    model: Any
+    base: Path
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    place = tmp_path_factory.mktemp("adapted")
+    make_model(place)
+    model = transformers.AutoModelForCausalLM.from_pretrained(place / NAME)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear", use_dora=True
+    )
+    torch.manual_seed(5)
+    tuned = peft.get_peft_model(model, config).eval()
+    tuned.save_pretrained(str(place / "peft"))
+    return Adapted(tuned, place / NAME, place / "peft")
+
+
+def theirs(model: Any) -> list[str]:
+    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
+    for prompt in PROMPTS:
+        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        made = model.generate(
+            input_ids=given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[0, tokenizer.eos_token_id, 300],
+            pad_token_id=1,
+        )  # fmt: skip
+        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
+def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
+    """The texts that generate.py writes."""
+    (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
+    keys = [f"maximum_tokens={TOKENS}", "temperature=0", f"log_dir={tmp_path}/logs"]
+    out = ["-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")]
+    ended = run_ranks(command, ranks, [*words, *out, "--set", "text_gen_type=input-file", *keys], init=False)
+    assert [code for code, _, _ in ended] == [0] * ranks, ended
+    return [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks: int) -> None:
+    expected = theirs(adapted.model)
+    with adapted.model.disable_adapter():
+        assert theirs(adapted.model) != expected
+    layout = [] if ranks == 1 else ["--set", f"model_parallel_size={ranks}"]
+    words = ["--hf-model", str(adapted.base), *layout]
+    assert generated(tmp_path, ranks, *words, "--adapter", str(adapted.folder)) == expected
+    half = [f"{adapted.folder}=0.5", f"{adapted.folder}=0.5"]
+    assert generated(tmp_path, ranks, *words, *(word for one in half for word in ("--adapter", one))) == expected
+
+    imported, _ = import_hf(HFFolder(adapted.base), tmp_path / "base")
+    base, (source,) = open_with_base([adapted.folder], imported)
+    alone = write_adapters(base, source, tmp_path / "ours")
+    words = [str(alone / "configs" / "adapter.yml"), "--set", f"vocab_file={adapted.base}/tokenizer.json", *layout[1:]]
+    words += ["tokenizer_type=HFTokenizer"]
+    assert generated(tmp_path, ranks, *words, f"load={tmp_path / 'ours'}") == expected
+    assert (
+        generated(tmp_path, ranks, *words, "lora=null", f"load={imported.parent}", "--adapter", str(alone)) == expected
+    )
+
+
+def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> None:
+    imported, _ = import_hf(HFFolder(adapted.base), tmp_path / "base")
+    base, (source,) = open_with_base([adapted.folder], imported)
+    alone = write_adapters(base, source, tmp_path / "ours")
+    expected = asking.theirs(adapted.model, asking.QUESTIONS[0], None)
+    names = [
+        ["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(tmp_path / "ours")],
+        ["--model", str(imported), "--adapter", str(alone)],
+        ["--model", str(adapted.base), "--adapter", str(adapted.folder)],
+    ]  # fmt: skip
+    for words in names:
+        code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
+        assert code == 0, (words, err)
+        assert json.loads(out)["answers"][0]["answer"] == expected, words
+    code, _, err = asking.run("--model", str(alone), "--adapter", str(adapted.folder), "q")
+    assert code == 1 and "holds adapters itself; give the model below them" in err
+    code, _, err = asking.run("--model", str(adapted.base), "--adapter", str(alone), "q")
+    assert code == 1 and "its adapters were trained on other weights than" in err
+    code, _, err = asking.run("--model", str(adapted.base), "--adapter", str(adapted.base), "q")
+    assert code == 1 and "holds no adapters" in err
