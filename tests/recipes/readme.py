@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from torch import Tensor
 
+from megatron.generation.on_policy import answers_of
 from megatron.launch import process_info
 from megatron.neox_arguments import load
 from megatron.neox_arguments.reading.command_line import parse_deepy
@@ -70,7 +71,7 @@ def run(
     with redirect_stdout(io.StringIO()):
         training = start(load(files, words), process_info())
         before = _copy(training.engine.weights(master=True))
-        train(training)
+        train(training, (), answers_of(training))
     after = _copy(training.engine.weights(master=True))
     training.close()
     training.engine.close()

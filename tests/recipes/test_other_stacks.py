@@ -101,9 +101,10 @@ def test_keys_named_outside_tables() -> None:
 def trl_fields(section: str) -> set[str]:
     import trl
     from trl.experimental.cpo import CPOConfig
+    from trl.experimental.gkd import GKDConfig
     from trl.experimental.orpo import ORPOConfig
 
-    experimental_classes = {"CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig}
+    experimental_classes = {"CPOConfig": CPOConfig, "ORPOConfig": ORPOConfig, "GKDConfig": GKDConfig}
     name = section.removeprefix("TRL: ")
     if name == "every trainer":
         from transformers import TrainingArguments
@@ -120,7 +121,16 @@ def test_what_trl_is_said_to_have_it_has(section: str) -> None:
     assert listed_names and listed_names <= trl_fields(section), listed_names - trl_fields(section)
 
 
-@pytest.mark.parametrize("config", ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "CPOConfig", "ORPOConfig"])
+def test_what_peft_is_said_to_have_it_has() -> None:
+    from peft import LoraConfig
+
+    listed_names = {word for at, other_cell, _ in ROWS if at == "peft: LoraConfig" for word in ticked(other_cell)}
+    assert listed_names and listed_names <= {field.name for field in fields(LoraConfig)}
+
+
+@pytest.mark.parametrize(
+    "config", ["SFTConfig", "DPOConfig", "KTOConfig", "RewardConfig", "CPOConfig", "ORPOConfig", "GKDConfig"]
+)
 def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     """Every field that TRL adds to transformers' stands in its section, or in that of every trainer."""
     from transformers import TrainingArguments

@@ -26,7 +26,7 @@ READMES = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # of a policy that is its reference
 # name in a README: family of the tiny model in its place
 MODELS = {
-    "SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3",
+    "SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3", "TEACHER": "llama 3",
     "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3",
     "mistralai/Mistral-7B-v0.1": "mistral full", "google/gemma-3-270m": "gemma 3",
 }  # fmt: skip
@@ -74,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "valid.csv").write_text("id,text\n" + "".join(f'{i},"{row["text"]}"\n' for i, row in enumerate(rows)))
     (folder / "book.txt").write_text("\n".join(row["text"] for row in rows))
     (folder / "system.txt").write_text("Answer in few words.")
+    (folder / "chats-valid.jsonl").write_text((folder / "chats.jsonl").read_text())
     for name in ("qa", "qa-valid"):
         parquet.write_table(Table.from_pylist(rows), folder / f"{name}.parquet")
     return folder
@@ -104,7 +105,8 @@ def checked(trained: Trained) -> Trained:
     assert any("validation/lm_loss" in line for line in lines) == bool(trained.args.eval_iters)
     before, after = trained.before, trained.after
     changed = {layer for layer in before if not bit_equal({layer: before[layer]}, {layer: after[layer]})}
-    assert changed == ({0, 4, 5} if "trainable" in trained.own else set(before))
+    blocks = set(range(2, trained.args.num_layers + 2))
+    assert changed == ({0, 4, 5} if "trainable" in trained.own else blocks if "lora" in trained.own else set(before))
     return trained
 
 
