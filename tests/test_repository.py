@@ -27,10 +27,17 @@ FLOORS = {
     "training": 3,
     "generation": 3,
     "evaluation": 3,
+    "operations": 3,
 }
 # Rooms that may import less, or one neighbour more, than their floor says.
-ONLY = {"launch": {"neox_arguments", "process", "distributed"}}
-NEIGHBOURS = {("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation")}
+ONLY = {
+    "launch": {"neox_arguments", "process", "distributed"},
+    "operations": {"neox_arguments", "process", "checkpointing", "callbacks"},
+}
+NEIGHBOURS = {
+    ("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation"),
+    ("operations", "launch"),  # sites, and what is submitted to Slurm
+}  # fmt: skip
 # The one package that knows the engine's library.
 ENGINE = Path("megatron/training/deepspeed")
 

@@ -22,6 +22,7 @@ from megatron.neox_arguments.keys.evaluation import EvaluationKeys
 from megatron.neox_arguments.keys.fp8 import FP8Keys
 from megatron.neox_arguments.keys.logging import LoggingKeys, TextgenKeys
 from megatron.neox_arguments.keys.model import DROPOUT_KEYS, ModelKeys, PrecisionKeys
+from megatron.neox_arguments.keys.operations import OperationsKeys
 from megatron.neox_arguments.keys.parallel import BatchKeys, ParallelKeys, RunnerKeys
 from megatron.neox_arguments.keys.post_training import PostTrainingKeys, UnlearningKeys
 from megatron.neox_arguments.keys.serving import ServingKeys
@@ -35,9 +36,9 @@ ARGS_FLAG = "--neox-args"  # hands a rank the file of `ResolvedArgs.to_json`
 @dataclass(frozen=True)
 class ResolvedArgs(
     DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
-    TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, LoggingKeys, TokenizerKeys, DataKeys,
-    CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys, ModelKeys, ParallelKeys,
-    RunnerKeys, metaclass=ABCMeta,
+    TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, OperationsKeys, LoggingKeys,
+    TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys,
+    ModelKeys, ParallelKeys, RunnerKeys, metaclass=ABCMeta,
 ):  # fmt: skip
     """Every key as a read-only attribute, with its value resolved; programs use its subclass `NeoXArgs`."""
 

@@ -16,9 +16,10 @@ from megatron.data import rows_per_sample, trains_preferences
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
+from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
 from megatron.training.callbacks.best_model import FOLDER, read_best
 from megatron.training.callbacks.status import note_failure, write_ending, write_status
-from megatron.training.metrics.loggers import METRICS_FILE, POSITION, log_directory, read_metrics
+from megatron.training.metrics.loggers import log_directory
 from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.distributed import on_rank_zero
+from megatron.training.metrics.loggers import log_directory
 from megatron.training.run import Training
 
 
@@ -41,6 +42,7 @@ def _status_file(training: Training, status: str, reason: str | None) -> None:
         "iteration": training.progress.iteration,
         "train_iters": args.train_iters,
         "run_id": training.checkpointer.run_id,
+        "log_dir": str((log_directory(args) or Path()).absolute()),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
     path = Path(args.save_dir) / "status.json"

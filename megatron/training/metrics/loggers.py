@@ -12,11 +12,9 @@ from typing import Any, Protocol
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import LogFile, say
+from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
 
 MetricRow = Mapping[str, float | int]
-POSITION = ("iteration", "consumed_samples", "consumed_tokens")
-"""Where the run is; everything else in a row is a metric."""
-METRICS_FILE = "metrics.jsonl"
 
 
 def metrics(row: MetricRow) -> dict[str, float | int]:
@@ -29,21 +27,6 @@ class MetricLogger(Protocol):
 
     def write(self, row: MetricRow) -> None: ...
     def close(self) -> None: ...
-
-
-def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is
-    passed over: a line that a run was killed in, bytes that a disk has damaged."""
-    end = 0
-    with path.open("rb") as file:
-        for line in file:
-            end += len(line)
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
-                yield end, row
 
 
 class JsonlLogger:

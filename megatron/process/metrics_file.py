@@ -1,0 +1,26 @@
+"""`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, and reading
+it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+POSITION = ("iteration", "consumed_samples", "consumed_tokens")
+"""Where the run is; everything else in a row is a metric."""
+
+
+def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(byte at which its line ends, row) of each step in a `metrics.jsonl`, in order. What is no row is
+    passed over: a line that a run was killed in, bytes that a disk has damaged."""
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+                yield end, row
