@@ -22,11 +22,12 @@ def main(
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, require_lm_eval, script_args
+    from megatron.neox_arguments import UserError, require_report, require_lm_eval, script_args
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
         require_lm_eval(args)
+        require_report(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -41,6 +42,7 @@ def main(
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         from megatron.callbacks import Callback
         from megatron.training import start, train
+        from megatron.training.metrics.loggers import log_directory
 
         training = start(args, process)
         evaluations: list[Callback] = []
@@ -55,7 +57,14 @@ def main(
             from megatron.generation.on_policy import answers_of
 
             answer = answers_of(training)
-        train(training, evaluations, answer)
+        try:
+            train(training, evaluations, answer)
+        finally:
+            logs = log_directory(training.args)
+            if args.report and process.rank == 0 and logs is not None:
+                from megatron.operations.report import report_at_end
+
+                report_at_end(training.args, logs, training.logger)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))
