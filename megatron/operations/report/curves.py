@@ -11,6 +11,7 @@ from megatron.operations.report.run_data import Numbers, Run, Series
 POINTS = 2000  # of a curve at most, which is more than a screen has columns
 PAGE_POINTS = 120_000  # of all curves of a page; a point takes 16 bytes
 FEWEST = 200
+MEANS = 8  # points of a thinned curve for one of its mean
 SCORES = 8  # curves of one plot of scores
 
 
@@ -26,7 +27,7 @@ class Group:
 
 
 GROUPS = (
-    Group("Loss", "nats per token, or the objective's", ("*/lm_loss",)),
+    Group("Loss", "loss", ("*/lm_loss",)),
     Group("Forget and retain", "loss", ("*/ga_actual_loss", "*/gd_*_loss", "*/ga_objective")),
     Group("Rewards", "reward", ("*/rewards/chosen", "*/rewards/rejected", "*/rewards/margins",
                                 "*/*_reward", "*/reward", "*/pos_values", "*/neg_values", "*/margin")),
@@ -44,22 +45,25 @@ GROUPS = (
     Group("Device memory", "GiB", ("device/memory_gib_*",)),
     Group("Power", "watts a device", ("device/power_watts_*",)),
 )  # fmt: skip
-# Flags and counters, which are events or facts of the run, and spreads of scores.
+# Flags and counters, which are events or facts of the run, spreads of scores, and a constant of the data.
 _NOT_DRAWN = (
     "train/skipped_steps", "train/spikes", "train/batch_type", "train/on_policy", "train/ga_iterations",
-    "train/ga_skip_rate", "eval_tasks/*_stderr",
+    "train/ga_skip_rate", "eval_tasks/*_stderr", "*/unigram_entropy",
 )  # fmt: skip
-_OTHERS = ("train/", "validation/", "test/")  # kinds whose metrics outside the groups have a plot by name
+_KINDS = {"train": "training", "validation": "validation", "test": "test"}
+_OTHERS = ("train/", "validation/", "test/")  # whose metrics outside the groups have a plot by name
 _LABELS = {
     "lm_loss": "", "model_flops_utilization": "MFU", "hardware_flops_utilization": "HFU",
-    "learning_rate": "learning rate", "grad_norm": "gradient norm", "tokens_per_sec": "tokens/s",
+    "lm_loss_ppl": "perplexity", "lm_loss_char_lvl_ppl": "perplexity of characters", "learning_rate": "learning rate",
+    "grad_norm": "gradient norm", "tokens_per_sec": "tokens/s",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a plot: a metric of a run, thinned. of: points before it was thinned, not_finite: of these, NaN
-    or infinite ones, which cannot be drawn."""
+    """One line of a plot: a metric of a run, thinned. run: its place in the list of runs; of: finite points
+    before it was thinned; not_finite: NaN and infinite ones, which cannot be drawn; mean: of each of fewer
+    stretches, None where nothing was left out."""
 
     run: int
     label: str
@@ -68,6 +72,7 @@ class Curve:
     values: Numbers
     of: int
     not_finite: int
+    mean: Series | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,14 @@ def thin(series: Series, points: int) -> Series:
     return Series(series.iterations[kept], series.tokens[kept], values[kept])
 
 
+def means(series: Series, points: int) -> Series:
+    """The mean of each of `points` equal stretches of a longer series."""
+    starts = np.linspace(0, len(series.values), points, endpoint=False).astype(int)
+    widths = np.diff([*starts, len(series.values)])
+    columns = (series.iterations, series.tokens, series.values)
+    return Series(*(np.add.reduceat(column, starts) / widths for column in columns))
+
+
 def _is_drawn(name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in _NOT_DRAWN)
 
@@ -137,8 +150,8 @@ def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
             members.append(name)
         elif name.startswith(_OTHERS):
             others.setdefault(name.partition("/")[2], []).append(name)
-    found += [(Group(_words(stem), "", ()), members) for stem, members in others.items()]
-    return [(group, members) for group, members in found if members]
+    found += [(Group(_capital(_LABELS.get(stem, _words(stem))), "", ()), members) for stem, members in others.items()]
+    return [(group, sorted(members, key=_kind)) for group, members in found if members]
 
 
 def _split(names: list[str], group: Group, each: bool) -> list[list[str]]:
@@ -148,8 +161,9 @@ def _split(names: list[str], group: Group, each: bool) -> list[list[str]]:
 
 
 def _title(group: Group, names: Sequence[str], part: Sequence[str], each: bool) -> str:
-    if each and len(names) > 1:
-        return f"{group.title}: {_label(part[0])}"
+    if each and (len(names) > 1 or not group.patterns):
+        kind = part[0].partition("/")[0]
+        return f"{group.title}: {_label(part[0]) if group.patterns else _KINDS.get(kind, kind)}"
     if len(part) < len(names):
         return f"{group.title}: {_label(part[0])} to {_label(part[-1])}"
     return group.title
@@ -159,9 +173,17 @@ def _label(name: str) -> str:
     """A metric in a legend: the kind of data before it where that is not training's."""
     kind, _, stem = name.partition("/")
     stem = _LABELS.get(stem, _words(stem))
-    if kind in ("validation", "test") or not stem:
-        return f"{kind if kind != 'train' else 'training'} {stem}".strip()
-    return stem
+    return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
+
+
+def _kind(name: str) -> int:
+    """Training before validation before test, all others as they come."""
+    kind = name.partition("/")[0]
+    return list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS)
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def _words(stem: str) -> str:
@@ -173,4 +195,5 @@ def _curve(run: int, label: str, series: Series, factor: float, points: int) -> 
     kept = Series(series.iterations[finite], series.tokens[finite], series.values[finite] * factor)
     shown = thin(kept, points)
     missing = int(len(finite) - finite.sum())
-    return Curve(run, label, shown.iterations, shown.tokens, shown.values, len(kept.values), missing)
+    mean = means(kept, points // MEANS) if len(shown.values) < len(kept.values) else None
+    return Curve(run, label, shown.iterations, shown.tokens, shown.values, len(kept.values), missing, mean)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.operations.report.facts import local_time
 from megatron.operations.report.run_data import Run, Series
 
 Kind = Literal["start", "restart", "save", "spike", "skipped", "stop"]
@@ -61,7 +62,7 @@ def _saves(run: Run) -> Iterator[Event]:
     for checkpoint in run.checkpoints:
         loss = checkpoint.manifest.get("validation_loss")
         more = f", validation loss {loss:.4f}" if isinstance(loss, int | float) else ""
-        when = str(checkpoint.manifest.get("created", "")).replace("T", " ")[:19]
+        when = local_time(checkpoint.manifest.get("created"))
         yield Event(checkpoint.iteration, "save", f"global_step{checkpoint.iteration}{more}", when)
 
 
@@ -101,7 +102,7 @@ def _end(run: Run) -> Iterator[Event]:
     status = run.status.get("status")
     if status in ("finished", "stopped", "failed"):
         reason = f": {run.status['reason']}" if run.status.get("reason") else ""
-        when = str(run.status.get("time", "")).replace("T", " ")[:19]
+        when = local_time(run.status.get("time"))
         yield Event(int(run.status.get("iteration") or 0), "stop", f"{status}{reason}", when)
 
 

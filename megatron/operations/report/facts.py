@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from megatron.neox_arguments import NeoXArgs
@@ -84,9 +85,13 @@ def data_facts(run: Run) -> Facts:
     if not run.checkpoints:
         return facts
     manifest = run.checkpoints[-1].manifest
-    for name, digest in (manifest.get("data") or {}).items():
-        _add(facts, f"data set {name}", _digest(digest))
-    _add(facts, "tokenizer (digest)", manifest.get("tokenizer"))
+    data = manifest.get("data") or {}
+    for name, digest in (data.get("files") or {}).items():
+        _add(facts, f"files of {name}", _digest(digest))
+    laid_out = {name: sum(ends[-1] for ends in members if ends) for name, members in (data.get("laid_out") or {}).items()}
+    _add(facts, "samples laid out", ", ".join(f"{name} {count:,}" for name, count in laid_out.items()))
+    _add(facts, "digest of samples read", data.get("consumed_sha256"))
+    _add(facts, "digest of the tokenizer", manifest.get("tokenizer"))
     samples = manifest.get("consumed_samples")
     _add(facts, "samples read at the last save", f"{samples:,}" if samples is not None else None)
     return facts
@@ -96,6 +101,14 @@ def config_rows(args: NeoXArgs) -> tuple[list[ConfigRow], list[ConfigRow]]:
     """(values set or derived, defaults)."""
     rows = [ConfigRow(key, yaml_value(value), args.origin(key)) for key, value in flat_values(args)]
     return [row for row in rows if row.origin != "default"], [row for row in rows if row.origin == "default"]
+
+
+def local_time(text: Any) -> str:
+    """A time as files have it (ISO 8601), by the clock of this machine; "" where there is none."""
+    try:
+        return f"{datetime.fromisoformat(text).astimezone():%Y-%m-%d %H:%M:%S}"
+    except (TypeError, ValueError):
+        return ""
 
 
 def scores_of(run: Run) -> dict[str, float]:
@@ -112,7 +125,7 @@ def _add(facts: Facts, name: str, value: Any) -> None:
 def _status(run: Run) -> str:
     status = run.status.get("status") or run.summary.get("status") or "unknown (no status.json)"
     reason = run.status.get("reason") or ""
-    when = str(run.status.get("time", "")).replace("T", " ")[:19]
+    when = local_time(run.status.get("time"))
     return f"{status}{': ' if reason else ''}{reason}{f' ({when})' if when else ''}"
 
 
@@ -153,7 +166,7 @@ def _leaves(entry: Mapping[str, Any], before: str) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{name}.")
         else:
-            text = value[:16] if isinstance(value, str) and "sha256" in name else f"{value:,}" if isinstance(value, int) else value
+            text = value[:16] if "sha256" in name else f"{value:,}" if isinstance(value, int | float) else value
             yield f"{before}{_words(name)} {text}"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import (
+    BasicTickFormatter,
     BoxZoomTool,
     ColumnDataSource,
     HoverTool,
@@ -32,7 +33,7 @@ EVENTS: dict[Kind, tuple[str, str, str]] = {
     "spike": ("spikes", "#d62728", "dashed"),
     "stop": ("stops", "#202124", "solid"),
 }
-"""What a legend calls them, colour, dashes. A first start is in the table alone."""
+"""What the page calls them, colour, dashes. A first start is in the table alone."""
 MOST_EVENTS = 400  # of a kind and run in the plots
 FEW = 60  # points, which are drawn as such, since a line of one is not seen
 POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
@@ -93,32 +94,42 @@ def _figure(
     plot: Plot, sources: Sequence[ColumnDataSource], together: Range1d,
     events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: str,
 ) -> Any:  # fmt: skip
-    """One plot. several: whether colours are those of runs, else of metrics."""
+    """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else of metrics."""
     made: Any = figure(
         height=320, sizing_mode="stretch_width", x_range=together, y_axis_type=scale, min_border_right=12,
         tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], active_drag="auto",
-        toolbar_location="above", x_axis_label="iteration", y_axis_label=plot.unit or None,
+        toolbar_location="right", x_axis_label="iteration", y_axis_label=plot.unit or None,
     )  # fmt: skip
     made.toolbar.logo, made.toolbar.autohide = None, True
     made.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    if scale == "linear":
+        made.yaxis.formatter = BasicTickFormatter(power_limit_high=9)
     made.grid.grid_line_color, made.outline_line_color = "#e8eaed", None
-    spans: dict[str, list[Any]] = {}
+    spans = []
     for run, kind, source in events:
-        label, color, dash = EVENTS[kind]
+        _, color, dash = EVENTS[kind]
         color = COLORS[run % len(COLORS)] if several else color
         span = made.vspan(x="x", source=source, line_color=color, line_dash=dash, line_width=1.2, line_alpha=0.7)
-        spans.setdefault(label, []).append(span)
+        span.name = f"event {kind}"
+        spans.append(span)
     lines: dict[str, list[Any]] = {}
     for position, (curve, source) in enumerate(zip(plot.curves, sources, strict=True)):
         color = COLORS[(curve.run if several else position) % len(COLORS)]
         parts = [made.line("x", "y", source=source, line_color=color, line_width=1.6)]
+        if curve.mean is not None:  # the curve is then a band, in which others would disappear
+            parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
+            mean = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
+            parts.insert(0, made.line("x", "y", source=ColumnDataSource(mean, name="mean"), line_color=color, line_width=2))
         if len(curve.values) <= FEW:
             parts.append(made.scatter("x", "y", source=source, size=5, color=color))
         lines.setdefault(curve.label, []).extend(parts)
         made.add_tools(_hover(parts[-1:], (("", _plain(curve.label)), *POINT)))
     if spans:
-        made.add_tools(_hover([span for of_kind in spans.values() for span in of_kind], EVENT))
-    made.add_layout(_legend({**lines, **spans}), "above")
+        made.add_tools(_hover(spans, EVENT))
+    values = np.concatenate([curve.values for curve in plot.curves])
+    if values.min() == values.max():  # else the axis goes from one below to one above
+        made.y_range.default_span = 0.2 * abs(float(values[0])) or 1.0
+    made.add_layout(_legend(lines), "above")
     return made
 
 
@@ -137,6 +148,6 @@ def _legend(entries: dict[str, list[Any]]) -> Legend:
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
     items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
     return Legend(
-        items=items, ncols=columns, click_policy="hide", border_line_color=None, padding=2, spacing=2, margin=2,
+        items=items, ncols=columns, click_policy="hide", border_line_color=None, padding=2, spacing=8, margin=2, location="top_left",
         label_text_font_size="12px", glyph_height=14, glyph_width=18, orientation="horizontal",
     )  # fmt: skip

@@ -79,7 +79,9 @@ def render(runs: Sequence[Run]) -> str:
     return _template().render(
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         made=time.strftime("%Y-%m-%d %H:%M:%S"), sections=[_section(*pair) for pair in zip(runs, events, strict=True)],
-        colors=figures.COLORS, kinds=figures.EVENTS, plots=shown, lost=not_finite_only(runs),
+        colors=figures.COLORS, kinds=figures.EVENTS, plots=shown,
+        happened=[kind for kind in figures.EVENTS if any(event.kind == kind for of_run in events for event in of_run)],
+        lost=not_finite_only(runs),
         most_events=figures.MOST_EVENTS, differing=_differing(runs), scores=_scores(runs),
         bokeh=Resources(mode="inline", components=["bokeh"], minified=True).js_raw, data=_in_script(data),
     )  # fmt: skip
@@ -129,7 +131,7 @@ def _listed(events: Sequence[Event]) -> Sequence[Event]:
 def _note(plot: Plot) -> str:
     """How many points a plot shows of how many, and how many could not be drawn."""
     shown, of = (sum(counts) for counts in zip(*((len(c.values), c.of) for c in plot.curves), strict=True))
-    note = f"{shown:,} of {of:,} points: the lowest and highest of each stretch" if shown < of else f"{of:,} points"
+    note = f"{shown:,} of {of:,} points: the lowest and highest of each stretch, and a mean" if shown < of else f"{of:,} points"
     missing = sum(curve.not_finite for curve in plot.curves)
     return note + (f"; {missing:,} NaN or infinite values are not drawn" if missing else "")
 

@@ -1,6 +1,8 @@
 """What a report shows of a run, read from its folders: series of metrics, checkpoints, answers."""
 
 import json
+import math
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,14 +88,14 @@ def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
 
 def series_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Series]:
     """Every number in the rows of a metrics.jsonl, by name."""
-    points: dict[str, list[tuple[float, float, float]]] = {}
+    points: dict[str, array[float]] = {}  # iteration, tokens and value of each, one after another
     for row in rows:
-        tokens = row.get("consumed_tokens")
-        tokens = float(tokens) if isinstance(tokens, int | float) else np.nan
+        iteration, tokens = row["iteration"], row.get("consumed_tokens")
+        tokens = tokens if isinstance(tokens, int | float) else math.nan
         for name, value in row.items():
             if name not in POSITION and isinstance(value, int | float):
-                points.setdefault(name, []).append((row["iteration"], tokens, value))
-    return {name: Series(*np.array(columns, dtype=np.float64).T) for name, columns in points.items()}
+                points.setdefault(name, array("d")).extend((iteration, tokens, value))
+    return {name: Series(*np.frombuffer(numbers).reshape(-1, 3).T) for name, numbers in points.items()}
 
 
 def names_of(folders: Sequence[RunFolder]) -> list[str]:
