@@ -38,6 +38,7 @@ MOST_EVENTS = 400  # of a kind and run in the plots
 FEW = 60  # points, which are drawn as such, since a line of one is not seen
 POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
 EVENT = (("iteration", "@x{0,0}"), ("", "@text"))  # of what is pointed at
+HEIGHT, LEGEND_ROW = 300, 21  # pixels: of a plot, and of each row of its legend above it
 LEGEND_CHARACTERS = 44  # of a row: as many as a narrow window has room for
 
 
@@ -96,7 +97,7 @@ def _figure(
 ) -> Any:  # fmt: skip
     """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else of metrics."""
     made: Any = figure(
-        height=320, sizing_mode="stretch_width", x_range=together, y_axis_type=scale, min_border_right=12,
+        sizing_mode="stretch_width", x_range=together, y_axis_type=scale, min_border_right=12,
         tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], active_drag="auto",
         toolbar_location="right", x_axis_label="iteration", y_axis_label=plot.unit or None,
     )  # fmt: skip
@@ -127,9 +128,13 @@ def _figure(
     if spans:
         made.add_tools(_hover(spans, EVENT))
     values = np.concatenate([curve.values for curve in plot.curves])
-    if values.min() == values.max():  # else the axis goes from one below to one above
+    if scale == "log":  # bokeh finds no range of what is hidden at first
+        made.y_range = Range1d(values.min() / 1.05, values.max() * 1.05)
+    elif values.min() == values.max():  # else the axis goes from one below to one above
         made.y_range.default_span = 0.2 * abs(float(values[0])) or 1.0
-    made.add_layout(_legend(lines), "above")
+    legend = _legend(lines)
+    made.add_layout(legend, "above")
+    made.height = HEIGHT + LEGEND_ROW * -(-len(legend.items) // legend.ncols)
     return made
 
 

@@ -64,8 +64,9 @@ def render(runs: Sequence[Run]) -> str:
     plots, events = plots_of(runs), [events_of(run) for run in runs]
     drawn = figures.draw(plots, events)
     document = Document()
-    for model in (model for one in drawn for model in one.models):
-        document.add_root(model)
+    with document.models.freeze():  # else all models are counted again with each
+        for model in (model for one in drawn for model in one.models):
+            document.add_root(model)
     # Each model is drawn into the element that has its name for an id.
     places = {model.id: model.name for model in document.roots}
     data = {

@@ -67,10 +67,10 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs that paths name, each as `open_run` takes it. Raises RunFolderError for a path without a run,
     files that cannot be read, and a run that is named twice."""
     folders = [open_run(path) for path in paths]
-    places = [folder.save or folder.logs for folder in folders]
-    for place in places:
-        if places.count(place) > 1:
-            raise RunFolderError(f"{place}: this run is named twice; name each once")
+    logs = [folder.logs.resolve() for folder in folders]
+    for path, place in zip(paths, logs, strict=True):
+        if logs.count(place) > 1:
+            raise RunFolderError(f"{path}: this run is named twice (it logs into {place}); name each once")
     return [read_run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
 
 
