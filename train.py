@@ -22,7 +22,7 @@ def main(
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, require_report, require_lm_eval, script_args
+    from megatron.neox_arguments import UserError, require_lm_eval, require_report, script_args
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()

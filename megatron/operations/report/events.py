@@ -78,8 +78,8 @@ def _left_out(run: Run) -> Iterator[Event]:
 
 
 def _spikes(losses: Series | None) -> Iterator[Event]:
-    """Losses that were trained on all the same. Means over the window are kept as sums: a run may have 100,000
-    rows."""
+    """Losses that were trained on all the same. Means over the window are kept as sums: a run may have
+    100,000 rows."""
     window: deque[float] = deque(maxlen=WINDOW)
     total = squares = 0.0
     for iteration, loss in zip(*_columns(losses), strict=True):

@@ -88,8 +88,9 @@ def data_facts(run: Run) -> Facts:
     data = manifest.get("data") or {}
     for name, digest in (data.get("files") or {}).items():
         _add(facts, f"files of {name}", _digest(digest))
-    laid_out = {name: sum(ends[-1] for ends in members if ends) for name, members in (data.get("laid_out") or {}).items()}
-    _add(facts, "samples laid out", ", ".join(f"{name} {count:,}" for name, count in laid_out.items()))
+    laid_out = (data.get("laid_out") or {}).items()
+    counts = (f"{name} {sum(ends[-1] for ends in members if ends):,}" for name, members in laid_out)
+    _add(facts, "samples laid out", ", ".join(counts))
     _add(facts, "digest of samples read", data.get("consumed_sha256"))
     _add(facts, "digest of the tokenizer", manifest.get("tokenizer"))
     samples = manifest.get("consumed_samples")

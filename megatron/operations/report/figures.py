@@ -95,7 +95,8 @@ def _figure(
     plot: Plot, sources: Sequence[ColumnDataSource], together: Range1d,
     events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: str,
 ) -> Any:  # fmt: skip
-    """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else of metrics."""
+    """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else of
+    metrics."""
     made: Any = figure(
         sizing_mode="stretch_width", x_range=together, y_axis_type=scale, min_border_right=12,
         tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], active_drag="auto",
@@ -119,8 +120,9 @@ def _figure(
         parts = [made.line("x", "y", source=source, line_color=color, line_width=1.6)]
         if curve.mean is not None:  # the curve is then a band, in which others would disappear
             parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
-            mean = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
-            parts.insert(0, made.line("x", "y", source=ColumnDataSource(mean, name="mean"), line_color=color, line_width=2))
+            columns = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
+            mean = ColumnDataSource(columns, name="mean")
+            parts.insert(0, made.line("x", "y", source=mean, line_color=color, line_width=2))
         if len(curve.values) <= FEW:
             parts.append(made.scatter("x", "y", source=source, size=5, color=color))
         lines.setdefault(curve.label, []).extend(parts)
@@ -153,6 +155,7 @@ def _legend(entries: dict[str, list[Any]]) -> Legend:
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
     items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
     return Legend(
-        items=items, ncols=columns, click_policy="hide", border_line_color=None, padding=2, spacing=8, margin=2, location="top_left",
-        label_text_font_size="12px", glyph_height=14, glyph_width=18, orientation="horizontal",
+        items=items, ncols=columns, orientation="horizontal", location="top_left", click_policy="hide",
+        border_line_color=None, padding=2, spacing=8, margin=2, label_text_font_size="12px", glyph_height=14,
+        glyph_width=18,
     )  # fmt: skip

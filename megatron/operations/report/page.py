@@ -132,7 +132,9 @@ def _listed(events: Sequence[Event]) -> Sequence[Event]:
 def _note(plot: Plot) -> str:
     """How many points a plot shows of how many, and how many could not be drawn."""
     shown, of = (sum(counts) for counts in zip(*((len(c.values), c.of) for c in plot.curves), strict=True))
-    note = f"{shown:,} of {of:,} points: the lowest and highest of each stretch, and a mean" if shown < of else f"{of:,} points"
+    note = f"{of:,} points"
+    if shown < of:
+        note = f"{shown:,} of {of:,} points: the lowest and highest of each stretch, and a mean"
     missing = sum(curve.not_finite for curve in plot.curves)
     return note + (f"; {missing:,} NaN or infinite values are not drawn" if missing else "")
 

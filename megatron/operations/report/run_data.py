@@ -30,7 +30,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that is in `save`. manifest: its manifest.json, {} where there is none or it is damaged."""
+    """A checkpoint that is in `save`. manifest: its manifest.json, {} where there is none or it is
+    damaged."""
 
     iteration: int
     manifest: Mapping[str, Any]
@@ -38,7 +39,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Answer:
-    """A prompt of `demo_prompts`, and what the model wrote before training and after; None: not asked then."""
+    """A prompt of `demo_prompts`, and what the model wrote before training and after; None: not asked
+    then."""
 
     prompt: str
     before: str | None
@@ -47,9 +49,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that a report says of one run. rows: lines in its metrics.jsonl; args: None where no start has
-    left its configuration; status, summary: status.json and training_summary.json, or {}; answers_at:
-    iterations that the answers of `demo_prompts` were written at, the first and the last."""
+    """Everything that a report says of one run. rows: lines in its metrics.jsonl; args: None where no start
+    has left its configuration; status, summary: status.json and training_summary.json, or {}; answers_at:
+    iterations that the answers of `demo_prompts` were written at, in order."""
 
     name: str
     folder: RunFolder
@@ -153,7 +155,8 @@ def _lines(path: Path) -> dict[str, str]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {_prompt(line): str(line["answer"]) for line in lines}
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise RunFolderError(f"{path}: holds no answers of demo_prompts ({type(problem).__name__}: {problem})") from None
+        why = f"{type(problem).__name__}: {problem}"
+        raise RunFolderError(f"{path}: holds no answers of demo_prompts ({why})") from None
 
 
 def _prompt(line: Mapping[str, Any]) -> str:

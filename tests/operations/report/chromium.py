@@ -31,8 +31,9 @@ const wait = ms => new Promise(done => setTimeout(done, ms));
 const plots = () => Bokeh.documents[0].roots().filter(plot => plot.visible);
 const visible = () => plots().map(shown);
 async function painted() {
-  const glyphs = plot => plot.renderers.filter(part => part.visible).map(part => Bokeh.index.get(plot)?.views.find_one(part)?.glyph);
-  while (!plots().flatMap(glyphs).every(glyph => glyph?.sx)) await wait(50);
+  const glyph = (plot, part) => Bokeh.index.get(plot)?.views.find_one(part)?.glyph;
+  const glyphs = plot => plot.renderers.filter(part => part.visible).map(part => glyph(plot, part));
+  while (!plots().flatMap(glyphs).every(found => found?.sx)) await wait(50);
 }
 async function ask() {
   const found = {title: document.title, width: document.documentElement.scrollWidth};
@@ -61,9 +62,9 @@ ask().catch(problem => { document.title = "FAILED " + problem.stack; });
 
 
 def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
-    """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside the
-    frame, points); the same after a click on every box, and `zoomed`, where the ranges end after
-    half of one was chosen; `problems` of the console, `loaded`: what was fetched beside the page."""
+    """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside
+    the frame, points); `clicked`: the same after a click on every box; `zoomed`: where the ranges end after
+    half of one was chosen; `problems` of the console; `loaded`: what was fetched beside the page."""
     chromium = shutil.which("chromium")
     assert chromium is not None, "make test-browser installs it"
     copy = page.with_name(f"{page.stem}.asked.html")

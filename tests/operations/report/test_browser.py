@@ -22,10 +22,12 @@ def long_run(steps: int, seed: int) -> Iterable[Row]:
     dice = random.Random(seed)
     many = [f"device/{metric}_{kind}" for metric in ("utilization", "memory_gib", "power_watts")
             for kind in ("min", "mean", "max")]  # fmt: skip
-    many += [f"train/{name}" for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies",
-             "logps/chosen", "logps/rejected", "entropy", "ga_actual_loss", "gd_retain_loss", "loss_scale")]  # fmt: skip
+    many += [f"train/rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")]
+    many += [f"train/{name}" for name in ("logps/chosen", "logps/rejected", "entropy", "ga_actual_loss",
+             "gd_retain_loss", "loss_scale")]  # fmt: skip
     many += ["runtime/model_flops_utilization", "runtime/hardware_flops_utilization", "runtime/tokens_per_sec"]
-    scores = [f"eval_tasks/{task}_{kind}" for task in ("piqa", "arc_easy", "mmlu", "hellaswag") for kind in ("acc", "acc_norm")]
+    tasks = ("piqa", "arc_easy", "mmlu", "hellaswag")
+    scores = [f"eval_tasks/{task}_{kind}" for task in tasks for kind in ("acc", "acc_norm")]
 
     def more(step: int) -> Row:
         row = {name: dice.random() for name in many}

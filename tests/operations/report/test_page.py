@@ -116,7 +116,8 @@ def test_whatever_a_run_has_left_makes_a_page(tmp_path: Path) -> None:
     one = write_run(tmp_path / "one", rows_of(1))
     assert [len(points(figure)[0]["x"]) for figure in figures(write_report([one]))] == [1] * 3
     odd = {3: math.nan, 4: math.inf, 5: -math.inf}
-    bad = write_run(tmp_path / "bad", rows_of(9, lambda n: {"train/grad_norm": math.nan, "train/lm_loss": odd.get(n, 2.0)}))
+    rows = rows_of(9, lambda step: {"train/grad_norm": math.nan, "train/lm_loss": odd.get(step, 2.0)})
+    bad = write_run(tmp_path / "bad", rows)
     file = bad / "logs" / "metrics.jsonl"
     file.write_bytes(file.read_bytes() + b'\xff\x00\n{"iteration": 10, "train/lm_')
     page = write_report([file])
@@ -192,7 +193,9 @@ def test_the_end_of_a_run_is_not_changed_by_its_report(tmp_path: Path, caplog: p
 
 
 def test_the_page_of_a_run_in_a_bucket_is_in_its_log_folder(tmp_path: Path) -> None:
-    values = config(MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"), log_dir=str(tmp_path / "a"))
+    values = config(
+        MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"), log_dir=str(tmp_path / "a")
+    )  # fmt: skip
     logs = write_run(tmp_path / "run", rows_of(2)) / "logs"
     report_at_end(NeoXArgs.from_dict(values), logs, logging.getLogger("report"))
     assert len(figures(logs / "report.html")) == 3

@@ -16,7 +16,7 @@ from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
 ROOT = Path(__file__).resolve().parents[3]
 TROUBLE = """
-import os, signal
+import os, signal, time
 from pathlib import Path
 from megatron.callbacks import Callback
 
@@ -24,13 +24,15 @@ class Trouble(Callback):
     def on_step_start(self, run, batches):
         if run.iteration + 1 == 3:  # its gradients
             linear = [m for name, m in run.engine.stage.named_modules() if name.endswith("mlp.linear1")][-1]
-            hook = linear.register_forward_hook(lambda m, i, out: out.register_hook(lambda g: g * float("nan")) and None)
-            self.hooks = [hook]
+            spoil = lambda module, given, out: out.register_hook(lambda gradient: gradient * float("nan")) and None
+            self.hooks = [linear.register_forward_hook(spoil)]
         elif getattr(self, "hooks", None):
             self.hooks.pop().remove()
 
     def on_step_end(self, run, step):
         if step.iteration == 7 and not Path("killed").exists():
+            while not Path("run/latest").exists():  # the save of step 5 goes on beside the steps
+                time.sleep(0.01)
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if step.iteration == 9 and not Path("raised").exists():
@@ -106,7 +108,8 @@ def test_rewards_of_a_run_on_pairs(tmp_path: Path) -> None:
     )  # fmt: skip
     run_ranks(run_to_end, 1, {key: value for key, value in values.items() if value is not None})
     page = write_report([tmp_path / "run"])
-    drawn = dict(zip(titles(page), (figure for figure in figures(page) if not figure.name.endswith("-log")), strict=True))
+    linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
+    drawn = dict(zip(titles(page), linear, strict=True))
     assert {"Rewards", "Preference accuracy", "Log-probabilities of answers"} <= drawn.keys()
     labels = [item.label.value for item in drawn["Rewards"].legend[0].items]
     assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
