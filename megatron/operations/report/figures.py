@@ -95,8 +95,8 @@ def _figure(
     plot: Plot, sources: Sequence[ColumnDataSource], together: Range1d,
     events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: str,
 ) -> Any:  # fmt: skip
-    """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else of
-    metrics."""
+    """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else
+    of metrics."""
     made: Any = figure(
         sizing_mode="stretch_width", x_range=together, y_axis_type=scale, min_border_right=12,
         tools=[PanTool(), BoxZoomTool(), WheelZoomTool(dimensions="width"), ResetTool()], active_drag="auto",
