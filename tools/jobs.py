@@ -74,7 +74,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     showing.add_argument("--rank", type=int, metavar="R", help="what this rank wrote")
     cancelling = commands.add_parser("cancel", help="end jobs: scancel; of a local run: save, then end")
     cancelling.add_argument("ids", nargs="+", metavar="ID", help="numbers of jobs, or folders of runs")
-    words, _, options = _split(argv)
+    words, options = _split(argv)
     parsed = parser.parse_args(words)
     if options and parsed.command != "submit":
         parser.error("only submit passes on what stands behind --")
@@ -82,10 +82,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parsed
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], str, list[str]]:
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind --."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
-    return words[:at], "--", words[at + 1 :]
+    return words[:at], words[at + 1 :]
 
 
 def _seconds(text: str) -> float:

@@ -3,6 +3,8 @@
 import time
 import traceback
 
+import torch
+
 from megatron.callbacks import Callback
 from megatron.evaluation.progress import EvaluationProgress
 
@@ -45,3 +47,11 @@ class Complaining(Callback):
             except RuntimeError:
                 traceback.print_exc()
             time.sleep(LONG_S)
+
+
+class Greedy(Callback):
+    """Asks for more memory than there is."""
+
+    def on_step_end(self, run, step):
+        if step.iteration == 3:
+            torch.empty(2**50, dtype=torch.uint8)

@@ -120,6 +120,22 @@ def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Ite
     end(accounted, list(made.numbers.values()))
 
 
+def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path) -> None:
+    """The first job of a site submits the one with the site's nodes, and says so."""
+    make_site(accounted, tmp_path)
+    path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
+    first = accounted.submit("--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
+    accounted.wait(first)
+    row = rows(accounted, first)[first]
+    number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
+    assert row["verdict"] == "FINISHED" and number is not None, row
+    accounted.wait(number[1])
+    second = rows(accounted, number[1])[number[1]]
+    assert (second["verdict"], second["nodes"]) == ("FINISHED", 2), second
+    assert second["log"] == f"{tmp_path}/logs/neox-training-{number[1]}.out"
+    assert (second["iteration"], second["total"], second["experiment"]) == (3, 3, "two")
+
+
 def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight, accounted: Submitter) -> None:
     found = eight.wait(
         pending="pending", training="training", evaluating="evaluating", saving="saving", finished="FINISHED",
@@ -178,22 +194,6 @@ def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
     done = jobs(accounted, "cancel", eight.numbers["pending"], number)
     assert done.returncode == 0, done.stderr
     eight.wait(pending="CANCELLED", training="CANCELLED")
-
-
-def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path) -> None:
-    """The first job of a site submits the one with the site's nodes, and says so."""
-    make_site(accounted, tmp_path)
-    path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
-    first = accounted.submit("--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
-    accounted.wait(first)
-    row = rows(accounted, first)[first]
-    number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
-    assert row["verdict"] == "FINISHED" and number is not None, row
-    accounted.wait(number[1])
-    second = rows(accounted, number[1])[number[1]]
-    assert (second["verdict"], second["nodes"]) == ("FINISHED", 2), second
-    assert second["log"] == f"{tmp_path}/logs/neox-training-{number[1]}.out"
-    assert (second["iteration"], second["total"], second["experiment"]) == (3, 3, "two")
 
 
 def test_without_accounting_the_verdicts_are_the_same(slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Choice:
 class Row:
     """A job and what it is doing. tokens_per_s, model_flops (of each GPU, in a second), utilization: of its last
     logged step; eta_s: seconds until its last iteration at the speed of the last lines; scores: of its last
-    evaluation. save, logs: the folders of its run."""
+    evaluation. save, logs: the folders of its run; device: of rank 0."""
 
     job: Job
     verdict: Verdict
@@ -49,6 +49,7 @@ class Row:
     scores: Mapping[str, float] = field(default_factory=dict)
     save: Path | None = None
     logs: Path | None = None
+    device: str | None = None
 
     @property
     def needs_a_person(self) -> bool:
@@ -91,7 +92,8 @@ def row_of(job: Job, site: Mapping[str, str]) -> Row:
     verdict = judge(job, log, status, now)
     save = job.save or (run.save if run is not None else None)
     logs = run.logs if run is not None else None
-    row = Row(job, verdict, save=save, logs=logs, progress=log.progress if log is not None else None)
+    done = log.progress if log is not None else None
+    row = Row(job, verdict, save=save, logs=logs, progress=done, device=status.get("device"))
     named = save or (_path(job, log.save) if log is not None and log.save else None)
     if named is not None:
         row = replace(row, experiment=experiment_of(named, _checkpoints(site, job.work_dir)))

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from megatron.launch.environment import LaunchError
@@ -133,7 +134,7 @@ class Slurm:
             done = self._run("scontrol", "show", "job", job.id)
             if not done.returncode:
                 live = of_scontrol(done.stdout)
-                job = replace(job, reason=live.reason)
+                job = replace(job, reason=live.reason, command=job.command or live.command)
                 candidates += [live.log] if live.log is not None else []
         candidates += _asked_for(job)
         name = f"{job.name}-{job.id}.out"
@@ -198,7 +199,7 @@ def _asked_for(job: Job) -> list[Path]:
         words = shlex.split(job.command)
     except ValueError:
         return []
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in pairwise([*words, ""]):
         match = re.match(r"(?:--output=|-o(?=.))(.+)", word)
         pattern = match[1] if match is not None else following if word in ("-o", "--output") else None
         if pattern is not None:

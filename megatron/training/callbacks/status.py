@@ -6,6 +6,8 @@ import socket
 import time
 from pathlib import Path
 
+import torch
+
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.distributed import on_rank_zero
 from megatron.training.metrics.loggers import log_directory
@@ -73,7 +75,7 @@ def _status_file(training: Training, status: str, reason: str | None) -> None:
 def _content(training: Training, status: str, reason: str | None, phase: str | None) -> bytes:
     """host, pid: of this process, rank 0; launcher_pid: of the deepy.py that started it, which may start it
     again; job: of Slurm."""
-    args = training.args
+    args, device = training.args, training.groups.device
     state = {
         "status": status,
         "reason": reason,
@@ -83,6 +85,7 @@ def _content(training: Training, status: str, reason: str | None, phase: str | N
         "run_id": training.checkpointer.run_id,
         "log_dir": str((log_directory(args) or Path()).absolute()),
         "host": socket.gethostname(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "pid": os.getpid(),
         "launcher_pid": os.getppid() if "NEOX_RESTARTS" in os.environ else None,
         "job": os.environ.get("SLURM_JOB_ID"),

@@ -1,0 +1,204 @@
+"""Submit a run and see it through its first iterations; try again what is safe to, and else report to a
+person."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.launch.environment import LaunchError, install_root
+from megatron.launch.site import site_nodes, starts_from_a_model
+from megatron.operations.jobs.failures import CANCELLED, UNKNOWN, Failure, Kind, classify
+from megatron.operations.jobs.joblog import last_lines
+from megatron.operations.jobs.overview import Row, row_of
+from megatron.operations.jobs.remedies import Remedy, remedy
+from megatron.operations.jobs.report import share_of_peak, write_report
+from megatron.operations.jobs.scheduler import PENDING, Slurm
+from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter
+from megatron.operations.jobs.table import duration
+from megatron.operations.jobs.verdict import CRASHED, STALE
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+FOR_A_PERSON = 4  # exit code
+_EVIDENCE = 400  # lines of a log's end
+_PATIENCE_S = 60.0  # after what looks like a crash, while the job still runs: a library may only have warned
+_SAY_EVERY_S = 30.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """A run to submit: configuration files, `key=value` pairs, nodes (None: the site's), iterations to wait for,
+    how often to try again, words for sbatch, seconds between two looks. local: without a scheduler."""
+
+    configs: tuple[str, ...]
+    pairs: tuple[str, ...] = ()
+    nodes: int | None = None
+    watch: int = 50
+    local: bool = False
+    retries: int = 2
+    sbatch_options: tuple[str, ...] = ()
+    interval_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a run: what a remedy has added to it."""
+
+    pairs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()  # variables that are left out
+    exclude: tuple[str, ...] = ()  # nodes
+
+    def with_remedy(self, found: Remedy) -> "Attempt":
+        """The next submission."""
+        return Attempt(
+            (*self.pairs, *found.pairs), {**self.environment, **found.environment}, (*self.without, *found.without),
+            (*self.exclude, *found.exclude),
+        )  # fmt: skip
+
+
+def submit(
+    request: Request,
+    slurm: Slurm,
+    site: Mapping[str, str],
+    succeed: Callable[[str], None],
+    say: Callable[[str], None],
+) -> int:
+    """Submit the run and wait for its iterations: 0 once it has done them, FOR_A_PERSON with a report where a
+    person has to look. succeed: is told the line of success; say: everything on the way.
+
+    Raises ConfigError for a configuration that a run refuses and LaunchError for what cannot be submitted:
+    nothing is then.
+    """
+    args, configs = _resolve(request)
+    nodes = request.nodes or _nodes(args, configs, site)
+    starter: Starter
+    if request.local:
+        if request.sbatch_options or request.nodes not in (None, 1):
+            raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
+        starter = LocalStarter(configs, request.pairs, site)
+    elif slurm.is_here:
+        starter = SlurmStarter(configs, request.pairs, nodes, request.sbatch_options, site, slurm)
+    else:
+        raise LaunchError(
+            "this machine has no Slurm (scontrol): submit on a login node, or add --local to run deepy.py here"
+        )
+    attempt, tried = Attempt(), list[str]()
+    while True:
+        base = _start_iteration(args)
+        number = starter.start(attempt)
+        say(f"{starter.what}: {number}" + (f" on {nodes} node{'s' * (nodes > 1)}" if not request.local else ""))
+        row, crashed = _watch(starter, number, base, request, args, site, say)
+        if not crashed:
+            succeed(_success(row, args, base))
+            return 0
+        lines = last_lines(row.job.log, _EVIDENCE) if row.job.log is not None and row.job.log.is_file() else []
+        failure = classify(row.job, lines)
+        say(f"{number}: {failure.kind.name}: {failure.lines[-1] if failure.lines else row.verdict.detail}")
+        found = None
+        if failure.kind.safe and len(tried) < request.retries:
+            starter.cancel(number)  # where it hangs
+            found = remedy(failure, row, args, attempt.exclude, lines, slurm)
+            say(found.did)
+            tried.append(f"{number}: {failure.kind.name}: {found.did}")
+        if found is None or not found.helps:
+            path, text = write_report(request, row, failure, tried, starter.line(attempt), lines)
+            say(f"a person has to look; this report is {path}")
+            say(text)
+            return FOR_A_PERSON
+        attempt = attempt.with_remedy(found)
+
+
+def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
+    """The configuration as the run will read it, and its files' absolute paths."""
+    from megatron.neox_arguments.reading.command_line import parse_deepy
+
+    words = [*request.configs, *(("--set", *request.pairs) if request.pairs else ())]
+    args = parse_deepy([str(install_root() / "train.py"), *words], preset_root=install_root()).args.check_training()
+    missing = [config for config in request.configs if not Path(config).is_file()]
+    if missing:
+        raise LaunchError(f"{missing[0]}: no such file; a job needs files, not the names of presets")
+    if request.watch < 1:
+        raise LaunchError(f"--watch {request.watch}: at least one iteration")
+    return args, [os.path.abspath(config) for config in request.configs]
+
+
+def _nodes(args: "NeoXArgs", configs: Sequence[str], site: Mapping[str, str]) -> int:
+    return site_nodes(starts_from_a_model(args), configs, site)[0] or 1
+
+
+def _start_iteration(args: "NeoXArgs") -> int:
+    """The iteration that the run goes on from, as `latest` in `save` says; 0 for a fresh one."""
+    try:
+        text = (Path(args.save_dir or "") / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        return 0
+    number = text.removeprefix("global_step")
+    return int(number) if number.isdecimal() and not args.restart and args.load == args.save else 0
+
+
+def _watch(
+    starter: Starter, number: str, base: int, request: Request, args: "NeoXArgs", site: Mapping[str, str],
+    say: Callable[[str], None],
+) -> tuple[Row, bool]:  # fmt: skip
+    """The job when it has done its iterations, or has failed: and which of both."""
+    said, said_at, suspected = "", 0.0, None
+    while True:
+        job = starter.job(number)
+        row = row_of(job, site)
+        done, verdict = row.progress, row.verdict
+        reached = done is not None and done.iteration >= _target(base, done.total, request.watch, done.iteration)
+        if reached and not row.needs_a_person:
+            return row, False
+        if not job.is_active:
+            return row, not (verdict.kind == "FINISHED" and _is_done(row, args))
+        now = time.monotonic()
+        if row.needs_a_person:
+            suspected = suspected or now
+            if verdict.kind == STALE or now - suspected >= _PATIENCE_S:
+                return row, True
+        else:
+            suspected = None
+        text = _progress_line(row)
+        if text != said and (now - said_at >= _SAY_EVERY_S or str(verdict) not in said):
+            say(f"{number}: {text}")
+            said, said_at = text, now
+        time.sleep(request.interval_s)
+
+
+def _target(base: int, total: int, watch: int, iteration: int) -> int:
+    """The iteration that is waited for: so many after the one that the run goes on from."""
+    return min(total, (base if iteration > base else 0) + watch)
+
+
+def _is_done(row: Row, args: "NeoXArgs") -> bool:
+    """Whether a job that ended well did what there was to do: its last iteration, or nothing, for it was done
+    before."""
+    if row.progress is not None:
+        return row.progress.iteration >= row.progress.total
+    lines = last_lines(row.job.log, 20) if row.job.log is not None and row.job.log.is_file() else []
+    return any("nothing left to do: train_iters is" in line for line in lines)
+
+
+def _progress_line(row: Row) -> str:
+    parts = [str(row.verdict)]
+    if row.verdict.detail:
+        parts[0] += f" ({row.verdict.detail})"
+    if row.progress is not None:
+        parts.append(f"iteration {row.progress.iteration}/{row.progress.total}, loss {row.progress.loss:.4g}")
+    return ", ".join(parts)
+
+
+def _success(row: Row, args: "NeoXArgs", base: int) -> str:
+    done = row.progress
+    if done is None:
+        return f"{row.job.id}: nothing left to do: train_iters is {args.train_iters}"
+    parts = [f"loss {done.loss:.4f}"]
+    parts += [f"{row.tokens_per_s:,.0f} tokens/s"] if row.tokens_per_s is not None else []
+    parts += [share_of_peak(row)]
+    parts += [f"{duration(row.eta_s)} to go"] if row.eta_s is not None else []
+    return f"{row.job.id}: success: iteration {done.iteration}/{done.total}: {', '.join(parts)}; log {row.job.log}"
