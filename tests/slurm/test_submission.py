@@ -160,7 +160,8 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
         again = run.until(rf"submitted again without node {node}")
         assert again and run.end() == 0, run.err
     finally:
-        accounted.cluster.run("scontrol", "update", f"nodename={node}", "state=resume")
+        resume = ["scontrol", "update", f"nodename={node}", "state=resume"]  # refused where it is back by itself
+        subprocess.run(resume, env=accounted.cluster.environment, capture_output=True)
     assert any(re.search(rf"{job}: node failure: ", line) for line in run.err), run.err
     second = run.out[0].partition(":")[0]
     assert f"ExcNodeList={node}" in accounted.cluster.run("scontrol", "show", "job", second)

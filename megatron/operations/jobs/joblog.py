@@ -18,7 +18,7 @@ _REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*
 _SHOWN = 3  # error lines
 _WIDTH = 300  # of an error line
 _TAIL = 256 * 1024
-_SEARCHED = 16 * 1024 * 1024  # for the last iteration, from the end
+_SEARCHED = 16 * 1024 * 1024  # at most, from the end
 _HEAD = 1024 * 1024  # for the arguments
 # What a line says that a run is doing; the last one of a log counts.
 _PHASES = (
@@ -79,7 +79,7 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
     data = b""
     for block in _backwards(path):
         data = block + data
-        if data.count(b"\n") > count:
+        if data.count(b"\n") > count or len(data) >= _SEARCHED:  # bars may fill gigabytes without an end of line
             break
     lines = data.removesuffix(b"\n").split(b"\n") if data else []
     return [line.decode(errors="replace") for line in lines[-count:]]
