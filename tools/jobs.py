@@ -53,24 +53,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         )
         command.add_argument("--all", action="store_true", help="also jobs that do not train")
     listing.add_argument("--json", action="store_true", help="a list of objects, whose fields docs/jobs.md explains")
-    watching.add_argument("--interval", type=float, default=10.0, metavar="S", help="seconds between two looks (10)")
+    watching.add_argument("--interval", type=_pause, default=10.0, metavar="S", help="seconds between two looks (10)")
     submitting = commands.add_parser(
         "submit", help="submit a run, and see it through its first iterations",
         epilog="What stands behind -- goes to sbatch. Exit code 4, and a report: a person has to look.",
     )  # fmt: skip
     submitting.add_argument("configs", nargs="+", metavar="CONFIG", help="configuration files of one run")
     submitting.add_argument("--set", nargs="+", action="append", default=[], metavar="KEY=VALUE", help="keys that win")
-    submitting.add_argument("--nodes", type=int, metavar="N", help="unset: as many as the site has for the run, else 1")
+    submitting.add_argument("--nodes", type=_count, metavar="N", help="unset: as many as the site has for the run, else 1")
     submitting.add_argument(
-        "--watch", type=int, default=50, metavar="N", help="iterations to wait for before it is a success (50)"
+        "--watch", type=_count, default=50, metavar="N", help="iterations to wait for before it is a success (50)"
     )
     submitting.add_argument("--local", action="store_true", help="deepy.py on this machine, in the background")
     submitting.add_argument("--retries", type=int, default=2, choices=(0, 1, 2), help="of what is safe to repeat (2)")
-    submitting.add_argument("--interval", type=float, default=5.0, metavar="S", help="seconds between two looks (5)")
+    submitting.add_argument("--interval", type=_pause, default=5.0, metavar="S", help="seconds between two looks (5)")
     showing = commands.add_parser("logs", help="the log of a job")
     showing.add_argument("id", metavar="ID", help="number of a job, or folder of a run")
     showing.add_argument("-f", "--follow", action="store_true", help="go on until the job has ended")
-    showing.add_argument("-n", "--lines", type=int, default=100, metavar="N", help="of the end (100)")
+    showing.add_argument("-n", "--lines", type=_count, default=100, metavar="N", help="of the end (100)")
     showing.add_argument("--rank", type=int, metavar="R", help="what this rank wrote")
     cancelling = commands.add_parser("cancel", help="end jobs: scancel; of a local run: save, then end")
     cancelling.add_argument("ids", nargs="+", metavar="ID", help="numbers of jobs, or folders of runs")
@@ -96,6 +96,18 @@ def _seconds(text: str) -> float:
     return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}[match[2]]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
+def _pause(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or float(text) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: seconds, more than 0")
+    return float(text)
+
+
 def _say(text: str) -> None:
     sys.stderr.write(f"jobs.py: {text}\n")
 
@@ -114,7 +126,7 @@ def list_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) -
     if options.json:
         print(json.dumps([row.as_dict() for row in rows], indent=1))
     elif not rows:
-        _say("no jobs; --since 7d, --user and --all show more")
+        _say("no jobs; --since 7d, --user and --all show more, and a run of another folder is shown by its path")
     else:
         from megatron.operations.jobs.table import console, render
 
@@ -129,13 +141,16 @@ def watch_jobs(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) 
 
     from megatron.operations.jobs.table import console, render
 
-    screen, rows = console(), overview(_choice(options), slurm, site)
-    with Live(render(rows, narrow=True), console=screen, auto_refresh=False, screen=screen.is_terminal) as live:
+    screen, rows, note = console(), overview(_choice(options), slurm, site), ""
+    with Live(console=screen, auto_refresh=False, screen=screen.is_terminal) as live:
         try:
             while True:
-                live.update(render(rows, narrow=screen.is_terminal), refresh=True)
+                live.update(render(rows, narrow=screen.is_terminal, note=note), refresh=True)
                 time.sleep(options.interval)
-                rows = overview(_choice(options), slurm, site)
+                try:
+                    rows, note = overview(_choice(options), slurm, site), ""
+                except LaunchError as problem:  # a scheduler that is restarted answers again
+                    note = str(problem)
         except KeyboardInterrupt:
             return _code(rows)
 
@@ -144,7 +159,9 @@ def show_log(options: argparse.Namespace, slurm: Slurm, site: dict[str, str]) ->
     """Print the end of a job's log, and what comes."""
     from megatron.operations.jobs.joblog import follow, last_lines
 
-    (row,) = overview(Choice([options.id]), slurm, site)
+    row, *others = overview(Choice([options.id]), slurm, site)
+    if others:
+        raise LaunchError(f"{options.id}: {1 + len(others)} jobs of an array; name one, as {row.job.id}")
     log = row.job.log
     if options.rank is not None:
         if row.logs is None:
@@ -201,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = str(problem).splitlines() or [type(problem).__name__]
         sys.stderr.write("".join(f"jobs.py: error: {line}\n" for line in lines))
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

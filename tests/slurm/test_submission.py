@@ -151,7 +151,7 @@ def test_a_lock_of_a_run_that_goes_on_is_left_alone(submit, tmp_path):
 
 def test_a_node_that_fails_is_left_out(submit, accounted):
     run = submit("--no-requeue", watch=30, train_iters=100, callbacks=[f"{HELD}:Slow"])
-    job = run.until(r"submitted job: (\d+)")[1]
+    job = run.until(r"submitted job (\d+) for 1 node$")[1]
     accounted.wait(job, lambda: accounted.state(job) == "RUNNING")
     node = re.search(r" NodeList=(\S+)", accounted.cluster.run("scontrol", "show", "job", job))[1]  # type: ignore[index]
     time.sleep(3)

@@ -1,5 +1,6 @@
 """One row for each job: what Slurm, its log, its status.json and its metrics say, together."""
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from megatron.operations.jobs.verdict import EVALUATING, NEEDS_A_PERSON, SAVING,
 from megatron.operations.run_folder import RunFolder, RunFolderError, experiment_of, last_rows, open_run
 
 _SCORES = "eval_tasks/"
+_NUMBER = r"\d+(_\d+)?"  # of a job, and of one of an array
 _UNDER_WAY = (TRAINING, SAVING, EVALUATING)
 
 
@@ -119,11 +121,14 @@ def row_of(job: Job, site: Mapping[str, str]) -> Row:
 
 def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
     if choice.ids:
-        numbers = [one for one in choice.ids if one[:1].isdigit() and not Path(one).exists()]
+        words = [one for one in choice.ids if not re.fullmatch(_NUMBER, one) and not Path(one).exists()]
+        if words:
+            raise LaunchError(f"{', '.join(words)}: neither the number of a job nor the folder of a run (`save`)")
+        numbers = [one for one in choice.ids if re.fullmatch(_NUMBER, one) and not Path(one).exists()]
         if numbers and not slurm.is_here:
             raise LaunchError(f"{', '.join(numbers)}: this machine has no Slurm (scontrol), nor is there such a folder")
         jobs = slurm.jobs(ids=numbers) if numbers else []
-        unknown = [number for number in numbers if number not in {job.id for job in jobs}]
+        unknown = [number for number in numbers if not any(job.is_called(number) for job in jobs)]
         if unknown:
             raise LaunchError(f"job {', '.join(unknown)}: Slurm knows no such job")
         return [*jobs, *(local_run(Path(one)) for one in choice.ids if one not in numbers)]

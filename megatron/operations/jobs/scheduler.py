@@ -2,6 +2,7 @@
 
 import getpass
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -24,6 +25,7 @@ _GOES_ON = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.
 _FIELDS = "JobID,JobName,User,State,ExitCode,Submit,Start,End,NNodes,NodeList,WorkDir,SubmitLine"
 _EPOCH = {"SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
 _SEPARATOR = "\x1f"
+_ANSWERS_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,10 @@ class Job:
         """Whether it waits or runs."""
         return self.state in PENDING or self.state in RUNNING or self.state == SUSPENDED
 
+    def is_called(self, number: str) -> bool:
+        """Whether this is the job of that number, or one of its array."""
+        return self.id == number or self.id.startswith(f"{number}_")
+
     @property
     def trains(self) -> bool:
         """Whether it was submitted by the batch file of training, or bears its name."""
@@ -77,13 +83,18 @@ class Slurm:
 
     def jobs(self, user: str | None = None, since_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
         """Jobs of a user (None: of whoever asks) that wait, run, or have ended in the last `since_s` seconds;
-        or those of `ids`, whenever they were. The oldest first. Raises LaunchError where Slurm does not
-        answer."""
+        or those of `ids`, whenever they were. The oldest first. Raises LaunchError where Slurm does not answer
+        and for a user that there is not."""
+        if user is not None:
+            try:
+                pwd.getpwnam(user)
+            except KeyError:
+                raise LaunchError(f"--user {user}: this machine knows no such user") from None
         user = user or getpass.getuser()
         jobs = self._by_sacct(user, since_s, ids) if self._has_accounting else None
         if jobs is None:
             jobs = self._by_scontrol(user, since_s, ids)
-        elif new := [number for number in ids if number not in {job.id for job in jobs}]:
+        elif new := [number for number in ids if not any(job.is_called(number) for job in jobs)]:
             jobs += self._by_scontrol(user, since_s, new)  # accounts come a moment late
         return [self._with_log(job) for job in sorted(jobs, key=lambda job: (job.submitted or 0.0, job.id))]
 
@@ -99,7 +110,10 @@ class Slurm:
 
     def _by_sacct(self, user: str, since_s: float, ids: Sequence[str]) -> list[Job] | None:
         """None where there is no accounting."""
-        chosen = ["--jobs=" + ",".join(ids)] if ids else [f"--user={user}", f"--starttime=now-{int(since_s)}seconds"]
+        listed, chosen = f"--user={user}", [f"--user={user}", f"--starttime=now-{int(since_s)}seconds"]
+        if ids:
+            listed = "--jobs=" + ",".join(ids)
+            chosen = [listed]
         command = ("sacct", "-X", "-P", "-n", f"--delimiter={_SEPARATOR}", f"--format={_FIELDS}", *chosen)
         try:
             done = self._run(*command)
@@ -108,12 +122,25 @@ class Slurm:
         else:
             if not done.returncode:
                 rows = [line.split(_SEPARATOR) for line in done.stdout.splitlines()]
-                jobs = [_of_sacct(row) for row in rows if len(row) == len(_FIELDS.split(","))]
-                return [job for job in jobs if ids or job.is_active or (job.ended or 0) >= time.time() - since_s]
+                jobs = [job for row in rows if len(row) == len(_FIELDS.split(",")) and (job := _of_sacct(row)) is not None]
+                return self._with_queue(jobs, self._queue(listed), user, 0.0 if ids else time.time() - since_s)
             reason = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[0]
         self._has_accounting = False
         self._say(f"sacct: {reason}; scontrol is asked, which forgets jobs minutes after their end")
         return None
+
+    def _queue(self, chosen: str) -> dict[str, str]:
+        """The jobs that squeue shows, and why each waits; {} where it knows none of them."""
+        done = self._run("squeue", "--noheader", f"--format=%i{_SEPARATOR}%r", chosen)
+        return dict(line.split(_SEPARATOR, 1) for line in done.stdout.splitlines() if _SEPARATOR in line)
+
+    def _with_queue(self, jobs: list[Job], queue: Mapping[str, str], user: str, recent: float) -> list[Job]:
+        """The jobs of sacct that are recent, with the reasons why they wait, and those of the queue that it does
+        not show: it leaves out what is held or not due yet, and hears of the others seconds late."""
+        absent = {number.partition("_")[0] for number in queue.keys() - {job.id for job in jobs}}
+        added = self._by_scontrol(user, 0.0, sorted(absent)) if absent else []
+        jobs = [replace(job, reason=queue.get(job.id, "")) for job in jobs if job.is_active or (job.ended or 0) >= recent]
+        return [*jobs, *(job for job in added if job.id not in {one.id for one in jobs})]
 
     def _by_scontrol(self, user: str, since_s: float, ids: Sequence[str]) -> list[Job]:
         shown = []
@@ -145,9 +172,13 @@ class Slurm:
         return replace(job, log=goes_on_in(log))
 
     def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(
-            command, env={**self._env, **_EPOCH}, capture_output=True, text=True, errors="replace", timeout=120
-        )
+        try:
+            return subprocess.run(
+                command, env={**self._env, **_EPOCH}, capture_output=True, text=True, errors="replace",
+                timeout=_ANSWERS_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise LaunchError(f"{shlex.join(command)}: Slurm does not answer within {_ANSWERS_S:.0f} s") from None
 
 
 def goes_on_in(log: Path) -> Path:
@@ -171,17 +202,22 @@ def of_scontrol(text: str) -> Job:
         match = re.search(rf"\b{name}=(.*?)\s*$", text, re.MULTILINE)
         return match[1] if match is not None else ""
 
-    log = line("StdOut")
+    log, number, task = line("StdOut"), field("JobId"), field("ArrayTaskId")
+    if task:
+        number = f"{field('ArrayJobId')}_{task if task.isdecimal() else f'[{task}]'}"  # as squeue and sacct write it
     return Job(
-        field("JobId"), line("JobName"), field("UserId").partition("(")[0], field("JobState"),
+        number, line("JobName"), field("UserId").partition("(")[0], field("JobState"),
         _time(field("SubmitTime")), _time(field("StartTime")), _time(field("EndTime")), field("ExitCode"),
         int(re.match(r"\d+", field("NumNodes") or "1")[0]),  # type: ignore[index]
         field("NodeList"), Path(line("WorkDir")), line("Command"), Path(log) if log else None, field("Reason"),
     )  # fmt: skip
 
 
-def _of_sacct(row: Sequence[str]) -> Job:
+def _of_sacct(row: Sequence[str]) -> Job | None:
+    """None for a job of which only a part has come to the accounts."""
     number, name, user, state, code, submitted, started, ended, nodes, node_list, work_dir, command = row
+    if not work_dir:
+        return None
     word = (state.split() or ["UNKNOWN"])[0]  # `CANCELLED by 1000`
     return Job(
         number, name, user, word, _time(submitted), _time(started), _time(ended), code, int(nodes or 1),
@@ -194,17 +230,18 @@ def _time(text: str) -> float | None:
 
 
 def _asked_for(job: Job) -> list[Path]:
-    """The log that the line of sbatch names, if it does."""
+    """The log that the line of sbatch names, if it does; the last one counts."""
     try:
         words = shlex.split(job.command)
     except ValueError:
         return []
+    found: list[Path] = []
     for word, following in pairwise([*words, ""]):
         match = re.match(r"(?:--output=|-o(?=.))(.+)", word)
         pattern = match[1] if match is not None else following if word in ("-o", "--output") else None
         if pattern is not None:
             values = {"x": job.name, "j": job.id, "A": job.id, "u": job.user, "%": "%"}
-            return [job.work_dir / re.sub(r"%([xjAu%])", lambda found: values[found[1]], pattern)]
+            found = [job.work_dir / re.sub(r"%([xjAu%])", lambda match: values[match[1]], pattern)]
         if word.endswith(".sbatch"):
             break
-    return []
+    return found

@@ -20,12 +20,14 @@ _ENDS_S = 90.0  # Slurm's KillWait and what the batch file does meanwhile
 
 
 class Starter(Protocol):
-    """Starts a run, says how it stands and ends it. what: in words, as `submitted job`."""
-
-    what: str
+    """Starts a run, says how it stands and ends it."""
 
     def start(self, attempt: "Attempt") -> str:
         """Start the run; its number."""
+        ...
+
+    def announce(self, number: str) -> str:
+        """What `start` has done, in words."""
         ...
 
     def job(self, number: str) -> Job:
@@ -44,8 +46,6 @@ class Starter(Protocol):
 class SlurmStarter:
     """Submits the run with the batch file, from the repository's folder."""
 
-    what = "submitted job"
-
     def __init__(
         self, configs: Sequence[str], pairs: Sequence[str], nodes: int, options: Sequence[str],
         site: Mapping[str, str], slurm: Slurm,
@@ -56,12 +56,17 @@ class SlurmStarter:
     def start(self, attempt: "Attempt") -> str:
         env = {name: value for name, value in os.environ.items() if name not in attempt.without}
         words = self._words(attempt)
+        if folder := self._site.get("NEOX_LOG_DIR"):
+            (install_root() / folder).mkdir(parents=True, exist_ok=True)
         done = subprocess.run(
             words, cwd=install_root(), env={**env, **attempt.environment}, capture_output=True, text=True
         )  # fmt: skip
         if done.returncode:
             raise LaunchError(f"{shlex.join(words)}: {done.stderr.strip()}")
         return done.stdout.strip().partition(";")[0]
+
+    def announce(self, number: str) -> str:
+        return f"submitted job {number} for {self._nodes} node{'s' * (self._nodes > 1)}"
 
     def job(self, number: str) -> Job:
         job = self._slurm.job(number)
@@ -96,8 +101,6 @@ class SlurmStarter:
 class LocalStarter:
     """Starts deepy.py in the background; it goes on when this program ends."""
 
-    what = "started process"
-
     def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str]) -> None:
         self._configs, self._pairs = configs, tuple(pairs)
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
@@ -115,6 +118,9 @@ class LocalStarter:
             )  # fmt: skip
         self._processes[str(process.pid)] = (process, log, time.time())
         return str(process.pid)
+
+    def announce(self, number: str) -> str:
+        return f"started process {number}"
 
     def job(self, number: str) -> Job:
         process, log, started = self._processes[number]

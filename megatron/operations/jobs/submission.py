@@ -23,7 +23,7 @@ from megatron.operations.jobs.verdict import CRASHED, STALE
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
-FOR_A_PERSON = 4  # exit code
+FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
 _EVIDENCE = 400  # lines of a log's end
 _PATIENCE_S = 60.0  # after what looks like a crash, while the job still runs: a library may only have warned
 _SAY_EVERY_S = 30.0
@@ -75,24 +75,30 @@ def submit(
     nothing is then.
     """
     args, configs = _resolve(request)
-    nodes = request.nodes or _nodes(args, configs, site)
-    starter: Starter
-    if request.local:
-        if request.sbatch_options or request.nodes not in (None, 1):
-            raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
-        starter = LocalStarter(configs, request.pairs, site)
-    elif slurm.is_here:
-        starter = SlurmStarter(configs, request.pairs, nodes, request.sbatch_options, site, slurm)
-    else:
-        raise LaunchError(
-            "this machine has no Slurm (scontrol): submit on a login node, or add --local to run deepy.py here"
-        )
+    return see_through(_starter(request, args, configs, slurm, site), request, args, slurm, site, succeed, say)
+
+
+def see_through(
+    starter: Starter,
+    request: Request,
+    args: "NeoXArgs",
+    slurm: Slurm,
+    site: Mapping[str, str],
+    succeed: Callable[[str], None],
+    say: Callable[[str], None],
+) -> int:
+    """What `submit` does with a configuration that is good: start it, wait, and try again what is safe.
+    INTERRUPTED after Ctrl-C, which ends the waiting and not the run."""
     attempt, tried = Attempt(), list[str]()
     while True:
         base = _start_iteration(args)
         number = starter.start(attempt)
-        say(f"{starter.what}: {number}" + (f" on {nodes} node{'s' * (nodes > 1)}" if not request.local else ""))
-        row, crashed = _watch(starter, number, base, request, args, site, say)
+        say(starter.announce(number))
+        try:
+            row, crashed = _watch(starter, number, base, request, args, site, say)
+        except KeyboardInterrupt:
+            say(f"{number} goes on, unwatched; log {starter.job(number).log}")
+            return INTERRUPTED
         if not crashed:
             succeed(_success(row, args, base))
             return 0
@@ -122,13 +128,22 @@ def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
     missing = [config for config in request.configs if not Path(config).is_file()]
     if missing:
         raise LaunchError(f"{missing[0]}: no such file; a job needs files, not the names of presets")
-    if request.watch < 1:
-        raise LaunchError(f"--watch {request.watch}: at least one iteration")
     return args, [os.path.abspath(config) for config in request.configs]
 
 
-def _nodes(args: "NeoXArgs", configs: Sequence[str], site: Mapping[str, str]) -> int:
-    return site_nodes(starts_from_a_model(args), configs, site)[0] or 1
+def _starter(
+    request: Request, args: "NeoXArgs", configs: Sequence[str], slurm: Slurm, site: Mapping[str, str]
+) -> Starter:
+    if request.local:
+        if request.sbatch_options or request.nodes not in (None, 1):
+            raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
+        return LocalStarter(configs, request.pairs, site)
+    if not slurm.is_here:
+        raise LaunchError(
+            "this machine has no Slurm (scontrol): submit on a login node, or add --local to run deepy.py here"
+        )
+    nodes = request.nodes or site_nodes(starts_from_a_model(args), configs, site)[0] or 1
+    return SlurmStarter(configs, request.pairs, nodes, request.sbatch_options, site, slurm)
 
 
 def _start_iteration(args: "NeoXArgs") -> int:

@@ -24,9 +24,9 @@ def console(file: IO[str] | None = None) -> Console:
     )  # fmt: skip
 
 
-def render(rows: Sequence[Row], narrow: bool) -> Group:
-    """The table, and below it what crashed jobs wrote last. narrow: for a terminal; what does not fit is cut,
-    the last columns first."""
+def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:
+    """The table, below it what crashed jobs wrote last, and a note. narrow: for a terminal; what does not fit is
+    cut, the last columns first."""
     table = Table(box=box.SIMPLE_HEAD if narrow else None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
     for name in ("id", "name", "experiment", "state", "verdict"):
         keep = name in ("id", "verdict")
@@ -36,7 +36,7 @@ def render(rows: Sequence[Row], narrow: bool) -> Group:
     table.add_column("scores", no_wrap=True, overflow="ellipsis")
     for row in rows:
         table.add_row(*_cells(row))
-    return Group(table, *(Text(line, overflow="fold") for line in _notes(rows)))
+    return Group(table, *(Text(line, overflow="fold") for line in [*_notes(rows), *filter(None, [note])]))
 
 
 def duration(seconds: float) -> str:
