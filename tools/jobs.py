@@ -49,7 +49,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         command.add_argument("--name", metavar="PATTERN", help="job names, as my-run or 'sft-*'")
         command.add_argument("--experiment", metavar="PATTERN", help="experiments, as 'exp,lr=*'")
         command.add_argument(
-            "--since", type=_seconds, default=86400.0, metavar="TIME", help="how long ago jobs may have ended: 90m, 1d (1d)"
+            "--since",
+            type=_seconds,
+            default=86400.0,
+            metavar="TIME",
+            help="how long ago jobs may have ended: 90m, 1d (1d)",
         )
         command.add_argument("--all", action="store_true", help="also jobs that do not train")
     listing.add_argument("--json", action="store_true", help="a list of objects, whose fields docs/jobs.md explains")
@@ -60,7 +64,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     submitting.add_argument("configs", nargs="+", metavar="CONFIG", help="configuration files of one run")
     submitting.add_argument("--set", nargs="+", action="append", default=[], metavar="KEY=VALUE", help="keys that win")
-    submitting.add_argument("--nodes", type=_count, metavar="N", help="unset: as many as the site has for the run, else 1")
+    submitting.add_argument(
+        "--nodes", type=_count, metavar="N", help="unset: as many as the site has for the run, else 1"
+    )
     submitting.add_argument(
         "--watch", type=_count, default=50, metavar="N", help="iterations to wait for before it is a success (50)"
     )

@@ -1,5 +1,5 @@
-"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own; with
-accounting (slurmdbd and MariaDB) or without."""
+"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own;
+with accounting (slurmdbd and MariaDB) or without."""
 
 import os
 import shutil
@@ -86,8 +86,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class Cluster:
-    """Up from `start` to `stop`. accounting: whether sacct can be asked. environment: what `sbatch` and the like
-    need to find it."""
+    """Up from `start` to `stop`. accounting: whether sacct can be asked. environment: what `sbatch` and the
+    like need to find it."""
 
     def __init__(self, folder: Path, accounting: bool = False) -> None:
         self.folder, self.accounting = folder, accounting

@@ -27,10 +27,11 @@ WAIT_S = 150
 CRASHED = r'tail -100 <log> | grep -qi "traceback\|exception\|error:"'
 LAST = 'grep "iteration.*lm_loss:" <log> | tail -1'
 ITERATION, TOTAL, LOSS = (
-    rf"{LAST} | grep -oP '{pattern}'" for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[\d.E+-]+")
+    rf"{LAST} | grep -oP '{pattern}'"
+    for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[\d.E+-]+")
 )  # fmt: skip
 EXPERIMENT = r"""grep -oE 'sf_model_organisms/[^/"]+' <log> | head -1"""
-STALE = '[ $(( $(date +%s) - $(stat -c %Y <log>) )) -gt 600 ]'
+STALE = "[ $(( $(date +%s) - $(stat -c %Y <log>) )) -gt 600 ]"
 BAR = r'tail -50 <log> | grep -P "\d+%\|"'
 HARNESS = 'grep -E "Running evaluation harness" <log>'
 
@@ -42,7 +43,13 @@ def bash(command: str, log: str) -> tuple[int, str]:
 
 def jobs(slurm: Submitter, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """tools/jobs.py of the clone."""
-    env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone), **variables}
+    env = {
+        **slurm.cluster.environment,
+        **slurm.variables,
+        "NEOX_SITE": "eight",
+        "PYTHONPATH": str(slurm.clone),
+        **variables,
+    }
     command = [sys.executable, "tools/jobs.py", *words]
     return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=300)
 
@@ -59,7 +66,9 @@ def make_site(slurm: Submitter, folder: Path) -> None:
 
 def end(slurm: Submitter, numbers: list[str]) -> None:
     for number in numbers:
-        subprocess.run(["scancel", "--signal=KILL", "--full", number], env=slurm.cluster.environment, capture_output=True)
+        subprocess.run(
+            ["scancel", "--signal=KILL", "--full", number], env=slurm.cluster.environment, capture_output=True
+        )
     subprocess.run(["scancel", *numbers], env=slurm.cluster.environment, capture_output=True)
 
 
@@ -120,11 +129,15 @@ def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Ite
     end(accounted, list(made.numbers.values()))
 
 
-def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_sites_nodes_and_folders_are_used(
+    accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
     """The first job of a site submits the one with the site's nodes, and says so."""
     make_site(accounted, tmp_path)
     path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
-    first = accounted.submit("--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
+    first = accounted.submit(
+        "--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight"
+    )
     accounted.wait(first)
     row = rows(accounted, first)[first]
     number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
@@ -196,7 +209,9 @@ def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
     eight.wait(pending="CANCELLED", training="CANCELLED")
 
 
-def test_without_accounting_the_verdicts_are_the_same(slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path) -> None:
+def test_without_accounting_the_verdicts_are_the_same(
+    slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
     make_site(slurm, tmp_path)
     path = write_config(train_iters=2, save=str(tmp_path / "sf_model_organisms" / "a"))
     words = ("--gres=none", "--nodes=1", "--output=other/%x_%j.log")

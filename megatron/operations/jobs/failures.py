@@ -1,4 +1,5 @@
-"""What went wrong with a job, by a table of what is said of it; and which of that may simply be tried again."""
+"""What went wrong with a job, by a table of what is said of it; and which of that may simply be tried
+again."""
 
 import re
 from collections.abc import Sequence
@@ -7,12 +8,13 @@ from dataclasses import dataclass
 from megatron.operations.jobs.scheduler import NO_LOG, Job
 
 _LINES = 6  # that decide, shown in a report
+_ARGUMENT = re.compile(r"  \w+ \.+ .*(?:updated|default)\s*$")  # of the list of them, whose names mean nothing here
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A class of failures. safe: whether the same run may simply be submitted again, once what `name` says has
-    been seen to. pattern: of a line of the log. advice: what a person looks at next."""
+    """A class of failures. safe: whether the same run may simply be submitted again, once what `name` says
+    has been seen to. pattern: of a line of the log. advice: what a person looks at next."""
 
     name: str
     safe: bool
@@ -27,7 +29,8 @@ OUT_OF_MEMORY = Kind(
 )  # fmt: skip
 PORT = Kind(
     "port in use", True,
-    r"port \d+ (?:of host \S+ )?(?:is taken|cannot be used)|Address already in use|EADDRINUSE|is already at \S+:\d+, from",
+    r"port \d+ (?:of host \S+ )?(?:is taken|cannot be used)|Address already in use|EADDRINUSE|"
+    r"is already at \S+:\d+, from",
     "which program has the port (ss -ltnp); a master_port in a file stands for every job: remove it there",
 )  # fmt: skip
 LOCK = Kind(
@@ -39,7 +42,8 @@ NODE = Kind(
     "node failure", True,
     r"Slurm gave this node \d+ GPUs|DUE TO NODE FAILURE|NODE_FAIL|\bXid\b|uncorrectable ECC|fallen off the bus|"
     r"Driver/library version mismatch|CUDA-capable device\(s\) is/are busy|launch failed|"
-    r"(?:is|was) not heard of|Unable to contact slurmd|Node failure on|srun: error: .*(?:Node|Communication connection) failure",
+    r"(?:is|was) not heard of|Unable to contact slurmd|Node failure on|"
+    r"srun: error: .*(?:Node|Communication connection) failure",
     "the node's health (nvidia-smi, dmesg); tell the operators, and leave it out: sbatch --exclude=NODE",
 )  # fmt: skip
 FOLDER = Kind(
@@ -59,17 +63,20 @@ CONFIGURATION = Kind(
 )  # fmt: skip
 DATA = Kind(
     "data", False,
-    r"DataError|\S+\.(?:bin|idx|jsonl|npy)\b.*(?:No such file|not there|bytes|not an index|cut off|describes|cannot be)|"
+    r"DataError|"
+    r"\S+\.(?:bin|idx|jsonl|npy)\b.*(?:No such file|not there|bytes|not an index|cut off|describes|cannot be)|"
     r"no such file.*(?:document|\.bin|\.idx)|training samples, but|index maps|document boundaries|"
-    r"documents? .* (?:sequences|tokens)|data_path|data_paths",
+    r"error: .*\bdata_paths?\b",
     "the files that are named: tools/datasets/inspect.py, or preprocess them again",
 )  # fmt: skip
 CHECKPOINT = Kind(
-    "checkpoint", False, r"CheckpointError|manifest\.json|global_step\d+.*(?:damaged|incomplete|missing|differs)|differ in",
+    "checkpoint", False,
+    r"CheckpointError|manifest\.json|global_step\d+.*(?:damaged|incomplete|missing|differs)|differ in",
     "tools/ckpts/verify.py says which files are damaged; load_fallback: true takes the checkpoint before",
 )  # fmt: skip
 DISK = Kind(
-    "disk", False, r"No space left on device|Disk quota exceeded|cannot be written|Read-only file system|Stale file handle",
+    "disk", False,
+    r"No space left on device|Disk quota exceeded|cannot be written|Read-only file system|Stale file handle",
     "space and quota of the file system that is named",
 )  # fmt: skip
 TIME = Kind("time", False, r"DUE TO TIME LIMIT", "more time (sbatch --time), or fewer iterations to wait for")
@@ -98,6 +105,7 @@ def classify(job: Job, lines: Sequence[str]) -> Failure:
     """The class of a failed job. lines: of the end of its log; none where there is no log."""
     if job.exit_code == NO_LOG and not lines:
         return Failure(FOLDER, (f"Slurm could not open the log {job.log}",))
+    lines = [line for line in lines if not _ARGUMENT.match(line)]
     by_state = {
         "NODE_FAIL": NODE, "BOOT_FAIL": NODE, "OUT_OF_MEMORY": OUT_OF_MEMORY, "TIMEOUT": TIME, "DEADLINE": TIME,
         "CANCELLED": CANCELLED,
@@ -111,8 +119,8 @@ def classify(job: Job, lines: Sequence[str]) -> Failure:
 
 
 def bad_node(job: Job, lines: Sequence[str]) -> str | None:
-    """The one node that a failure is pinned to: that which a line says to leave out, that in whose name a line
-    speaks, or the only one of the job."""
+    """The one node that a failure is pinned to: that which a line says to leave out, that in whose name a
+    line speaks, or the only one of the job."""
     text = "\n".join(lines)
     patterns = (r"sbatch --exclude=([\w.-]+)", r"Node failure on ([\w.-]+)", r"error: Node ([\w.-]+) ")
     for pattern in patterns:

@@ -12,7 +12,9 @@ from pathlib import Path
 
 LAST_LINES = 100
 CRASH = re.compile(r"traceback|exception|error:", re.IGNORECASE)
-ITERATION = re.compile(rb"iteration +(\d+)/ *(\d+) \|(?:.*?elapsed time per iteration \(ms\): ([\d.]+))?.*?lm_loss: (\S+)")
+ITERATION = re.compile(
+    rb"iteration +(\d+)/ *(\d+) \|(?:.*?elapsed time per iteration \(ms\): ([\d.]+))?.*?lm_loss: (\S+)"
+)
 # slurmstepd's, of a job that is queued again and goes on
 _REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*")
 _SHOWN = 3  # error lines
@@ -44,10 +46,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class LogFacts:
-    """What a log says. written: when it was written to last, in seconds since 1970. error_lines: the last three
-    of its last 100 lines that speak of a failure. phase: starting, training, evaluating, saving or ended, by
-    its last line that tells. save, log_dir: as in the list of arguments. submitted: the number of the job that
-    this one submitted in its place."""
+    """What a log says. written: when it was written to last, in seconds since 1970. error_lines: the last
+    three of its last 100 lines that speak of a failure. phase: starting, training, evaluating, saving or
+    ended, by its last line that tells. save, log_dir: as in the list of arguments. submitted: the number of
+    the job that this one submitted in its place."""
 
     written: float
     progress: Progress | None = None

@@ -23,8 +23,8 @@ _UNDER_WAY = (TRAINING, SAVING, EVALUATING)
 @dataclass(frozen=True)
 class Choice:
     """Which jobs are wanted. ids: numbers of jobs, or folders of runs of this machine; none: those of `user`
-    that wait, run, or ended within since_s. name, experiment: patterns as of a shell. every: also jobs that do
-    not train."""
+    that wait, run, or ended within since_s. name, experiment: patterns as of a shell. every: also jobs that
+    do not train."""
 
     ids: Sequence[str] = ()
     user: str | None = None
@@ -36,9 +36,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Row:
-    """A job and what it is doing. tokens_per_s, model_flops (of each GPU, in a second), utilization: of its last
-    logged step; eta_s: seconds until its last iteration at the speed of the last lines; scores: of its last
-    evaluation. save, logs: the folders of its run; device: of rank 0."""
+    """A job and what it is doing. tokens_per_s, model_flops (of each GPU, in a second), utilization: of its
+    last logged step; eta_s: seconds until its last iteration at the speed of the last lines; scores: of its
+    last evaluation. save, logs: the folders of its run; device: of rank 0."""
 
     job: Job
     verdict: Verdict
@@ -78,8 +78,8 @@ class Row:
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
     """The rows of the jobs and local runs that are wanted, the oldest first.
 
-    Raises LaunchError for a number that Slurm does not know and where Slurm does not answer, RunFolderError for a
-    folder that holds no run.
+    Raises LaunchError for a number that Slurm does not know and where Slurm does not answer, RunFolderError
+    for a folder that holds no run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
     return [row for row in rows if _matches(row, choice)]
@@ -99,19 +99,18 @@ def row_of(job: Job, site: Mapping[str, str]) -> Row:
     named = save or (_path(job, log.save) if log is not None and log.save else None)
     if named is not None:
         row = replace(row, experiment=experiment_of(named, _checkpoints(site, job.work_dir)))
-    if run is None or (row.progress is None and not job.local):
-        return row
+    if run is None or (done is None and not job.local):
+        return replace(row, eta_s=_eta(done, verdict))
     metrics = last_rows(run.metrics_file)
     done = row.progress or _progress(metrics, status)
     if done is not None:  # a later job may train there by now
         metrics = [one for one in metrics if one["iteration"] <= done.iteration]
-    numbers = next((one for one in reversed(metrics) if "runtime/tokens_per_sec" in one), {})
-    eta = (done.total - done.iteration) * done.seconds if done is not None and done.seconds else None
+    numbers: Mapping[str, Any] = next((one for one in reversed(metrics) if "runtime/tokens_per_sec" in one), {})
     return replace(
         row, progress=done, tokens_per_s=numbers.get("runtime/tokens_per_sec"),
         model_flops=numbers.get("runtime/model_flops_per_sec_per_gpu"),
         utilization=numbers.get("runtime/model_flops_utilization"),
-        eta_s=eta if verdict.kind in _UNDER_WAY else None,
+        eta_s=_eta(done, verdict),
         scores={
             name.removeprefix(_SCORES): value
             for one in metrics for name, value in one.items() if name.startswith(_SCORES)
@@ -173,6 +172,12 @@ def _progress(metrics: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -
         return None
     seconds = last.get("runtime/iteration_time")
     return Progress(last["iteration"], int(status["train_iters"]), float(last["train/lm_loss"] or "nan"), seconds)
+
+
+def _eta(done: Progress | None, verdict: Verdict) -> float | None:
+    if done is None or not done.seconds or verdict.kind not in _UNDER_WAY:
+        return None
+    return (done.total - done.iteration) * done.seconds
 
 
 def _path(job: Job, text: str) -> Path:

@@ -51,7 +51,9 @@ def remedy(
     return Remedy(f"submitted again without node {node}", exclude=(node,))
 
 
-def free_lock(save: Path, slurm: Slurm | None, wait_s: float = _FREED_S, alive: Callable[[int], bool] | None = None) -> Remedy:
+def free_lock(
+    save: Path, slurm: Slurm | None, wait_s: float = _FREED_S, alive: Callable[[int], bool] | None = None
+) -> Remedy:
     """Wait for the lock of a folder of checkpoints, or remove it where the job that had it has ended and no
     process of this machine holds it: a file system keeps the lock of a machine that went away.
 

@@ -3,13 +3,10 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron.operations.jobs.failures import UNKNOWN, Failure
 from megatron.operations.jobs.overview import Row
-
-if TYPE_CHECKING:
-    from megatron.operations.jobs.submission import Request
+from megatron.operations.jobs.request import Request
 
 _LAST = 25  # lines of a log, where nothing better is known
 _WIDTH = 200
@@ -32,7 +29,7 @@ def share_of_peak(row: Row) -> str:
 
 
 def write_report(
-    request: "Request", row: Row, failure: Failure, tried: Sequence[str], command: str, lines: Sequence[str]
+    request: Request, row: Row, failure: Failure, tried: Sequence[str], command: str, lines: Sequence[str]
 ) -> tuple[Path, str]:
     """One page for a person, beside the log (in this folder where that cannot be): its file and its text."""
     job, verdict = row.job, row.verdict

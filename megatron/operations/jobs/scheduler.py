@@ -32,8 +32,9 @@ _ANSWERS_S = 120.0
 class Job:
     """A job of Slurm, or a run of this machine (`local`), whose number is then the path of its folder.
 
-    state: Slurm's word. submitted, started, ended: seconds since 1970. command: what was submitted. log: where
-    its output is. reason: why it waits. save: its folder of checkpoints, where that is known without the log.
+    state: Slurm's word. submitted, started, ended: seconds since 1970. command: what was submitted. log:
+    where its output is. reason: why it waits. save: its folder of checkpoints, where that is known without
+    the log.
     """
 
     id: str
@@ -72,7 +73,9 @@ class Slurm:
     """The jobs of this machine's Slurm. say: is told once which of Slurm's commands are used, where it is not
     sacct. site: variables of the site file."""
 
-    def __init__(self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ
+    ) -> None:
         self._site, self._say, self._env = site, say, dict(env)
         self._has_accounting = True
 
@@ -83,8 +86,8 @@ class Slurm:
 
     def jobs(self, user: str | None = None, since_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
         """Jobs of a user (None: of whoever asks) that wait, run, or have ended in the last `since_s` seconds;
-        or those of `ids`, whenever they were. The oldest first. Raises LaunchError where Slurm does not answer
-        and for a user that there is not."""
+        or those of `ids`, whenever they were. The oldest first. Raises LaunchError where Slurm does not
+        answer and for a user that there is not."""
         if user is not None:
             try:
                 pwd.getpwnam(user)
@@ -122,7 +125,9 @@ class Slurm:
         else:
             if not done.returncode:
                 rows = [line.split(_SEPARATOR) for line in done.stdout.splitlines()]
-                jobs = [job for row in rows if len(row) == len(_FIELDS.split(",")) and (job := _of_sacct(row)) is not None]
+                jobs = [
+                    job for row in rows if len(row) == len(_FIELDS.split(",")) and (job := _of_sacct(row)) is not None
+                ]
                 return self._with_queue(jobs, self._queue(listed), user, 0.0 if ids else time.time() - since_s)
             reason = (done.stderr.strip().splitlines() or [f"ended with code {done.returncode}"])[0]
         self._has_accounting = False
@@ -135,17 +140,19 @@ class Slurm:
         return dict(line.split(_SEPARATOR, 1) for line in done.stdout.splitlines() if _SEPARATOR in line)
 
     def _with_queue(self, jobs: list[Job], queue: Mapping[str, str], user: str, recent: float) -> list[Job]:
-        """The jobs of sacct that are recent, with the reasons why they wait, and those of the queue that it does
-        not show: it leaves out what is held or not due yet, and hears of the others seconds late."""
+        """The jobs of sacct that are recent, with the reasons why they wait, and those of the queue that it
+        does not show: it leaves out what is held or not due yet, and hears of the others seconds late."""
         absent = {number.partition("_")[0] for number in queue.keys() - {job.id for job in jobs}}
         added = self._by_scontrol(user, 0.0, sorted(absent)) if absent else []
-        jobs = [replace(job, reason=queue.get(job.id, "")) for job in jobs if job.is_active or (job.ended or 0) >= recent]
+        jobs = [
+            replace(job, reason=queue.get(job.id, "")) for job in jobs if job.is_active or (job.ended or 0) >= recent
+        ]
         return [*jobs, *(job for job in added if job.id not in {one.id for one in jobs})]
 
     def _by_scontrol(self, user: str, since_s: float, ids: Sequence[str]) -> list[Job]:
         shown = []
-        for words in [("show", "job", number) for number in ids] or [("show", "job")]:
-            done = self._run("scontrol", *words)
+        for words in [[number] for number in ids] or [[]]:
+            done = self._run("scontrol", "show", "job", *words)
             if done.returncode and not ids:
                 raise LaunchError(f"scontrol show job: {done.stderr.strip() or done.stdout.strip()}")
             shown += done.stdout.split("\n\n") if not done.returncode else []
@@ -236,12 +243,13 @@ def _asked_for(job: Job) -> list[Path]:
     except ValueError:
         return []
     found: list[Path] = []
+    array, _, task = job.id.partition("_")
+    values = {"x": job.name, "j": job.id, "A": array, "a": task, "u": job.user, "%": "%"}
     for word, following in pairwise([*words, ""]):
         match = re.match(r"(?:--output=|-o(?=.))(.+)", word)
         pattern = match[1] if match is not None else following if word in ("-o", "--output") else None
         if pattern is not None:
-            values = {"x": job.name, "j": job.id, "A": job.id, "u": job.user, "%": "%"}
-            found = [job.work_dir / re.sub(r"%([xjAu%])", lambda match: values[match[1]], pattern)]
+            found = [job.work_dir / re.sub(r"%([xjAau%])", lambda match: values[match[1]], pattern)]
         if word.endswith(".sbatch"):
             break
     return found

@@ -8,13 +8,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.operations.jobs.request import Attempt
 from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
-
-if TYPE_CHECKING:
-    from megatron.operations.jobs.submission import Attempt
 
 _ENDS_S = 90.0  # Slurm's KillWait and what the batch file does meanwhile
 
@@ -22,7 +20,7 @@ _ENDS_S = 90.0  # Slurm's KillWait and what the batch file does meanwhile
 class Starter(Protocol):
     """Starts a run, says how it stands and ends it."""
 
-    def start(self, attempt: "Attempt") -> str:
+    def start(self, attempt: Attempt) -> str:
         """Start the run; its number."""
         ...
 
@@ -38,7 +36,7 @@ class Starter(Protocol):
         """End it, if it has not, and wait until it has."""
         ...
 
-    def line(self, attempt: "Attempt") -> str:
+    def line(self, attempt: Attempt) -> str:
         """The command, to be copied."""
         ...
 
@@ -53,7 +51,7 @@ class SlurmStarter:
         self._configs, self._pairs, self._nodes = configs, tuple(pairs), nodes
         self._options, self._site, self._slurm = tuple(options), site, slurm
 
-    def start(self, attempt: "Attempt") -> str:
+    def start(self, attempt: Attempt) -> str:
         env = {name: value for name, value in os.environ.items() if name not in attempt.without}
         words = self._words(attempt)
         if folder := self._site.get("NEOX_LOG_DIR"):
@@ -83,10 +81,10 @@ class SlurmStarter:
                 raise LaunchError(f"job {number} does not end: scancel --signal=KILL --full {number}")
             time.sleep(1.0)
 
-    def line(self, attempt: "Attempt") -> str:
+    def line(self, attempt: Attempt) -> str:
         return shlex.join(self._words(attempt))
 
-    def _words(self, attempt: "Attempt") -> list[str]:
+    def _words(self, attempt: Attempt) -> list[str]:
         site, options = self._site, [f"--nodes={self._nodes}"]
         options += [f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}"] if "NEOX_GPUS_PER_NODE" in site else []
         options += [f"--output={site['NEOX_LOG_DIR']}/%x-%j.out"] if "NEOX_LOG_DIR" in site else []
@@ -106,7 +104,7 @@ class LocalStarter:
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
 
-    def start(self, attempt: "Attempt") -> str:
+    def start(self, attempt: Attempt) -> str:
         env = {name: value for name, value in os.environ.items() if name not in attempt.without}
         self._folder.mkdir(parents=True, exist_ok=True)
         name = f"{Path(self._configs[0]).stem}-local-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -140,10 +138,10 @@ class LocalStarter:
             except subprocess.TimeoutExpired:
                 raise LaunchError(f"process {number} does not end: kill -KILL {number}") from None
 
-    def line(self, attempt: "Attempt") -> str:
+    def line(self, attempt: Attempt) -> str:
         return shlex.join(self._words(attempt))
 
-    def _words(self, attempt: "Attempt") -> list[str]:
+    def _words(self, attempt: Attempt) -> list[str]:
         pairs = (*self._pairs, *attempt.pairs)
         script = [sys.executable, "-u", str(install_root() / "deepy.py"), str(install_root() / "train.py")]
         return [*script, *self._configs, *(("--set", *pairs) if pairs else ())]

@@ -4,21 +4,21 @@ person."""
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.launch.environment import LaunchError, install_root
 from megatron.launch.site import site_nodes, starts_from_a_model
-from megatron.operations.jobs.failures import CANCELLED, UNKNOWN, Failure, Kind, classify
+from megatron.operations.jobs.failures import classify
 from megatron.operations.jobs.joblog import last_lines
 from megatron.operations.jobs.overview import Row, row_of
-from megatron.operations.jobs.remedies import Remedy, remedy
+from megatron.operations.jobs.remedies import remedy
 from megatron.operations.jobs.report import share_of_peak, write_report
-from megatron.operations.jobs.scheduler import PENDING, Slurm
+from megatron.operations.jobs.request import Attempt, Request
+from megatron.operations.jobs.scheduler import Slurm
 from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter
 from megatron.operations.jobs.table import duration
-from megatron.operations.jobs.verdict import CRASHED, STALE
+from megatron.operations.jobs.verdict import STALE
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -27,38 +27,6 @@ FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
 _EVIDENCE = 400  # lines of a log's end
 _PATIENCE_S = 60.0  # after what looks like a crash, while the job still runs: a library may only have warned
 _SAY_EVERY_S = 30.0
-
-
-@dataclass(frozen=True)
-class Request:
-    """A run to submit: configuration files, `key=value` pairs, nodes (None: the site's), iterations to wait for,
-    how often to try again, words for sbatch, seconds between two looks. local: without a scheduler."""
-
-    configs: tuple[str, ...]
-    pairs: tuple[str, ...] = ()
-    nodes: int | None = None
-    watch: int = 50
-    local: bool = False
-    retries: int = 2
-    sbatch_options: tuple[str, ...] = ()
-    interval_s: float = 5.0
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One submission of a run: what a remedy has added to it."""
-
-    pairs: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
-    without: tuple[str, ...] = ()  # variables that are left out
-    exclude: tuple[str, ...] = ()  # nodes
-
-    def with_remedy(self, found: Remedy) -> "Attempt":
-        """The next submission."""
-        return Attempt(
-            (*self.pairs, *found.pairs), {**self.environment, **found.environment}, (*self.without, *found.without),
-            (*self.exclude, *found.exclude),
-        )  # fmt: skip
 
 
 def submit(

@@ -25,8 +25,8 @@ def console(file: IO[str] | None = None) -> Console:
 
 
 def render(rows: Sequence[Row], narrow: bool, note: str = "") -> Group:
-    """The table, below it what crashed jobs wrote last, and a note. narrow: for a terminal; what does not fit is
-    cut, the last columns first."""
+    """The table, below it what crashed jobs wrote last, and a note. narrow: for a terminal; what does not fit
+    is cut, the last columns first."""
     table = Table(box=box.SIMPLE_HEAD if narrow else None, pad_edge=False, padding=(0, 1 if narrow else 2, 0, 0))
     for name in ("id", "name", "experiment", "state", "verdict"):
         keep = name in ("id", "verdict")

@@ -1,5 +1,5 @@
-"""What a job is doing, decided from what Slurm, its log and its status.json say: a pure function of them and of
-the time."""
+"""What a job is doing, decided from what Slurm, its log and its status.json say: a pure function of them and
+of the time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +21,8 @@ _EVALUATES = ("evaluating", "computing the", "answering demo_prompts")
 
 @dataclass(frozen=True)
 class Verdict:
-    """kind: one of the words above. detail: what there is to add, as the reason why a job waits. error_lines: of
-    its log, at most three. silent_s: how long ago a STALE job has written to its log."""
+    """kind: one of the words above. detail: what there is to add, as the reason why a job waits. error_lines:
+    of its log, at most three. silent_s: how long ago a STALE job has written to its log."""
 
     kind: str
     detail: str = ""

@@ -31,8 +31,8 @@ def write_ending(training: Training, status: str, reason: str | None) -> None:
 
 
 def note_phases(training: Training) -> None:
-    """Let rank 0's status.json say from now on what the run is doing, whenever that changes: training, saving,
-    evaluating and whatever else the watchdog is told of. A write that fails is left out, and none is
+    """Let rank 0's status.json say from now on what the run is doing, whenever that changes: training,
+    saving, evaluating and whatever else the watchdog is told of. A write that fails is left out, and none is
     synced."""
     noted = _TRAINING
 

@@ -14,8 +14,9 @@ from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.remedies import free_lock, remedy
 from megatron.operations.jobs.report import share_of_peak, write_report
+from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
-from megatron.operations.jobs.submission import Request, _target
+from megatron.operations.jobs.submission import _target
 from megatron.operations.jobs.verdict import CRASHED, Verdict
 from tests.training.runs import BASE
 
@@ -26,18 +27,42 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
-        ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free of 80 GiB", "out of memory"),
+        (
+            "train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free of 80 GiB",
+            "out of memory",
+        ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.", "out of memory"),
-        ("deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used ([Errno 98] Address already in use)", "port in use"),
-        ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500; another run?", "port in use"),
-        ("RuntimeError: The server socket has failed to listen on any local network address. EADDRINUSE", "port in use"),
-        ("train.py: error: /p/run: another run is writing there; wait for it to end, or set another save", "stale lock"),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+            "out of memory",
+        ),
+        (
+            "deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used (Address already in use)",
+            "port in use",
+        ),
+        (
+            "train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500; another run?",
+            "port in use",
+        ),
+        (
+            "RuntimeError: The server socket has failed to listen on any local network address. EADDRINUSE",
+            "port in use",
+        ),
+        (
+            "train.py: error: /p/run: another run is writing there; wait for it to end, or set another save",
+            "stale lock",
+        ),
         ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
         ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
-        ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file or directory", "missing output folder"),
-        ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are those of step 11", "hyper-parameters"),
+        (
+            "slurmstepd: error: Could not open stdout file /p/a/7.out: No such file or directory",
+            "missing output folder",
+        ),
+        (
+            "train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are those of step 11",
+            "hyper-parameters",
+        ),
         ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
         ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
         ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
@@ -62,6 +87,11 @@ def test_what_slurm_says_comes_first() -> None:
     assert {kind.name for kind in KINDS if kind.safe} == {
         "port in use", "stale lock", "node failure", "missing output folder",
     }  # fmt: skip
+
+
+def test_the_list_of_arguments_is_no_evidence() -> None:
+    listed = "  valid_data_paths ................ ['/p/out of memory.bin'].....updated"
+    assert classify(JOB, [listed, "ZeroDivisionError: division by zero"]).kind is UNKNOWN
 
 
 def test_the_node_that_is_left_out() -> None:

@@ -17,8 +17,9 @@ ARGUMENTS = """\
 ---------------- end of arguments ----------------
 """
 LINE = (
-    " samples/sec: 575.275 | iteration {:8d}/     200 | elapsed time per iteration (ms): 13.9 | learning rate: 1.000E-03"
-    " | approx flops per GPU: 7.4GFLOPS | lm_loss: 6.124934E+00 | number of skipped iterations:   0 |\n"
+    " samples/sec: 575.275 | iteration {:8d}/     200 | elapsed time per iteration (ms): 13.9 |"
+    " learning rate: 1.000E-03 | approx flops per GPU: 7.4GFLOPS | lm_loss: 6.124934E+00"
+    " | number of skipped iterations:   0 |\n"
 )
 VALIDATION = " validation results at iteration 5 | lm_loss value: 5.843227E+00 | lm_loss_ppl value: 3.448906E+02 | \n"
 
@@ -46,9 +47,15 @@ def test_progress_and_folders(tmp_path: Path) -> None:
         ("distributed_backend: auto chose gloo\n", "starting"),
         (LINE.format(3), "training"),
         (LINE.format(3) + "still saving, for 61 s\n", "saving"),
-        (LINE.format(3) + "Running evaluation harness:  45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]\n", "evaluating"),
+        (
+            LINE.format(3) + "Running evaluation harness:  45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]\n",
+            "evaluating",
+        ),
         (LINE.format(3) + "still computing the validation loss, for 61 s\n", "evaluating"),
-        ("Running evaluation harness: 100%|##########|\n evaluation results at iteration 5 | piqa_acc: 0.5\n", "training"),
+        (
+            "Running evaluation harness: 100%|##########|\n evaluation results at iteration 5 | piqa_acc: 0.5\n",
+            "training",
+        ),
         (LINE.format(3) + "deepy.py: restart 1 of 3 after rank 0 of 1 failed with exit code 1\n", "starting"),
         (LINE.format(3) + ARGUMENTS, "starting"),
         (LINE.format(200) + "run finished at iteration 200\n", "ended"),
