@@ -87,7 +87,7 @@ def _job(save: Path, status: Mapping[str, Any]) -> Job:
     at = _seconds(status)
     state = _state(save, status)
     return Job(
-        shown if not shown.startswith("..") else str(save), save.name, save.owner(), state, started=at,
+        shown if not shown.startswith("..") else str(save), save.name, _owner(save), state, started=at,
         submitted=at, ended=at if state not in ("RUNNING",) else None, work_dir=Path.cwd(),
         log=log if log.is_file() else run.metrics_file, save=save, local=True,
     )  # fmt: skip
@@ -103,6 +103,14 @@ def _state(save: Path, status: Mapping[str, Any]) -> str:
         if said == "running" and not alive:
             return GONE
     return {"running": "RUNNING", "failed": "FAILED"}.get(str(said), "COMPLETED")
+
+
+def _owner(path: Path) -> str:
+    """The name of the user, or the number where it has none, as in a container."""
+    try:
+        return path.owner()
+    except KeyError:
+        return str(path.stat().st_uid)
 
 
 def _seconds(status: Mapping[str, Any]) -> float | None:

@@ -1,5 +1,6 @@
 """One row for each job: what Slurm, its log, its status.json and its metrics say, together."""
 
+import pwd
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -78,8 +79,8 @@ class Row:
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
     """The rows of the jobs and local runs that are wanted, the oldest first.
 
-    Raises LaunchError for a number that Slurm does not know and where Slurm does not answer, RunFolderError
-    for a folder that holds no run.
+    Raises LaunchError for a number that Slurm does not know, a user that there is not, and where Slurm does
+    not answer; RunFolderError for a folder that holds no run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
     return [row for row in rows if _matches(row, choice)]
@@ -131,6 +132,11 @@ def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
         if unknown:
             raise LaunchError(f"job {', '.join(unknown)}: Slurm knows no such job")
         return [*jobs, *(local_run(Path(one)) for one in choice.ids if one not in numbers)]
+    if choice.user is not None:
+        try:
+            pwd.getpwnam(choice.user)
+        except KeyError:
+            raise LaunchError(f"--user {choice.user}: this machine knows no such user") from None
     jobs = slurm.jobs(choice.user, choice.since_s) if slurm.is_here else []
     runs = find_runs(_checkpoints(site, Path.cwd()) or Path("checkpoints"), choice.since_s)
     return [*(job for job in jobs if choice.every or job.trains), *runs]
