@@ -33,6 +33,7 @@ ITERATION, TOTAL, LOSS = (
 EXPERIMENT = r"""grep -oE 'sf_model_organisms/[^/"]+' <log> | head -1"""
 STALE = "[ $(( $(date +%s) - $(stat -c %Y <log>) )) -gt 600 ]"
 BAR = r'tail -50 <log> | grep -P "\d+%\|"'
+TROUBLE = r'grep -i "error\|exception\|traceback" <log>'
 HARNESS = 'grep -E "Running evaluation harness" <log>'
 
 
@@ -184,9 +185,13 @@ def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight
             assert (row["iteration"], row["total"], row["loss"]) == (int(seen[0]), int(seen[1]), float(seen[2]))
         assert bash(EXPERIMENT, log)[1] == f"sf_model_organisms/{row['experiment']}" == f"sf_model_organisms/exp_{name}"
         assert (bash(CRASHED, log)[0] == 0) == (row["verdict"] == "CRASHED")
+        assert (bash(TROUBLE, log)[0] == 0) == (row["verdict"] == "CRASHED"), bash(TROUBLE, log)
         assert bash(STALE, log)[0] == 1
         assert (bash(BAR, log)[0] == 0 and bash(HARNESS, log)[0] == 0) == (name == "evaluating")
         assert row["tokens_per_s"] > 0 and (row["eta_s"] is None) == (name in ("finished", "crashed"))
+    shown = accounted.cluster.run("sacct", "-X", "-n", "-P", "--format=JobID,State")
+    states = dict(line.split("|") for line in shown.splitlines())
+    assert {row["id"]: row["state"] for row in found.values() if row["state"] != "PENDING"}.items() <= states.items()
     assert found["failed"]["state"] == "FAILED" and found["crashed"]["state"] == "RUNNING"
     assert bash(CRASHED, found["failed"]["log"])[0] == 0
     assert any("absent_text_document" in line for line in found["failed"]["error_lines"])

@@ -1,10 +1,12 @@
 """What is made of a submitted run's fate: success after its iterations, two retries at most of what is safe,
 and a report; with a starter whose jobs end as they are told to."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.launch.environment import LaunchError
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -139,6 +141,26 @@ def test_bad_requests_start_nothing(tmp_path: Path) -> None:
         asked(pairs=pairs)
     with pytest.raises(LaunchError, match="--local runs on this machine alone"):
         asked(pairs=pairs, local=True, nodes=2)
+
+
+@pytest.mark.parametrize(("finetune", "nodes", "count"), [(False, None, 64), (True, None, 16), (True, 3, 3)])
+def test_the_sites_number_of_nodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None, count: int
+) -> None:
+    """What Slurm refuses is one line, with the command."""
+    for name in ("scontrol", "sbatch"):
+        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    path = tmp_path / "a.yml"
+    path.write_text(yaml.safe_dump({**BASE, "save": "a", "load": "b", "checkpoint_factor": 9, "finetune": finetune}))
+    site = {"NEOX_NODES_PRETRAIN": "64", "NEOX_NODES": "16"}
+    monkeypatch.setenv("PATH", str(tmp_path), os.pathsep)
+    here = Slurm(site, pytest.fail)
+    with pytest.raises(LaunchError) as refused:
+        submit(Request((str(path),), nodes=nodes), here, site, pytest.fail, pytest.fail)
+    assert str(refused.value) == (
+        f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: sbatch: error: invalid partition specified"
+    )
 
 
 def test_the_sites_words_are_in_the_line(tmp_path: Path) -> None:
