@@ -152,6 +152,13 @@ class Cluster:
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
+        # A step that has not ended when slurmd does stays for ever.
+        queue = ["squeue", "--noheader", "--states=RUNNING,COMPLETING,SUSPENDED"]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if not subprocess.run(queue, env=self.environment, capture_output=True).stdout:
+                break
+            time.sleep(0.2)
         for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "slurmdbd", "mariadbd", "munged"):
             try:
                 os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
