@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -50,6 +50,7 @@ class Outcome:
     reason: str = ""
     repeatable: bool = False
     log: str = ""  # of the rank that failed
+    signal: int = 0  # the first one that was passed on to the ranks
 
 
 class PeerLaunchers(Protocol):
@@ -113,7 +114,8 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            return _watch(ranks, received, _Screen(), peers)
+            outcome = _watch(ranks, received, _Screen(), peers)
+            return replace(outcome, signal=received[0]) if received else outcome
         finally:
             _end(ranks)
             for rank in ranks:
