@@ -50,7 +50,7 @@ class Outcome:
     reason: str = ""
     repeatable: bool = False
     log: str = ""  # of the rank that failed
-    signal: int = 0  # the first one that was passed on to the ranks
+    signal: int = 0  # one that was passed on to ranks, here or on another machine
 
 
 class PeerLaunchers(Protocol):
@@ -177,7 +177,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 if peers is None:
                     return Outcome(0)
                 if not reported_done:
-                    peers.report(Outcome(0))
+                    peers.report(Outcome(0, signal=received[0] if received else 0))
                     reported_done = True
                 time.sleep(POLL_S)
             ended = peers.outcome() if peers is not None else None
