@@ -42,8 +42,12 @@ def main(
         from megatron.callbacks import Callback
         from megatron.training import start, train
 
-        training = start(args, process)
         evaluations: list[Callback] = []
+        if args.metrics_port is not None and process.rank == 0:
+            from megatron.operations.monitoring import Monitoring
+
+            evaluations.append(Monitoring(args))  # a port that is taken is said before a model is loaded
+        training = start(args, process)
         if args.eval_tasks:
             from megatron.evaluation import InTraining
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -50,6 +50,7 @@ class Outcome:
     reason: str = ""
     repeatable: bool = False
     log: str = ""  # of the rank that failed
+    signal: int = 0  # one that was passed on to ranks, here or on another machine
 
 
 class PeerLaunchers(Protocol):
@@ -115,7 +116,8 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            return _watch(ranks, received, _Screen(quiet=will_restart), peers)
+            outcome = _watch(ranks, received, _Screen(quiet=will_restart), peers)
+            return replace(outcome, signal=received[0]) if received else outcome
         finally:
             _end(ranks)
             for rank in ranks:
@@ -184,7 +186,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 if peers is None:
                     return Outcome(0)
                 if not reported_done:
-                    peers.report(Outcome(0))
+                    peers.report(Outcome(0, signal=received[0] if received else 0))
                     reported_done = True
                 time.sleep(POLL_S)
             ended = peers.outcome() if peers is not None else None
