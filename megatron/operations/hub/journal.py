@@ -39,7 +39,11 @@ class Journal:
 
     def __init__(self, path: Path, file: IO[str]) -> None:
         self.path, self._file = path, file
-        self.events = _read(path)
+        file.seek(0)  # read through this file alone: closing another one of it would end the lock
+        text = file.read()
+        if text and not text.endswith("\n"):  # a process was ended within a line
+            file.write("\n")
+        self.events = _events(text)
 
     def add(self, event: str, **facts: Any) -> None:
         """Append a line; it is on the disk when this returns."""
@@ -68,7 +72,7 @@ def open_journal(save: Path, tag: str, say: Say) -> Iterator[Journal]:
     path = save / FOLDER / f"{tag}.jsonl"
     try:
         path.parent.mkdir(exist_ok=True)
-        file = path.open("a", encoding="utf-8")
+        file = path.open("a+", encoding="utf-8", errors="replace")
     except OSError as problem:
         raise HubError(f"{path}: cannot be written ({problem.strerror})") from None
     with file:
@@ -82,21 +86,19 @@ def open_journal(save: Path, tag: str, say: Say) -> Iterator[Journal]:
         yield Journal(path, file)
 
 
-def is_finished(save: Path, tag: str, repository: str) -> bool:
-    """Whether a journal says that all of a checkpoint has been published in a repository."""
-    return any(
-        line["event"] == "finished" and line.get("repository") == repository
-        for line in _read(save / FOLDER / f"{tag}.jsonl")
-    )
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; what a crash has left of the last one is none."""
-    events: list[dict[str, Any]] = []
+def is_finished(save: Path, tag: str, repository: str, what: str) -> bool:
+    """Whether a journal says that a checkpoint has been published in a repository; what: `formats` of it."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = (save / FOLDER / f"{tag}.jsonl").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
-        return events
+        return False
+    facts = {"event": "finished", "repository": repository, "formats": what}
+    return any(line.items() >= facts.items() for line in _events(text))
+
+
+def _events(text: str) -> list[dict[str, Any]]:
+    """The lines of a journal; what a crash has left of one is none."""
+    events: list[dict[str, Any]] = []
     for line in text.splitlines():
         try:
             event = json.loads(line)
