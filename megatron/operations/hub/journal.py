@@ -45,9 +45,10 @@ class Journal:
             file.write("\n")
         self.events = _events(text)
 
-    def add(self, event: str, **facts: Any) -> None:
+    def add(self, event: str, file: str | None = None, **facts: Any) -> None:
         """Append a line; it is on the disk when this returns."""
-        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts}
+        of_file = {} if file is None else {"file": file}
+        line = {"event": event, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **of_file, **facts}
         self._file.write(json.dumps(line, sort_keys=True) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())

@@ -117,8 +117,6 @@ def call(patience: Patience, what: str, function: Callable[[], Result], say: Say
     except HubError:
         raise
     except Exception as problem:
-        if not _passes(problem) and not _of_the_hub(problem):
-            raise
         raise HubError(f"{what}: {_advice(problem, patience)}") from None
 
 
@@ -176,7 +174,7 @@ def _advice(problem: BaseException, patience: Patience) -> str:
         return "the token may not do this (403); it needs the right to write in this organisation"
     if status == 404:
         return f"there is no such place on the Hub (404): {one_line(cause)}"
-    return one_line(cause)
+    return one_line(cause) if _of_the_hub(cause) else f"{type(cause).__name__}: {one_line(cause)}"
 
 
 def one_line(problem: BaseException) -> str:

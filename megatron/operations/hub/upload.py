@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -26,8 +27,8 @@ Formats = Literal["both", "hf", "neox"]
 @dataclass(frozen=True)
 class Upload:
     """What is to be published. save: the experiment's folder. repository: ORGANISATION/NAME of the model.
-    is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until they
-    are sent; None: `<save>/hub`. tasks: of the evaluation after the upload, none: there is none."""
+    is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until
+    they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none."""
 
     save: Path
     step: int
@@ -154,9 +155,8 @@ def _note(journal: Journal, source: str, files: Mapping[str, LocalFile]) -> None
 def _send(repository: Repository, upload: Upload, files: Mapping[str, LocalFile], journal: Journal, say: Say) -> None:
     for revision in upload.revisions:
         place = {"repository": repository.name, "revision": revision}
-        commit = repository.publish(
-            revision, files, f"{upload.tag} of {upload.save.name}", lambda name: journal.add("sent", file=name, **place)
-        )
+        sent = partial(journal.add, "sent", **place)
+        commit = repository.publish(revision, files, f"{upload.tag} of {upload.save.name}", sent)
         if commit is None:
             say(f"{upload.tag}: {repository.name}@{revision} has it already")
         else:
