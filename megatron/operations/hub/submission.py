@@ -109,7 +109,8 @@ def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Rando
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
     words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
     words += ["--eval_tasks", *tasks] if tasks else ["--skip-eval"]
-    words += ["--task_include_path", *options.task_include_path] if options.task_include_path else []
+    include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
+    words += ["--task_include_path", *include] if include else []
     words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
     words += ["--max-retries", str(patience.max_retries), "--retry-min-wait", f"{patience.min_wait_s:g}"]
     words += ["--retry-max-wait", f"{patience.max_wait_s:g}"]
@@ -153,7 +154,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_patience_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch commands, submit nothing")
     parser.set_defaults(neox_checkpoint=None, repository=None, neox_checkpoints_path=None)
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)  # the organisation may stand after flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:

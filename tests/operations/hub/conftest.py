@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.operations.hub.loopback_hub import LoopbackHub
+from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
@@ -37,6 +37,22 @@ def save(trained: Path, tmp_path: Path) -> Path:
 def hub() -> Iterator[LoopbackHub]:
     with LoopbackHub().serving() as made:
         yield made
+
+
+@pytest.fixture
+def client(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """huggingface_hub's client in this process, which reads its environment once, talks to `hub`."""
+    import huggingface_hub
+    from huggingface_hub import constants, utils
+
+    monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    verbosity = utils.logging.get_verbosity()
+    yield
+    huggingface_hub.set_client_factory(utils._http.default_client_factory)
+    utils.logging.set_verbosity(verbosity)
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ class LoopbackHub:
 
     @contextmanager
     def serving(self) -> Iterator["LoopbackHub"]:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         try:
             yield self
         finally:
