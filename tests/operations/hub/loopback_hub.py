@@ -25,13 +25,22 @@ _INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -tex
 
 @dataclass
 class Failure:
-    """What happens to the next `times` requests that match. kind: a status, "cut" (the connection is closed
-    within the body), "lost" (it is done, and the answer is not sent), "hang" (until `release`)."""
+    """What happens to the next `times` requests that match, after `after` others. kind: a status, "cut" (the
+    connection is closed within the body), "lost" (it is done, and the answer is not sent), "hang" (nothing is
+    done and nothing answered, until `released`), "stall" (it is done, and nothing is answered)."""
 
     pattern: str
     kind: int | str
     times: int
     retry_after: str | None = None
+    after: int = 0
+
+    def strikes(self, told: str) -> bool:
+        if not self.times or not re.search(self.pattern, told):
+            return False
+        self.after -= 1
+        self.times -= self.after < 0
+        return self.after < 0
 
 
 @dataclass(frozen=True)
@@ -62,6 +71,7 @@ class LoopbackHub:
         self.requests: list[Request] = []
         self.failures: list[Failure] = []
         self.may_create = True
+        self.waiting: list[str] = []  # requests that hang
         self.released = threading.Event()
         self.lock = threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
@@ -88,9 +98,9 @@ class LoopbackHub:
             self._server.shutdown()
             self._server.server_close()
 
-    def fail(self, pattern: str, kind: int | str, times: int = 1, retry_after: str | None = None) -> None:
+    def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
         """Let requests `METHOD path` that match fail."""
-        self.failures.append(Failure(pattern, kind, times, retry_after))
+        self.failures.append(Failure(pattern, kind, times, **how))
 
     def asked(self, pattern: str) -> list[Request]:
         return [one for one in self.requests if re.search(pattern, f"{one.method} {one.path}")]
@@ -117,9 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, content: Any, **headers: str) -> None:
         data = json.dumps(content).encode()
         self.hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, status))
-        if self._lost:
-            self.close_connection = True
-            self.connection.close()
+        if self._kind in ("lost", "stall"):
             return
         self.send_response(status)
         for name, value in headers.items():
@@ -138,38 +146,32 @@ class _Handler(BaseHTTPRequestHandler):
             while (size := int(self.rfile.readline(), 16)) and share == 1.0:
                 data += self.rfile.read(size)
                 self.rfile.readline()
-            self.rfile.readline()
+            if share == 1.0:
+                self.rfile.readline()
         self._read = len(data)
         return data
 
     def _handle(self) -> None:
-        self._read, self._lost = 0, False
-        hub, told = self.hub, f"{self.command} {self.path}"
+        hub, told, self._read = self.hub, f"{self.command} {self.path}", 0
         with hub.lock:
-            failure = next((one for one in hub.failures if one.times and re.search(one.pattern, told)), None)
-            if failure is not None:
-                failure.times -= 1
-        if failure is not None and failure.kind == "hang":
-            self._body()
-            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, 0))
-            hub.released.wait()
-            self.close_connection = True
-            self.connection.close()
-            return
-        if failure is not None and failure.kind == "cut":
-            self._body(0.5)
-            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, 0))
-            self.close_connection = True
-            self.connection.close()
-            return
-        body = self._body()
-        if failure is not None and isinstance(failure.kind, int):
+            failure = next((one for one in hub.failures if one.strikes(told)), None)
+        self._kind = None if failure is None else failure.kind
+        body = self._body(0.5 if self._kind == "cut" else 1.0)
+        if isinstance(self._kind, int):
+            assert failure is not None
             after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
-            self._answer(failure.kind, {"error": "told to"}, **after)
-            return
-        self._lost = failure is not None and failure.kind == "lost"
-        with hub.lock:
-            self._serve(urlsplit(self.path).path, body)
+            self._answer(self._kind, {"error": "told to"}, **after)
+        elif self._kind in ("cut", "hang"):
+            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read))
+        else:
+            with hub.lock:
+                self._serve(urlsplit(self.path).path, body)
+        if self._kind in ("hang", "stall"):
+            hub.waiting.append(told)
+            hub.released.wait()
+        if isinstance(self._kind, str):
+            self.close_connection = True
+            self.connection.close()
 
     do_GET = do_POST = do_PUT = do_HEAD = _handle
 
