@@ -27,7 +27,8 @@ _INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -tex
 class Failure:
     """What happens to the next `times` requests that match, after `after` others. kind: a status, "cut" (the
     connection is closed within the body), "lost" (it is done, and the answer is not sent), "hang" (nothing is
-    done and nothing answered, until `released`), "stall" (it is done, and nothing is answered)."""
+    done and nothing answered, until `released`), "stall" (it is done, and nothing is answered), "late" (as
+    ever, once `released`)."""
 
     pattern: str
     kind: int | str
@@ -164,12 +165,15 @@ class _Handler(BaseHTTPRequestHandler):
         elif self._kind in ("cut", "hang"):
             hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read))
         else:
+            if self._kind == "late":
+                hub.waiting.append(told)
+                hub.released.wait()
             with hub.lock:
                 self._serve(urlsplit(self.path).path, body)
         if self._kind in ("hang", "stall"):
             hub.waiting.append(told)
             hub.released.wait()
-        if isinstance(self._kind, str):
+        if isinstance(self._kind, str) and self._kind != "late":
             self.close_connection = True
             self.connection.close()
 
