@@ -27,6 +27,11 @@ def main(
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
         require_lm_eval(args)
+        repository = None
+        if args.push_to_hub:
+            from megatron.operations.hub.in_training import hub_repository
+
+            repository = hub_repository(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -54,6 +59,10 @@ def main(
             evaluations.append(InTraining(training))
         if args.demo_prompts is not None:
             evaluations.append(Demos(training))
+        if repository is not None:
+            from megatron.operations.hub.in_training import PushToHub
+
+            evaluations.append(PushToHub(args, repository))
         answer = None
         if args.distillation is not None:
             from megatron.generation.on_policy import answers_of
