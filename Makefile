@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-more test-real test-slurm test-install soak fake gpu gpu-rehearsal lint bench docs clean
+.PHONY: help env train test test-more test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,11 @@ test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, in
 	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 || { echo "make test-slurm: needs Debian's apt-get and root; install slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin yourself, then: pytest -m slurm tests"; exit 1; }
 	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin > /dev/null
 	$(RUN) -m pytest -m slurm tests
+
+test-browser: $(ENV)  ## reports of runs opened in Chromium, which apt-get installs (root) where it is missing
+	@command -v chromium > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0; } || { echo "make test-browser: needs Debian's apt-get and root; install chromium yourself, then: pytest -m browser tests/operations"; exit 1; }
+	command -v chromium > /dev/null || apt-get install -y -qq --no-install-recommends chromium > /dev/null
+	$(RUN) -m pytest -m browser tests/operations
 
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools

@@ -22,7 +22,7 @@ def main(
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, require_lm_eval, script_args
+    from megatron.neox_arguments import UserError, require_lm_eval, require_report, script_args
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
@@ -32,6 +32,7 @@ def main(
             from megatron.operations.hub.in_training import hub_repository
 
             repository = hub_repository(args)
+        require_report(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -46,6 +47,7 @@ def main(
         os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
         from megatron.callbacks import Callback
         from megatron.training import start, train
+        from megatron.training.metrics.loggers import log_directory
 
         evaluations: list[Callback] = []
         if args.metrics_port is not None and process.rank == 0:
@@ -68,7 +70,14 @@ def main(
             from megatron.generation.on_policy import answers_of
 
             answer = answers_of(training)
-        train(training, evaluations, answer)
+        try:
+            train(training, evaluations, answer)
+        finally:
+            logs = log_directory(training.args)
+            if args.report and process.rank == 0 and logs is not None:
+                from megatron.operations.report import report_at_end
+
+                report_at_end(training.args, logs, training.logger)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))

@@ -39,8 +39,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, more,
-    soak, real, slurm and install tests unless asked for."""
-    for mark in ("more", "soak", "real", "slurm", "install"):
+    soak, real, slurm, browser and install tests unless asked for."""
+    for mark in ("more", "soak", "real", "slurm", "browser", "install"):
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.option.markexpr:
             items[:] = [item for item in items if item not in marked]

@@ -9,7 +9,7 @@ from megatron.neox_arguments.compat.key_groups import key_group
 from megatron.neox_arguments.compat.program import MutableNeoXArgs, script_args
 from megatron.neox_arguments.errors import ConfigError, UserError
 from megatron.neox_arguments.neox_args import NeoXArgs, load
-from megatron.neox_arguments.optional_packages import require_lm_eval
+from megatron.neox_arguments.optional_packages import require_lm_eval, require_report
 from megatron.neox_arguments.reading.command_line import parse_script
 from megatron.neox_arguments.reports.config_dump import arguments_dump, flat_values, yaml_value
 
@@ -23,6 +23,7 @@ __all__ = [
     "load",
     "parse_script",
     "require_lm_eval",
+    "require_report",
     "script_args",
     "yaml_value",
 ]

@@ -31,6 +31,16 @@ def require_lm_eval(args: ResolvedArgs) -> None:
         raise args.error("eval_tasks", need)
 
 
+def require_report(args: ResolvedArgs) -> None:
+    """Raises ConfigError, before anything is built, if a report is asked for that could not be made."""
+    if not args.report:
+        return
+    if find_spec("bokeh") is None:
+        raise args.error("report", "needs bokeh: pip install 'neox[report]' (or --set report=false)")
+    if args.save is None and args.log_dir is None:
+        raise args.error("report", "is written into save, or log_dir; set one of them")
+
+
 def import_optional(name: str, missing: UserError) -> Any:
     """Import the package or module of this name; raises `missing`, which says what needs it, if it is not
     installed."""

@@ -1,7 +1,7 @@
 """Texts that show a configuration: `--print-config`, `--diff-config` and the dump at the start of a run."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.neox_arguments.frozen import thaw
@@ -41,16 +41,21 @@ def print_config(args: ResolvedArgs) -> str:
 def diff_config(one: ResolvedArgs, other: ResolvedArgs) -> str:
     """The resolved values that differ, a line each: `path: one (origin) -> other (origin)`; "" when none
     does."""
-    left, right = dict(flat_values(one)), dict(flat_values(other))
-    lines = []
-    for path in dict.fromkeys([*left, *right]):
-        texts = [
-            f"{yaml_value(values[path])} ({args.origin(path)})" if path in values else "unset"
-            for args, values in ((one, left), (other, right))
-        ]
-        if left.get(path) != right.get(path):
-            lines.append(f"{path}: {texts[0]} -> {texts[1]}")
-    return "\n".join(lines)
+    return "\n".join(f"{path}: {' -> '.join(texts)}" for path, texts in differing_values([one, other]).items())
+
+
+def differing_values(runs: Sequence[ResolvedArgs]) -> dict[str, list[str]]:
+    """The resolved values that differ between configurations, by dotted path, as `value (origin)` or `unset`
+    for each of them."""
+    values = [dict(flat_values(args)) for args in runs]
+    texts = {}
+    for path in dict.fromkeys(path for of_run in values for path in of_run):
+        if any(of_run.get(path) != values[0].get(path) for of_run in values):
+            texts[path] = [
+                f"{yaml_value(of_run[path])} ({args.origin(path)})" if path in of_run else "unset"
+                for args, of_run in zip(runs, values, strict=True)
+            ]
+    return texts
 
 
 def arguments_dump(args: ResolvedArgs) -> str:

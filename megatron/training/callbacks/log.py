@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -40,10 +41,13 @@ class LogCallback(Callback):
         # Tokens of a sample, and of a row: sums over the steps since the last line, means of the pending
         self.tokens, self.length = 0, 0.0
         self.rows, self.row_length = 0, 0.0
-        # Of the steps since the last line: losses, the objective's metrics, and whether they were left out.
+        self._started = time.time()
+        # Of the steps since the last line: losses, the objective's metrics, whether they were left out, and
+        # whether they were for a loss far above the others.
         self.losses: list[torch.Tensor] = []
         self.metrics: dict[str, list[torch.Tensor]] = {}
         self.skips: list[torch.Tensor] = []
+        self.spikes: list[torch.Tensor] = []
         self.roles: list[str] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
@@ -61,6 +65,7 @@ class LogCallback(Callback):
         self.tokens += step.seq_length
         self.rows += step.row_length or step.seq_length
         self.skips.append(on_device(result.skipped, device))
+        self.spikes.append(on_device(result.spike, device))
         self.losses.append(result.loss.float())
         self.roles.append(step.role)
         for name, value in result.metrics.items():
@@ -71,7 +76,7 @@ class LogCallback(Callback):
         last = [
             on_device(math.nan if value is None else value, device) for value in (result.grad_norm, result.loss_scale)
         ]
-        self.probed, values = [], [skips, torch.stack(self.losses), torch.stack(last)]
+        self.probed, values = [], [skips, torch.stack(self.spikes), torch.stack(self.losses), torch.stack(last)]
         self.measured = list(self.metrics)
         if self.measured:
             metrics_by_step = torch.stack([torch.stack(of_steps) for of_steps in self.metrics.values()])
@@ -83,7 +88,7 @@ class LogCallback(Callback):
         reading = HostCopy(torch.cat(values))
         self.pending, step.settled = (step, reading, self.stopwatch.lap() / self.steps, self.roles), False
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
-        self.losses, self.metrics, self.skips, self.roles = [], {}, [], []
+        self.losses, self.metrics, self.skips, self.spikes, self.roles = [], {}, [], [], []
         self.steps, self.tokens, self.rows = 0, 0, 0
 
     def settle(self) -> None:
@@ -94,13 +99,17 @@ class LogCallback(Callback):
         values = reading.read()
         end = len(values) - len(self.probed)
         first = end - len(self.measured)
-        *both, norm, scale = values[:first]
-        skips, losses = both[: len(both) // 2], both[len(both) // 2 :]
+        *of_steps, norm, scale = values[:first]
+        steps = len(of_steps) // 3
+        skips, spikes, losses = of_steps[:steps], of_steps[steps : 2 * steps], of_steps[2 * steps :]
         taken = [(role, loss) for role, loss, skipped in zip(roles, losses, skips, strict=True) if not skipped]
         forget = [loss for role, loss in taken if role == "forget"]  # below 0: no means with the others
         losses = [loss for role, loss in taken if role != "forget"] or forget or [math.nan]
         means = {name: value for name, value in zip(self.measured, values[first:end], strict=True) if value == value}
         self._fill(step, losses[-1], norm, scale, seconds)
+        step.row["train/skipped_steps"] = int(sum(skips))
+        if self.training.args.skip_step_above_sigma is not None:
+            step.row["train/spikes"] = int(sum(spikes))
         step.row.update({f"train/{name}": value for name, value in means.items()})
         if self.training.args.ga_dataset is not None:
             step.row.update(row_of_steps(self.training.args, self.training.schedule, step.iteration, roles, forget))
@@ -125,6 +134,7 @@ class LogCallback(Callback):
         if scale == scale:
             row["train/loss_scale"] = scale
         row["runtime/restarts"] = self.training.watchdog.restarts
+        row["runtime/start_time"] = self._started
         row["runtime/iteration_time"] = seconds
         row["runtime/samples_per_sec"] = args.train_batch_size / seconds
         row["runtime/steps_per_sec"] = 1.0 / seconds

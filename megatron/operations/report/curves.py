@@ -1,0 +1,199 @@
+"""Which metrics are drawn, which of them in one plot, and how long curves are thinned."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from megatron.operations.report.run_data import Numbers, Run, Series
+
+POINTS = 2000  # of a curve at most, which is more than a screen has columns
+PAGE_POINTS = 120_000  # of all curves of a page; a point takes 16 bytes
+FEWEST = 200
+MEANS = 8  # points of a thinned curve for one of its mean
+SCORES = 8  # curves of one plot of scores
+
+
+@dataclass(frozen=True)
+class Group:
+    """Metrics that are drawn in one plot: shell patterns of their names; factor: what values are multiplied
+    by for `unit`."""
+
+    title: str
+    unit: str
+    patterns: tuple[str, ...]
+    factors: Mapping[str, float] | None = None
+
+
+GROUPS = (
+    Group("Loss", "loss", ("*/lm_loss",)),
+    Group("Forget and retain", "loss", ("*/ga_actual_loss", "*/gd_*_loss", "*/ga_objective")),
+    Group("Rewards", "reward", ("*/rewards/chosen", "*/rewards/rejected", "*/rewards/margins",
+                                "*/*_reward", "*/reward", "*/pos_values", "*/neg_values", "*/margin")),
+    Group("Preference accuracy", "share of pairs", ("*/rewards/accuracies", "*/accuracy")),
+    Group("Rewards by average log-probability", "", ("*/rewards_norm/*",)),
+    Group("Log-probabilities of answers", "nats", ("*/logps/*",)),
+    Group("Logits of answers", "", ("*/logits/*",)),
+    Group("Distillation", "nats per token", ("*/divergence", "*/nll")),
+    Group("Scores", "score", ("eval_tasks/*",)),
+    Group("Learning rate", "", ("train/learning_rate", "train/ga_lr_scaled")),
+    Group("Gradient norm", "before clipping", ("train/grad_norm",)),
+    Group("Tokens per second", "tokens/s", ("runtime/tokens_per_sec",)),
+    Group("Utilisation", "%", ("runtime/*_flops_utilization", "device/utilization_*"),
+          {"runtime/model_flops_utilization": 100.0, "runtime/hardware_flops_utilization": 100.0}),
+    Group("Device memory", "GiB", ("device/memory_gib_*",)),
+    Group("Power", "watts a device", ("device/power_watts_*",)),
+)  # fmt: skip
+# Flags and counters, which are events or facts of the run, spreads of scores, and a constant of the data.
+_NOT_DRAWN = (
+    "train/skipped_steps", "train/spikes", "train/batch_type", "train/on_policy", "train/ga_iterations",
+    "train/ga_skip_rate", "eval_tasks/*_stderr", "*/unigram_entropy",
+)  # fmt: skip
+_KINDS = {"train": "training", "validation": "validation", "test": "test"}
+_OTHERS = ("train/", "validation/", "test/")  # whose metrics outside the groups have a plot by name
+_LABELS = {
+    "lm_loss": "", "model_flops_utilization": "MFU", "hardware_flops_utilization": "HFU",
+    "lm_loss_ppl": "perplexity", "lm_loss_char_lvl_ppl": "perplexity of characters", "learning_rate": "learning rate",
+    "grad_norm": "gradient norm", "tokens_per_sec": "tokens/s",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a plot: a metric of a run, thinned. run: its place in the list of runs; of: finite points
+    before it was thinned; not_finite: NaN and infinite ones, which cannot be drawn; mean: of each of fewer
+    stretches, None where nothing was left out."""
+
+    run: int
+    label: str
+    iterations: Numbers
+    tokens: Numbers
+    values: Numbers
+    of: int
+    not_finite: int
+    mean: Series | None = None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The curves of one plot."""
+
+    title: str
+    unit: str
+    curves: tuple[Curve, ...]
+
+
+def plots_of(runs: Sequence[Run]) -> list[Plot]:
+    """The plots of a page. Of one run metrics of a kind are together; of several each metric has its own,
+    where the runs lie over each other."""
+    names = list(dict.fromkeys(name for run in runs for name in run.series))
+    chosen = [(group, part) for group in _groups(names) for part in _split(group[1], group[0], len(runs) > 1)]
+    curves = sum(name in run.series for _, part in chosen for name in part for run in runs)
+    points = min(POINTS, max(FEWEST, PAGE_POINTS // max(curves, 1)))
+    plots = []
+    for (group, whole), part in chosen:
+        title = _title(group, whole, part, len(runs) > 1)
+        factors = group.factors or {}
+        drawn = [
+            _curve(i, run.name if len(runs) > 1 else _label(name), run.series[name], factors.get(name, 1.0), points)
+            for name in part for i, run in enumerate(runs) if name in run.series
+        ]  # fmt: skip
+        drawn = [curve for curve in drawn if len(curve.values)]
+        if drawn:
+            plots.append(Plot(title, group.unit, tuple(drawn)))
+    return plots
+
+
+def not_finite_only(runs: Sequence[Run]) -> list[str]:
+    """Metrics that have no finite value in any run, so that no plot shows them."""
+    names = dict.fromkeys(name for run in runs for name in run.series if _is_drawn(name))
+    return [
+        name for name in names
+        if not any(np.isfinite(run.series[name].values).any() for run in runs if name in run.series)
+    ]  # fmt: skip
+
+
+def thin(series: Series, points: int) -> Series:
+    """At most about `points` of the series: the lowest and the highest of each of equal stretches, the first
+    and the last, so that no spike is lost."""
+    count = len(series.values)
+    if count <= points:
+        return series
+    edges = np.linspace(0, count, max(points // 2, 1) + 1).astype(int)
+    widths, values = np.diff(edges), series.values
+    bucket = np.repeat(np.arange(len(widths)), widths)
+    order = np.lexsort((values, bucket))  # within each stretch by value
+    kept = np.unique(np.concatenate([[0, count - 1], order[edges[:-1]], order[edges[1:] - 1]]))
+    return Series(series.iterations[kept], series.tokens[kept], values[kept])
+
+
+def means(series: Series, points: int) -> Series:
+    """The mean of each of `points` equal stretches of a longer series."""
+    starts = np.linspace(0, len(series.values), points, endpoint=False).astype(int)
+    widths = np.diff([*starts, len(series.values)])
+    columns = (series.iterations, series.tokens, series.values)
+    return Series(*(np.add.reduceat(column, starts) / widths for column in columns))
+
+
+def _is_drawn(name: str) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in _NOT_DRAWN)
+
+
+def _groups(names: Sequence[str]) -> list[tuple[Group, list[str]]]:
+    """The groups that have metrics, each with their names; behind them one for each other metric."""
+    found: list[tuple[Group, list[str]]] = [(group, []) for group in GROUPS]
+    others: dict[str, list[str]] = {}
+    for name in filter(_is_drawn, names):
+        fits = (members for group, members in found if any(fnmatchcase(name, p) for p in group.patterns))
+        if (members := next(fits, None)) is not None:
+            members.append(name)
+        elif name.startswith(_OTHERS):
+            others.setdefault(name.partition("/")[2], []).append(name)
+    found += [(Group(_capital(_LABELS.get(stem, _words(stem))), "", ()), members) for stem, members in others.items()]
+    return [(group, sorted(members, key=_kind)) for group, members in found if members]
+
+
+def _split(names: list[str], group: Group, each: bool) -> list[list[str]]:
+    """The names of a group's plots: each alone, or all together, but not too many scores."""
+    width = 1 if each else SCORES if group.title == "Scores" else len(names)
+    return [names[i : i + width] for i in range(0, len(names), width)]
+
+
+def _title(group: Group, names: Sequence[str], part: Sequence[str], each: bool) -> str:
+    if each and (len(names) > 1 or not group.patterns):
+        kind = part[0].partition("/")[0]
+        return f"{group.title}: {_label(part[0]) if group.patterns else _KINDS.get(kind, kind)}"
+    if len(part) < len(names):
+        return f"{group.title}: {_label(part[0])} to {_label(part[-1])}"
+    return group.title
+
+
+def _label(name: str) -> str:
+    """A metric in a legend: the kind of data before it where that is not training's."""
+    kind, _, stem = name.partition("/")
+    stem = _LABELS.get(stem, _words(stem))
+    return f"{_KINDS[kind]} {stem}".strip() if kind in ("validation", "test") or not stem else stem
+
+
+def _kind(name: str) -> int:
+    """Training before validation before test, all others as they come."""
+    kind = name.partition("/")[0]
+    return list(_KINDS).index(kind) if kind in _KINDS else len(_KINDS)
+
+
+def _capital(words: str) -> str:
+    return words[:1].upper() + words[1:]
+
+
+def _words(stem: str) -> str:
+    return stem.replace("/", " ").replace("_", " ")
+
+
+def _curve(run: int, label: str, series: Series, factor: float, points: int) -> Curve:
+    finite = np.isfinite(series.values)
+    kept = Series(series.iterations[finite], series.tokens[finite], series.values[finite] * factor)
+    shown = thin(kept, points)
+    missing = int(len(finite) - finite.sum())
+    mean = means(kept, points // MEANS) if len(shown.values) < len(kept.values) else None
+    return Curve(run, label, shown.iterations, shown.tokens, shown.values, len(kept.values), missing, mean)

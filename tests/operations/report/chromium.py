@@ -1,0 +1,84 @@
+"""A page opened in a real Chromium, without a network, and asked what it shows."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+# Before the page's own scripts: whatever it complains of is kept.
+_LISTEN = """<head><script>
+window.problems = [];
+addEventListener("error", event => problems.push("error: " + (event.message || event.target.src)), true);
+addEventListener("unhandledrejection", event => problems.push("rejected: " + event.reason));
+for (const level of ["error", "warn"]) console[level] = (...words) => problems.push(level + ": " + words.join(" "));
+</script>"""
+# After them. What bokeh has drawn of each curve: places on the screen that lie within the plot's frame.
+_ASK = """<script>
+function shown(plot) {
+  const view = Bokeh.index.get(plot), frame = view.frame.bbox, curves = {};
+  for (const renderer of plot.renderers.filter(part => part.visible)) {
+    const glyph = view.views.find_one(renderer).glyph, name = renderer.data_source.name;
+    const inside = Array.from(glyph.sx).filter((x, i) => x >= frame.left - 1 && x <= frame.right + 1
+      && (glyph.sy == null || (glyph.sy[i] >= frame.top - 1 && glyph.sy[i] <= frame.bottom + 1)));
+    (curves[name] ||= []).push([inside.length, glyph.sx.length]);
+  }
+  return {name: plot.name, width: frame.width, height: frame.height, curves, low: plot.y_range.start,
+          high: plot.y_range.end, from: plot.x_range.start, to: plot.x_range.end};
+}
+const wait = ms => new Promise(done => setTimeout(done, ms));
+const plots = () => Bokeh.documents[0].roots().filter(plot => plot.visible);
+const visible = () => plots().map(shown);
+async function painted() {
+  const glyph = (plot, part) => Bokeh.index.get(plot)?.views.find_one(part)?.glyph;
+  const glyphs = plot => plot.renderers.filter(part => part.visible).map(part => glyph(plot, part));
+  while (!plots().flatMap(glyphs).every(found => found?.sx)) await wait(50);
+}
+async function ask() {
+  const found = {title: document.title, width: document.documentElement.scrollWidth};
+  while (!Bokeh.documents.length) await wait(50);  // embedding goes on beside
+  if (Bokeh.documents[0].roots().length) {
+    await painted();
+    found.plots = visible();
+    for (const box of document.querySelectorAll("[data-plots], [data-event]")) box.click();
+    await wait(500);
+    await painted();
+    found.clicked = visible();
+    const [first] = Bokeh.documents[0].roots();
+    [first.x_range.start, first.x_range.end] = [found.plots[0].from, (found.plots[0].from + found.plots[0].to) / 2];
+    await wait(500);
+    found.zoomed = visible().map(plot => plot.to);
+  }
+  found.loaded = performance.getEntriesByType("resource").map(entry => entry.name);
+  found.problems = window.problems;
+  const node = document.createElement("pre");
+  node.id = "found";
+  node.textContent = JSON.stringify(found);
+  document.body.append(node);
+}
+ask().catch(problem => { document.title = "FAILED " + problem.stack; });
+</script></body>"""
+
+
+def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
+    """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside
+    the frame, points); `clicked`: the same after a click on every box; `zoomed`: where the ranges end after
+    half of one was chosen; `problems` of the console; `loaded`: what was fetched beside the page."""
+    chromium = shutil.which("chromium")
+    assert chromium is not None, "make test-browser installs it"
+    copy = page.with_name(f"{page.stem}.asked.html")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<head>") == 1 and text.count("</body>") == 1
+    copy.write_text(text.replace("<head>", _LISTEN).replace("</body>", _ASK), encoding="utf-8")
+    done = subprocess.run(
+        [chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=30000",
+         "--enable-logging=stderr", "--v=0", f"--window-size={width},2000", "--dump-dom", copy.as_uri()],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    match = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.S)
+    title = re.search(r"<title>(.*?)</title>", done.stdout, re.S)
+    assert match is not None, f"{title and title[1]}\n{done.stderr[-3000:]}"
+    found: dict[str, Any] = json.loads(match[1].replace("&lt;", "<").replace("&gt;", ">").replace("&amp;", "&"))
+    found["console"] = [line for line in done.stderr.splitlines() if "CONSOLE" in line and "[bokeh" not in line]
+    return found

@@ -1,0 +1,116 @@
+"""Pages of real runs: one that was killed, went on and failed, and one that learned from pairs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron.operations.report import write_report
+from tests.operations.report.pages import figures, points, table, titles
+from tests.pool import run_ranks
+from tests.training.preference.test_pairs_train import pairs
+from tests.training.runs import ADAMW, LLAMA, config, run_to_end
+
+ROOT = Path(__file__).resolve().parents[3]
+TROUBLE = """
+import os, signal, time
+from pathlib import Path
+from megatron.callbacks import Callback
+
+class Trouble(Callback):
+    def on_step_start(self, run, batches):
+        if run.iteration + 1 == 3:  # its gradients
+            linear = [m for name, m in run.engine.stage.named_modules() if name.endswith("mlp.linear1")][-1]
+            spoil = lambda module, given, out: out.register_hook(lambda gradient: gradient * float("nan")) and None
+            self.hooks = [linear.register_forward_hook(spoil)]
+        elif getattr(self, "hooks", None):
+            self.hooks.pop().remove()
+
+    def on_step_end(self, run, step):
+        if step.iteration == 7 and not Path("killed").exists():
+            while not Path("run/latest").exists():  # the save of step 5 goes on beside the steps
+                time.sleep(0.01)
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step.iteration == 9 and not Path("raised").exists():
+            Path("raised").touch()
+            raise RuntimeError("no more <of> this")
+"""
+
+
+def train(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "deepy.py"), str(ROOT / "train.py"), "model.yml", *flags]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that skipped step 3, was killed in step 7, went on from its save of step 5, and
+    failed in step 9."""
+    folder = tmp_path_factory.mktemp("failed")
+    (folder / "trouble.py").write_text(TROUBLE)
+    (folder / "prompts.txt").write_text("Once <b>upon</b>\n")
+    values = config(
+        LLAMA, ADAMW, num_layers=1, train_iters=12, eval_interval=5, eval_iters=1, checkpoint_factor=5, save="run",
+        load="run", report=True, num_gpus=1, callbacks=["trouble.py:Trouble"], on_nonfinite="skip", max_restarts=1,
+        demo_prompts="prompts.txt", maximum_tokens=4, peak_theoretical_tflops=1.0, split="80,10,10",
+    )  # fmt: skip
+    (folder / "model.yml").write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    done = train(folder)
+    assert done.returncode == 1 and "RuntimeError: no more <of> this" in done.stdout + done.stderr, done.stderr
+    return folder
+
+
+def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
+    page = failed / "run" / "report.html"
+    assert titles(page) == [
+        "Loss", "Learning rate", "Gradient norm", "Tokens per second", "Utilisation", "Perplexity",
+    ]  # fmt: skip
+    drawn = figures(page)
+    assert all(len(curve["x"]) > 0 for figure in drawn for curve in points(figure))
+    training, validation = points(drawn[0])[0], points(drawn[0])[-1]
+    assert training["x"].tolist() == [1, 2, 4, 5, 6, 7, 8], "of all starts, but for what was no number"
+    assert validation["x"].tolist() == [0, 5]
+    events = [(row[0], row[1], row[2]) for row in table(page, "events")]
+    assert ("0", "start", "first start") in events
+    assert ("3", "skipped", "a step was left out: not finite, or without a trained token") in events
+    assert ("5", "restart", "restart 1 of deepy.py, goes on after its row of iteration 5") in events
+    assert any(event[:2] == ("5", "save") and event[2].startswith("global_step5, validation loss") for event in events)
+    assert any(event[1] == "stop" and event[2] == "failed: RuntimeError: no more <of> this" for event in events)
+    text = page.read_text()
+    assert "model.yml:" in text and "max_restarts" in text and "Once &lt;b&gt;upon&lt;/b&gt;" in text
+    assert "idx sha256" in text and "(not asked)" in text and "27,8" not in text
+
+
+@pytest.mark.more
+def test_a_run_that_goes_on_and_finishes_writes_it_anew(failed: Path) -> None:
+    done = train(failed)
+    assert done.returncode == 0, done.stderr
+    page = failed / "run" / "report.html"
+    assert f"report: {page}" in done.stdout + done.stderr
+    events = [(row[0], row[1], row[2]) for row in table(page, "events")]
+    assert ("12", "stop", "finished") in events and ("10", "save") in [event[:2] for event in events]
+    starts = [event for event in events if event[1] == "restart"]
+    assert len(starts) == 2 and starts[1][2] == "started again, goes on after its row of iteration 5"
+    assert "(not asked)" not in page.read_text(), "answered before and after"
+
+
+@pytest.mark.more
+def test_rewards_of_a_run_on_pairs(tmp_path: Path) -> None:
+    values = config(
+        LLAMA, ADAMW, pairs(tmp_path), {"data_path": None, "split": None, "eod_mask_loss": False}, train_impl="dpo",
+        dataset_impl="pairwise", pack_impl="best_fit", dpo_loss_type="simpo", dpo_beta=2.0, train_batch_size=4,
+        train_iters=4, checkpoint_factor=4, eval_iters=1, eval_interval=4, num_layers=1, save=str(tmp_path / "run"),
+    )  # fmt: skip
+    run_ranks(run_to_end, 1, {key: value for key, value in values.items() if value is not None})
+    page = write_report([tmp_path / "run"])
+    linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
+    drawn = dict(zip(titles(page), linear, strict=True))
+    assert {"Rewards", "Preference accuracy", "Log-probabilities of answers"} <= drawn.keys()
+    labels = [item.label.value for item in drawn["Rewards"].legend[0].items]
+    assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
+    assert points(drawn["Rewards"])[0]["x"].tolist() == [1, 2, 3, 4]

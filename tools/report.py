@@ -1,0 +1,45 @@
+"""Write a page of one training run, or of several beside each other: curves, events, configuration, data, samples.
+
+    python tools/report.py checkpoints/a                       (checkpoints/a/report.html)
+    python tools/report.py checkpoints/a/logs --html a.html    (a run's log folder; its metrics.jsonl will do, too)
+    python tools/report.py checkpoints/a checkpoints/b         (compared in ./report.html, with the keys that differ)
+
+The page is one file that needs no network. `report: true` in a configuration writes it at the end of every run.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.neox_arguments import UserError  # noqa: E402
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", nargs="+", help="`save` of a run, its log folder, or its metrics.jsonl")
+    parser.add_argument(
+        "--html", metavar="FILE",
+        help="page to write (report.html in `save`, or in the log folder of a run that saves into a bucket; of "
+        "several runs in the current folder)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    from megatron.operations.report import write_report
+
+    try:
+        print(write_report(options.run, options.html))
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines("report.py"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
