@@ -22,17 +22,13 @@ def main(
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, require_lm_eval, require_report, script_args
+    from megatron.neox_arguments import UserError, require_lm_eval, script_args
+    from megatron.operations.in_training import check_operations, operation_callbacks, report_at_end
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
         require_lm_eval(args)
-        repository = None
-        if args.push_to_hub:
-            from megatron.operations.hub.in_training import hub_repository
-
-            repository = hub_repository(args)
-        require_report(args)
+        check_operations(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -49,35 +45,25 @@ def main(
         from megatron.training import start, train
         from megatron.training.metrics.loggers import log_directory
 
-        evaluations: list[Callback] = []
-        if args.metrics_port is not None and process.rank == 0:
-            from megatron.operations.monitoring import Monitoring
-
-            evaluations.append(Monitoring(args))  # a port that is taken is said before a model is loaded
+        operations = operation_callbacks(args, process.rank)
         training = start(args, process)
+        evaluations: list[Callback] = []
         if args.eval_tasks:
             from megatron.evaluation import InTraining
 
             evaluations.append(InTraining(training))
         if args.demo_prompts is not None:
             evaluations.append(Demos(training))
-        if repository is not None:
-            from megatron.operations.hub.in_training import PushToHub
-
-            evaluations.append(PushToHub(args, repository))
         answer = None
         if args.distillation is not None:
             from megatron.generation.on_policy import answers_of
 
             answer = answers_of(training)
         try:
-            train(training, evaluations, answer)
+            train(training, [*evaluations, *operations], answer)
         finally:
-            logs = log_directory(training.args)
-            if args.report and process.rank == 0 and logs is not None:
-                from megatron.operations.report import report_at_end
-
-                report_at_end(training.args, logs, training.logger)
+            if process.rank == 0:
+                report_at_end(training.args, log_directory(training.args), training.logger)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))

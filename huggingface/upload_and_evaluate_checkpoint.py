@@ -55,7 +55,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_evaluation_flags(parser)
     add_patience_flags(parser)
     parser.add_argument(
-        "--background", action="store_true", help="beside a run: of low priority, and waits for a checkpoint being written"
+        "--background",
+        action="store_true",
+        help="beside a run: of low priority, and waits for a checkpoint being written",
     )
     return parser.parse_args(argv)
 

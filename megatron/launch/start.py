@@ -187,8 +187,8 @@ def _check_ssh(host: str) -> None:
 
 
 def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
-    """deepy.py's exit code. In a pod, a run that stopped for a signal has not succeeded: a node is drained, and
-    with code 0 the job would count as done instead of going on elsewhere."""
+    """deepy.py's exit code. In a pod, a run that stopped for a signal has not succeeded: a node is drained,
+    and with code 0 the job would count as done instead of going on elsewhere."""
     if outcome.code or not outcome.signal or not is_pod(os.environ) or read_status(args).get("status") == "finished":
         return outcome.code
     say(f"deepy.py: exit code {128 + outcome.signal}, for the run is not finished and this pod may start again")

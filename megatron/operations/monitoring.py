@@ -84,7 +84,7 @@ class Monitoring(Callback):
         return {**saved, "status": self._state, **self._place(), "metrics": metrics}
 
     def collect(self) -> Iterator[Any]:
-        """The families of /metrics, as prometheus_client asks for them: a gauge `neox_NAME` for each metric."""
+        """The families of /metrics, as prometheus_client asks for them: a gauge `neox_NAME` for each."""
         place = self._place()
         state = self._gauge("neox_state", "1 for what the run is doing", labels=["state"])
         state.add_metric([phase_of(self._state, place.get("doing", ""))], 1)

@@ -99,7 +99,8 @@ def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
         yield "save: is not set, so a lost pod would lose the run; set it to a folder of a claim, as ${OUTPUT_DIR}"
     elif not is_remote(args.save) and not any(PurePosixPath(args.save).is_relative_to(folder) for folder in folders):
         yield (
-            f"{args.origin('save')}: save: {args.save} is in no claim of the site ({', '.join(folders) or 'it has none'}), "
+            f"{args.origin('save')}: save: {args.save} is in no claim of the site "
+            f"({', '.join(folders) or 'it has none'}), "
             "so it would be lost with its pod"
         )
     for key in ("restart", "iteration"):

@@ -22,9 +22,10 @@ from megatron.launch.kubernetes.pods import (
 from megatron.launch.kubernetes.site import Site
 
 _ENVIRONMENT_NOTE = """\
-# What is the same for all pods. The operator gives each pod MASTER_ADDR, MASTER_PORT and its place (PyTorchJob: RANK and
-# WORLD_SIZE; both: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE), which come before these; deepy.py gives each rank its
-# RANK, LOCAL_RANK and WORLD_SIZE. None of those may stand here: every pod would take itself for the same one.
+# What is the same for all pods. The operator gives each pod MASTER_ADDR, MASTER_PORT and its place
+# (PyTorchJob: RANK and WORLD_SIZE; both: PET_NODE_RANK, PET_NNODES, PET_NPROC_PER_NODE), which come before
+# these; deepy.py gives each rank its RANK, LOCAL_RANK and WORLD_SIZE. None of those may stand here: every pod
+# would take itself for the same one.
 """
 _PYTORCHJOB_NOTE = """\
 # restartPolicy OnFailure starts a container that ended again, alone. When a pod is lost deepy.py ends the ranks of all
@@ -170,8 +171,8 @@ KINDS: Mapping[str, Callable[[Site, PodConfig], list[Manifest]]] = {"PyTorchJob"
 
 
 def _pod_monitor(site: Site, config: PodConfig, kind: str, rank_0: Mapping[str, str]) -> list[Manifest]:
-    """What OpenShift's monitoring of user workloads reads, which does not go by annotations. rank_0: labels of
-    the pod that answers."""
+    """What OpenShift's monitoring of user workloads reads, which does not go by annotations. rank_0: labels
+    of the pod that answers."""
     if not config.metrics_port:
         return []
     body = {

@@ -97,7 +97,8 @@ class Site:
 def read_site(file: str | Path) -> Site:
     """The site that a YAML file describes. Raises ConfigError, a line `FILE:LINE: key: what is wrong` for
     each mistake, unknown keys with the nearest known ones."""
-    problems = ErrorCollector(origins := {})
+    origins: dict[str, str] = {}
+    problems = ErrorCollector(origins)
     values = check_keys(Site, _read(str(file), origins, problems), problems)
     problems.raise_if_any()
     for name, value in values.items():
@@ -183,7 +184,9 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
         if not _VARIABLE.fullmatch(name) or isinstance(value, Mapping | tuple):
             problems.add(path, "expected NAME: VALUE")
         elif name in _OF_EACH_POD or name.startswith("PET_"):
-            problems.add(path, "differs from pod to pod or from rank to rank; the operator and deepy.py set it; remove it")
+            problems.add(
+                path, "differs from pod to pod or from rank to rank; the operator and deepy.py set it; remove it"
+            )
         elif name == "WORLD_SIZE" and str(value) != str(site.world_size):
             problems.add(path, f"replicas {site.replicas} x gpus {site.gpus} is {site.world_size}; remove it")
         elif name == "MASTER_PORT" and not (str(value).isdecimal() and 0 < int(value) < 65536):
@@ -193,7 +196,9 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
     for name, place in site.secrets.items():
         secret, _, key = str(place).partition("/")
         if not _VARIABLE.fullmatch(name) or not _DOTTED_NAME.fullmatch(secret) or not re.fullmatch(r"[-._\w]+", key):
-            problems.add(f"secrets.{name}", "expected SECRET/KEY, the name of a secret and the key in it; never a value")
+            problems.add(
+                f"secrets.{name}", "expected SECRET/KEY, the name of a secret and the key in it; never a value"
+            )
         elif name in site.variables and not _SECRET.search(name.upper()):
             problems.add(f"secrets.{name}", "is in variables too; keep one of them")
 

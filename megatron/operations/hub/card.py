@@ -1,4 +1,5 @@
-"""The model card (README.md) of a published checkpoint: what the export writes, and what only the run knows."""
+"""The model card (README.md) of a published checkpoint: what the export writes, and what only the run
+knows."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,11 +42,11 @@ def write_card(folder: Path, facts: RunFacts) -> None:
     card = ModelCard(text.partition(_BEGIN)[0] + _sections(facts), ignore_metadata_errors=True)
     base = base_model(facts.args)
     if base is not None:
-        card.data.base_model = base
+        card.data["base_model"] = base
     scores = {**_of_the_run(facts), **facts.scores}
     if scores:
-        card.data.model_name = card.data.model_name or folder.name
-        card.data.eval_results = [_result(name, value) for name, value in scores.items() if "stderr" not in name]
+        card.data["model_name"] = card.data.get("model_name") or folder.name
+        card.data["eval_results"] = [_result(name, value) for name, value in scores.items() if "stderr" not in name]
     path.write_text(str(card), encoding="utf-8")
 
 

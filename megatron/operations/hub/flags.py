@@ -18,7 +18,9 @@ def add_format_flags(parser: argparse.ArgumentParser) -> None:
 def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
     """Add --eval, --skip-eval and what they evaluate."""
     evaluation = parser.add_mutually_exclusive_group()
-    evaluation.add_argument("--eval", action="store_true", help="evaluate after the upload (default: if tasks are named)")
+    evaluation.add_argument(
+        "--eval", action="store_true", help="evaluate after the upload (default: if tasks are named)"
+    )
     evaluation.add_argument("--skip-eval", action="store_true", help="do not evaluate")
     parser.add_argument(
         "--eval_tasks", "--eval-tasks", nargs="+", metavar="TASK", help="unset: those of the site's NEOX_EVAL_TASKS"
@@ -52,8 +54,8 @@ def patience_of(options: argparse.Namespace) -> Patience:
         raise HubError(f"--max-retries {options.max_retries}: give 0 or more")
     if not 0 <= options.retry_min_wait <= options.retry_max_wait:
         raise HubError(
-            f"--retry-min-wait {options.retry_min_wait:g} --retry-max-wait {options.retry_max_wait:g}: give seconds, the "
-            "first not above the second"
+            f"--retry-min-wait {options.retry_min_wait:g} --retry-max-wait {options.retry_max_wait:g}: give "
+            "seconds, the first not above the second"
         )
     return Patience(options.max_retries, options.retry_min_wait, options.retry_max_wait)
 

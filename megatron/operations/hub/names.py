@@ -19,9 +19,10 @@ _SHORTER = {
 _LETTERS = str.maketrans({"=": "-", ",": "_", " ": "_"})
 
 
-def experiment_name(save: str | Path, checkpoint_dir: str | Path | None) -> str:
-    """The name of the experiment that saves in `save`: its path below the site's folder of checkpoints
-    (NEOX_CHECKPOINT_DIR), parts joined by a hyphen; else its last folder."""
+def run_name(save: str | Path, checkpoint_dir: str | Path | None) -> str:
+    """What a run that saves in `save` is called: its path below the site's folder of checkpoints
+    (NEOX_CHECKPOINT_DIR), parts joined by a hyphen; else its last folder. Two runs of one experiment
+    (`run_folder.experiment_of`) must not share a repository."""
     path = Path(save).expanduser().absolute()
     if checkpoint_dir is not None:
         root = Path(checkpoint_dir).expanduser().absolute()

@@ -2,8 +2,10 @@
 there."""
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from megatron.operations.hub.retrying import Patience, Say, call, watch_answers
 MAIN = "main"
 _ALONE = 1 << 20  # bytes from which on a file is sent by itself, before the commit
 _OF_GIT = 64 << 20  # bytes up to which the Hub may keep a file in git itself
-_KEPT = (".gitattributes",)  # the Hub's own
+# Weights as uploads name them: those left of another checkpoint would be read with the new ones, or for them.
+_WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|global_step\d+/.*")
 _BLOCK = 1 << 20
 
 Content = Path | bytes
@@ -44,16 +47,17 @@ class Repository:
         call(self.patience, self.name, lambda: self._make(MAIN), self.say)
 
     def lacks(self, revision: str, files: Mapping[str, FileDigest]) -> list[str]:
-        """The files that a revision lacks or has otherwise, and those that it has too much; [] where it is as
-        it should be."""
+        """The files that a revision lacks or has otherwise, and weights of another checkpoint; [] where it is
+        as it should be."""
         there = call(self.patience, f"{self.name}@{revision}: listing", lambda: self._list(revision), self.say)
         return _difference(files, there)
 
     def publish(
         self, revision: str, files: Mapping[str, LocalFile], message: str, sent: Callable[[str], None]
     ) -> str | None:
-        """Make a revision hold these files and no others, in one commit, whose name is returned; None where it
-        did already. sent: told the name of each large file once the Hub has it."""
+        """Make a revision hold these files and no other weights, in one commit, whose name is returned; None
+        where it did already. What else people have put there stays. sent: told the name of each large file
+        once the Hub has it."""
         digests = {name: file.digest for name, file in files.items()}
         where = f"{self.name}@{revision}"
         call(self.patience, f"{where}: making it", lambda: self._make(revision), self.say)
@@ -63,7 +67,7 @@ class Repository:
                 additions[name] = _addition(name, files[name])
                 what = f"{where}: sending {name} ({files[name].digest.size:,} bytes)"
                 self.say(what)
-                call(self.patience, what, lambda name=name: self._send(revision, additions[name]), self.say)
+                call(self.patience, what, partial(self._send, revision, additions[name]), self.say)
                 sent(name)
 
         def commit() -> str | None:
@@ -93,6 +97,7 @@ class Repository:
     def _list(self, revision: str) -> dict[str, FileDigest]:
         """The files of a revision; {} where there is none."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.hf_api import RepoFile
 
         try:
             tree = list(self._api.list_repo_tree(self.name, recursive=True, revision=revision))
@@ -101,7 +106,7 @@ class Repository:
         return {
             item.path: FileDigest(item.size, item.lfs.sha256 if item.lfs else "", None if item.lfs else item.blob_id)
             for item in tree
-            if hasattr(item, "blob_id")
+            if isinstance(item, RepoFile)
         }
 
     def _make(self, revision: str) -> None:
@@ -159,7 +164,7 @@ def _addition(name: str, file: LocalFile) -> Any:
 
 def _difference(wanted: Mapping[str, FileDigest], there: Mapping[str, FileDigest]) -> list[str]:
     changed = [name for name, file in wanted.items() if name not in there or not _same(file, there[name])]
-    return changed + [name for name in there if name not in wanted and name not in _KEPT]
+    return changed + [name for name in there if name not in wanted and _WEIGHTS.fullmatch(name)]
 
 
 def _same(ours: FileDigest, theirs: FileDigest) -> bool:

@@ -5,7 +5,6 @@ where the Hub names a time. `watch_answers` takes the answers 429 and 5xx away f
 alone waits for them; broken connections are first tried by it.
 """
 
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -186,5 +185,7 @@ def one_line(problem: BaseException) -> str:
 
 def hide_token(text: str) -> str:
     """A text without the token of this process."""
-    token = os.environ.get("HF_TOKEN")
+    from huggingface_hub import get_token
+
+    token = get_token()
     return text.replace(token, "***") if token else text

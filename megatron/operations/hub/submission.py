@@ -1,6 +1,6 @@
 """A Slurm job for each checkpoint of an experiment.
 
-    python -m megatron.operations.hub.submission EXPERIMENT [org] ...        (huggingface/batch_submit_checkpoints.sh)
+python -m megatron.operations.hub.submission EXPERIMENT [org] ...        (huggingface/batch_submit_checkpoints.sh)
 """  # noqa: W505 (a line to copy)
 
 import argparse
@@ -28,11 +28,11 @@ from megatron.operations.hub.flags import (
 )
 from megatron.operations.hub.names import (
     checked_id,
-    experiment_name,
     model_name,
     neox_repository,
     read_names,
     repository_id,
+    run_name,
 )
 from megatron.process import begin_process, end_process
 
@@ -67,7 +67,7 @@ def target_repository(save: Path, organisation: str | None, site: Mapping[str, s
     organisation = organisation or site.get("NEOX_HUB_ORG")
     if not organisation:
         raise HubError("no organisation of the Hub is known: name it, or set NEOX_HUB_ORG (slurm/sites)")
-    experiment = experiment_name(save, site.get("NEOX_CHECKPOINT_DIR"))
+    experiment = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
     names = read_names(site.get("NEOX_HUB_NAMES"))
     return repository_id(organisation, model_name(experiment, site.get("NEOX_HUB_PREFIX"), names))
 
@@ -90,7 +90,7 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
         repository = target_repository(save, options.hf_org, site)
     if formats_of(options) != "hf":
         neox_repository(repository)
-    name = experiment_name(save, site.get("NEOX_CHECKPOINT_DIR"))
+    name = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
     if options.neox_checkpoint is None:
         return Chosen(save, name, read_experiment(save).steps, repository, site)
     steps = []
@@ -146,7 +146,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
     parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
     parser.add_argument(
-        "--upload-delay", default="0", metavar="N|random", help="hours until a job may begin, 0 to 12; random: of each (0)"
+        "--upload-delay",
+        default="0",
+        metavar="N|random",
+        help="hours until a job may begin, 0 to 12; random: of each (0)",
     )
     parser.add_argument("--no-singleton", action="store_true", help="jobs of the experiment may run at once")
     add_format_flags(parser)
@@ -179,7 +182,9 @@ def _submit(line: Sequence[str], dry_run: bool) -> None:
     try:
         done = subprocess.run(line, capture_output=True, text=True)
     except FileNotFoundError:
-        raise HubError("there is no sbatch here; without Slurm: huggingface/upload_and_evaluate_checkpoint.py") from None
+        raise HubError(
+            "there is no sbatch here; without Slurm: huggingface/upload_and_evaluate_checkpoint.py"
+        ) from None
     if done.returncode:
         raise HubError(f"{shlex.join(line)}: {done.stderr.strip()}")
     print(f"{line[line.index('--neox_checkpoint') + 1]}: {done.stdout.strip()}", flush=True)

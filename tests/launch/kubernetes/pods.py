@@ -35,8 +35,8 @@ def container_environment(documents: Sequence[Mapping[str, Any]], container: Map
 
 
 def pytorchjob_pods(documents: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
-    """(command, environment) of each pod, with what the Training Operator adds (its pkg/controller.v1/pytorch,
-    envvar.go); env comes before envFrom."""
+    """(command, environment) of each pod, with what the Training Operator adds (its
+    pkg/controller.v1/pytorch, envvar.go); env comes before envFrom."""
     [job] = of_kind(documents, "PyTorchJob")
     replicas, per_node = job["spec"]["pytorchReplicaSpecs"], int(job["spec"]["nprocPerNode"])
     pods = [replicas["Master"]] + [replicas["Worker"]] * replicas["Worker"]["replicas"]
@@ -108,8 +108,8 @@ class Pods:
         process.wait()
 
     def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, most: int = 40) -> list[int]:
-        """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end with
-        an error again, at most `most` times in all, as `restartPolicy: OnFailure` and `backoffLimit` do."""
+        """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end
+        with an error again, at most `most` times in all, as `restartPolicy: OnFailure` and `backoffLimit`."""
         for rank in range(len(self._pods)):
             self.start(rank)
         end = time.monotonic() + timeout_s

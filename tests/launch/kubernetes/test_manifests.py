@@ -181,15 +181,16 @@ def test_the_configuration_goes_in_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
         (["pipe_parallel_size=8"], "4 ranks cannot be divided into pipe_parallel_size 8 x"),
         (["num_layer=3"], "num_layer: unknown key; did you mean num_layers"),
         (["save=/tmp/run"], "save: /tmp/run is in no claim of the site .* lost with its pod"),
-        (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: is not set, so a lost pod would lose the run"),
+        (
+            ["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"],
+            "save: is not set, so a lost pod would lose the run",
+        ),
         (["restart=true"], "restart: would send the run back whenever a pod is lost"),
         (["hostfile=hosts"], "hostfile: the operator says how ranks are started in pods; remove it"),
         (["master_port=1234"], "master_port: the operator says"),
     ],
 )  # fmt: skip
-def test_what_pods_cannot_run_is_refused(
-    settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_pods_cannot_run_is_refused(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", CONTAINER, "--site", str(SITES[1]), "--set", *settings]) == 1
     out, err = capsys.readouterr()
     assert out == "" and re.search(message, err) and "Traceback" not in err

@@ -118,7 +118,7 @@ def test_a_lost_pod_comes_back_and_the_run_goes_on(
 def test_a_drained_pod_does_not_end_the_job_as_done(
     documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
 ) -> None:
-    """SIGTERM to one pod has all ranks save and stop; with code 0 the operators would count the job as done."""
+    """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
 

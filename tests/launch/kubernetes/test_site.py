@@ -86,7 +86,9 @@ def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, t
     line = next(i for i, row in enumerate(text.splitlines(), 1) if f"{wrong}:" in row)
     prefix = "claims.models-pvc." if name in keys_of(Claim) else ""
     told = refusal(tmp_path, text)
-    assert re.search(rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: unknown key; did you mean .*\b{name}\b", told, re.M)
+    assert re.search(
+        rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: unknown key; did you mean .*\b{name}\b", told, re.M
+    )
 
 
 @pytest.mark.parametrize(

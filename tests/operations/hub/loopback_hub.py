@@ -189,7 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
             hub.puts.append(oid)
             return self._answer(200, {})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self._answer(401, {"error": "Invalid"}, X_Error_Message="Invalid credentials in Authorization header")
+            return self._answer(
+                401, {"error": "Invalid"}, X_Error_Message="Invalid credentials in Authorization header"
+            )
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
@@ -225,7 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
         if match[2] == "preupload":
             files = json.loads(body)["files"]
             modes = [
-                {"path": f["path"], "uploadMode": "lfs" if _LFS.fullmatch(f["path"]) else "regular", "shouldIgnore": False}
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if _LFS.fullmatch(f["path"]) else "regular",
+                    "shouldIgnore": False,
+                }
                 for f in files
             ]
             return self._answer(200, {"files": modes})

@@ -97,7 +97,9 @@ class Run:
 
 
 @pytest.fixture
-def begun(hub: LoopbackHub, environment: dict[str, str], save: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def begun(
+    hub: LoopbackHub, environment: dict[str, str], save: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
     """A callback over five checkpoints, whose process has begun with the newest and hangs."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -132,7 +134,7 @@ def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], e
     took = time.monotonic() - clock
     assert (1.0 <= took < 12.0) if ending == "bound" else took < 11.0
     assert run.lines[-1].startswith(
-        "push_to_hub: not published yet: global_step5, global_step4, global_step3, global_step2, global_step1; this goes"
+        "push_to_hub: not published yet: global_step5, global_step4, global_step3, global_step2, global_step1; this "
     )
     assert "--neox_checkpoint global_step5 global_step4" in run.lines[-1] and TOKEN not in "".join(run.lines)
     with pytest.raises(ProcessLookupError):
@@ -142,7 +144,9 @@ def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], e
 def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By strategy, the newest first, and no checkpoint that stands only until the next."""
     started: list[int] = []
-    monkeypatch.setattr(PushToHub, "_start", lambda self, step: started.append(step) or SimpleNamespace(poll=lambda: 0, returncode=0))
+    monkeypatch.setattr(
+        PushToHub, "_start", lambda self, step: started.append(step) or SimpleNamespace(poll=lambda: 0, returncode=0)
+    )
     for strategy, saved in (("end", [5]), ("every_save", [5, 4, 3, 2, 1, 4, 5])):
         given = args(save, train_iters=5, hub_strategy=strategy)
         callback, run = PushToHub(given, "org/run"), Run(given)
@@ -161,7 +165,7 @@ def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("keys", "message"),
     [
         ({"save": None, "checkpoint_factor": None}, "push_to_hub: needs save"),
-        ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save 's3://bucket/run'"),
+        ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save s3://bucket/run"),
         ({"hub_model_id": "run"}, "hub_model_id: 'run' is not ORGANISATION/NAME"),
     ],
 )
@@ -191,6 +195,7 @@ def test_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match="no token: set HF_TOKEN"):
         hub_repository(args(tmp_path))
     monkeypatch.setattr("megatron.operations.hub.in_training.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="push_to_hub: needs huggingface_hub and tenacity and transformers: pip install"):
+    with pytest.raises(
+        ConfigError, match="push_to_hub: needs huggingface_hub and tenacity and transformers: pip install"
+    ):
         hub_repository(args(tmp_path))
-

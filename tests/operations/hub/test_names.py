@@ -9,11 +9,11 @@ from huggingface_hub.utils import validate_repo_id
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.names import (
     checked_id,
-    experiment_name,
     model_name,
     neox_repository,
     read_names,
     repository_id,
+    run_name,
 )
 
 
@@ -86,4 +86,4 @@ def test_repositories() -> None:
     [("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp")],
 )
 def test_experiments(save: str, site: str | None, name: str) -> None:
-    assert experiment_name(save, site) == name
+    assert run_name(save, site) == name

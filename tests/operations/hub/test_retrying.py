@@ -39,9 +39,7 @@ def test_waits_double_up_to_the_longest(ask: Callable[..., list[str]], hub: Loop
     hub.fail("GET .*/refs", 503, times=7)
     said = ask()
     assert waits == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
-    assert said[0] == (
-        "listing: the Hub answered 503 to GET /api/models/org/run/refs; tried again in 120 s (1 of 20)"
-    )
+    assert said[0] == ("listing: the Hub answered 503 to GET /api/models/org/run/refs; tried again in 120 s (1 of 20)")
     assert len(hub.asked("refs")) == 8, "none is tried by the client itself"
 
 
@@ -66,7 +64,11 @@ def test_a_connection_that_breaks(ask: Callable[..., list[str]], hub: LoopbackHu
 
 @pytest.mark.parametrize(
     ("status", "advice"),
-    [(401, "does not take the token .401.; set HF_TOKEN"), (403, "token may not do this .403."), (404, "no such place")],
+    [
+        (401, "does not take the token .401.; set HF_TOKEN"),
+        (403, "token may not do this .403."),
+        (404, "no such place"),
+    ],
 )
 def test_what_stays_is_not_tried_again(
     ask: Callable[..., list[str]], hub: LoopbackHub, waits: list[float], status: int, advice: str

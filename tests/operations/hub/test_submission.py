@@ -54,7 +54,9 @@ def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = lines("other-org", "--no-singleton", "--upload-delay", "1.5", "--skip-neox-upload", "--max-retries", "3")[0]
     assert "--dependency=singleton" not in job and "--begin=now+90minutes" in job and "--gres=gpu:1" in job
     assert job[job.index("--repository") + 1] == "other-org/sfm-lr-1_x" and "--skip-neox-upload" in job
-    assert job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"] and job[job.index("--max-retries") + 1] == "3"
+    assert (
+        job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"] and job[job.index("--max-retries") + 1] == "3"
+    )
     assert "--skip-eval" in lines("--skip-eval")[0] and "--gres=gpu:1" not in lines("--skip-eval")[0]
     assert "--upload-neox-only" in lines("--upload-neox-only")[0] and "--skip-eval" in lines("--upload-neox-only")[0]
     begins = {line[3] for line in lines("--upload-delay", "random")}

@@ -55,7 +55,7 @@ def last(save: Path, client: None) -> Upload:
 
 
 def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackHub, tmp_path: Path) -> None:
-    """Busy twice, cut within a file, an answer lost: one commit each, every object once, and again nothing."""
+    """Busy twice, cut within a file, an answer lost: one commit each, every object once, and then nothing."""
     said: list[str] = []
     hub.fail(r"POST .*/commit/", 429, times=2, retry_after="0.2")
     hub.fail(r"PUT .*", "cut")
@@ -136,10 +136,20 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
 
 @pytest.mark.parametrize(
     ("may_create", "token", "message"),
-    [(False, TOKEN, "the token may not do this .403."), (True, "hf_other", "does not take the token .401."), (True, "", "no token: set HF_TOKEN")],
-)  # fmt: skip
+    [
+        (False, TOKEN, "the token may not do this .403."),
+        (True, "hf_other", "does not take the token .401."),
+        (True, "", "no token: set HF_TOKEN"),
+    ],
+)
 def test_what_the_token_may_not_is_said_before_anything_is_converted(
-    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, may_create: bool, token: str, message: str
+    last: Upload,
+    save: Path,
+    hub: LoopbackHub,
+    monkeypatch: pytest.MonkeyPatch,
+    may_create: bool,
+    token: str,
+    message: str,
 ) -> None:
     hub.may_create = may_create
     monkeypatch.setenv("HF_TOKEN", token)
