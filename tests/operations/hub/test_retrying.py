@@ -3,6 +3,7 @@
 import email.utils
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from huggingface_hub import HfApi
@@ -79,7 +80,14 @@ def test_what_stays_is_not_tried_again(
     assert not waits and "\n" not in str(raised.value) and TOKEN not in str(raised.value)
 
 
-def test_signatures_and_the_token_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+@pytest.mark.parametrize("place", ["variable", "file"])
+def test_signatures_and_the_token_are_not_told(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    if place == "variable":
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    else:  # of `hf auth login`
+        (tmp_path / "token").write_text(TOKEN)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
     problem = RuntimeError(f"no answer\nfrom https://store/a/b?X-Amz-Signature=abc, {TOKEN}")
     assert one_line(problem) == "no answer from https://store/a/b ***"

@@ -15,10 +15,11 @@ import pytest
 from megatron.operations.hub.conversion import convert
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished, open_journal
+from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
 from megatron.operations.hub.upload import Upload, publish_checkpoint
 from tests.operations.hub.conftest import COMMAND, ROOT
-from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
+from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 MODEL, NEOX = "org/tiny-run", "org/neox-ckpt-tiny-run"
@@ -98,6 +99,18 @@ def check_card(files: dict[str, bytes]) -> None:
     assert "sha256" in card.text and "curves.png" in card.text
     assert files["curves.png"].startswith(b"\x89PNG")
     assert json.loads(files["training_config.json"])["train_iters"] == 5
+
+
+def test_of_what_people_have_put_there_only_other_weights_are_removed(hub: LoopbackHub, client: None) -> None:
+    hub.repos[MODEL] = Repo()
+    there = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
+    stale = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"", "global_step1/a.pt": b""}
+    hub.repos[MODEL].branches["main"] |= {**there, **stale}
+    contents = {"README.md": b"new", "config.json": b"same", "model.safetensors": b"new"}
+    files = {name: LocalFile(content, digest(content)) for name, content in contents.items()}
+    assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None)
+    assert hub.content(MODEL, "main") == {**there, **contents}
+    assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None) is None
 
 
 @pytest.mark.more
