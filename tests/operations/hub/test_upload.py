@@ -119,7 +119,7 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     hf = replace(last, formats="hf")
     publish_checkpoint(hf, print)
     branch, before = hub.repos[MODEL].branches["global_step5"], hub.content(MODEL, "main")
-    branch["config.json"], branch["left.txt"] = b"{}", b"over"
+    branch["config.json"], branch["model-00001-of-00002.safetensors"] = b"{}", b"over"
     sent = len(hub.puts)
     publish_checkpoint(hf, print)
     assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
