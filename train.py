@@ -22,12 +22,13 @@ def main(
     from megatron.launch import enter, set_arch_list
 
     show_stacks_on_signal()  # before anything slow is imported
-    from megatron.neox_arguments import UserError, require_lm_eval, require_report, script_args
+    from megatron.neox_arguments import UserError, require_lm_eval, script_args
+    from megatron.operations.in_training import check_operations, operation_callbacks, report_at_end
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
         require_lm_eval(args)
-        require_report(args)
+        check_operations(args)
         if args.demo_prompts is not None:
             from megatron.generation.demos import Demos, demo_questions
 
@@ -44,6 +45,7 @@ def main(
         from megatron.training import start, train
         from megatron.training.metrics.loggers import log_directory
 
+        operations = operation_callbacks(args, process.rank)
         training = start(args, process)
         evaluations: list[Callback] = []
         if args.eval_tasks:
@@ -58,13 +60,10 @@ def main(
 
             answer = answers_of(training)
         try:
-            train(training, evaluations, answer)
+            train(training, [*evaluations, *operations], answer)
         finally:
-            logs = log_directory(training.args)
-            if args.report and process.rank == 0 and logs is not None:
-                from megatron.operations.report import report_at_end
-
-                report_at_end(training.args, logs, training.logger)
+            if process.rank == 0:
+                report_at_end(training.args, log_directory(training.args), training.logger)
         training.close()
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))

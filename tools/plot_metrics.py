@@ -5,62 +5,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
-# Beside the loss, where a run has them: colour, and what they are
-OTHERS = {
-    "train/ga_actual_loss": ("tab:red", "loss to forget"),
-    "train/gd_retain_loss": ("tab:green", "loss to retain"),
-    "train/divergence": ("tab:purple", "divergence from the teacher"),
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-
-def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows without those of steps that unlearn, whose loss is another."""
-    return [row for row in rows if not row.get("train/batch_type")]
-
-
-def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
-    """The consumed tokens and the values of the rows of a metrics file that have the metric `name`."""
-    chosen = [row for row in rows if name in row]
-    return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
-
-
-def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
-    """Write the picture: losses in nats a token, and the unigram entropy as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
-    axes.plot(*read_curve(ordinary(rows), "train/lm_loss"), color="tab:blue", linewidth=1, label="training")
-    axes.plot(*read_curve(rows, "validation/lm_loss"), color="tab:orange", marker="o", label="validation")
-    for name, (color, label) in OTHERS.items():
-        if any(name in row for row in rows):
-            axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)
-    if entropy is not None:
-        axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy (validation)")
-    axes.set_xlabel("tokens seen")
-    axes.set_ylabel("loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def summary(rows: list[dict[str, Any]], entropy: float | None) -> str:
-    """One sentence: losses before and after, validation beside what knowing only token frequencies gives."""
-    tokens, losses = read_curve(rows, "validation/lm_loss")
-    text = "no validation loss in these metrics"
-    if losses:
-        text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
-    if losses and entropy is not None:
-        text = f"{text} (unigram entropy {entropy:.3f})"
-    for name, (_, label) in OTHERS.items():
-        if curve := read_curve(rows, name)[1]:
-            text += f"; {label} {curve[0]:.3f} -> {curve[-1]:.3f}"
-    return text
+from megatron.operations.loss_plot import plot, summary  # noqa: E402
 
 
 def main() -> int:

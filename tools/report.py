@@ -22,7 +22,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="`save` of a run, its log folder, or its metrics.jsonl")
     parser.add_argument(
-        "--html", metavar="FILE",
+        "--html", nargs="?", metavar="FILE",
         help="page to write (report.html in `save`, or in the log folder of a run that saves into a bucket; of "
         "several runs in the current folder)",
     )  # fmt: skip

@@ -5,7 +5,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -27,7 +27,8 @@ class Watchdog:
     Collectives of all process groups get this time-out. A rank that has not moved for half as long again
     (gloo's send and receive keep the time-out they were made with; a deadlock needs no collective) writes the
     stacks of its threads to stderr and ends with exit code 1: a thread of faulthandler's does it, which needs
-    no interpreter. One rank alone waits for nobody and is not watched. doing: what it was last told of.
+    no interpreter. One rank alone waits for nobody and is not watched. doing: what it was last told of;
+    listener: is called with each such thing as it begins, by this thread.
     """
 
     def __init__(self, args: NeoXArgs, world_size: int, logger: logging.Logger) -> None:
@@ -36,6 +37,7 @@ class Watchdog:
         self._long, self._least = args.first_step_timeout_mins * 60.0, args.collective_timeout_s
         self._limit = self._long  # of a step
         self._longest = 0.0
+        self.listener: Callable[[str], None] | None = None
         self._logger = logger
         self._said = time.monotonic()
         self._closed = threading.Event()
@@ -74,6 +76,8 @@ class Watchdog:
 
     def _enter(self, doing: str, seconds: float, changed: bool = True) -> None:
         self.doing, self._since = doing, time.monotonic()
+        if self.listener is not None:
+            self.listener(doing)
         if not self._watched:
             return
         faulthandler.dump_traceback_later(1.5 * seconds, exit=True, file=STDERR)

@@ -22,14 +22,15 @@ class Heartbeat(threading.Thread):
     """Sends this machine's beats, and exchanges signals and the end of one attempt, through the store of node
     0.
 
-    Keys below `<attempt>/`: `beat/<node>`, `done/<node>`, `left/<node>`, `end` (JSON of the first failure);
-    for all attempts: `signal/<n>`, `beat/starter`.
+    Keys below `<attempt>/`: `beat/<node>`, `done/<node>` (the signal that it passed on, or 0), `left/<node>`,
+    `end` (JSON of the first failure); for all attempts: `signal/<n>`, `beat/starter`.
     """
 
     def __init__(self, store: "TCPStore", attempt: int, node: int, count: int) -> None:
         super().__init__(daemon=True)
         self.failure: str | None = None  # JSON of the first one's Outcome, of any machine
         self.all_done = False
+        self.signal = 0  # that some machine passed on to its ranks, which ended well
         self._store, self._prefix, self._node, self._count = store, f"{attempt}/", node, count
         self._to_report: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self._signals: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -41,9 +42,9 @@ class Heartbeat(threading.Thread):
         self._leaving, self._left = threading.Event(), threading.Event()
         self._patience_s = 0.0
 
-    def report_done(self) -> None:
-        """Tell the other machines that our ranks ended well."""
-        self._to_report.put(("done", ""))
+    def report_done(self, signal: int) -> None:
+        """Tell the other machines that our ranks ended well. signal: that was passed on to them, or 0."""
+        self._to_report.put(("done", str(signal)))
 
     def report_failure(self, outcome: str) -> None:
         """Tell the other machines that one of our ranks failed. outcome: JSON of an `Outcome`."""
@@ -107,7 +108,7 @@ class Heartbeat(threading.Thread):
         while not self._to_report.empty():
             kind, text = self._to_report.get()
             if kind == "done":
-                store.set(f"{prefix}done/{self._node}", "1")
+                store.set(f"{prefix}done/{self._node}", text)
             else:
                 claim(store, f"{prefix}end", text)  # the first failure is the run's
         if self.failure is None and store.check([f"{prefix}end"]):
@@ -115,6 +116,7 @@ class Heartbeat(threading.Thread):
         for node in range(self._count):
             if node not in self._done and store.check([f"{prefix}done/{node}"]):
                 self._done.add(node)
+                self.signal = self.signal or int(store.get(f"{prefix}done/{node}"))
         self.all_done = len(self._done) == self._count
         while store.check([f"signal/{self._signals_seen + 1}"]):
             self._signals_seen += 1

@@ -111,7 +111,7 @@ class LauncherRendezvous:
             heartbeat.report_failure(json.dumps(asdict(lost)))
             return lost
         if heartbeat.all_done:
-            return Outcome(0)
+            return Outcome(0, signal=heartbeat.signal)
         if self._finished and now - self._waiting_since > REMIND_S:
             say("deepy.py: the ranks here have ended; waiting for those of other machines")
             self._waiting_since = now
@@ -123,7 +123,7 @@ class LauncherRendezvous:
             return
         self._finished, self._waiting_since = True, time.monotonic()
         if not outcome.code:
-            self._heartbeat.report_done()
+            self._heartbeat.report_done(outcome.signal)
             return
         with_node = {**asdict(outcome), "reason": f"{self._name(self._run.node_rank)}: {outcome.reason}"}
         self._heartbeat.report_failure(json.dumps(with_node))

@@ -16,7 +16,8 @@ def run_local(run: Run, restarts: int = 0) -> Outcome:
     """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port
     that is taken."""
     assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
-    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir)
+    again = restarts < run.args.max_restarts
+    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, will_restart=again)
 
 
 def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Outcome:
@@ -35,7 +36,9 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Out
             f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
             f"{run.log_dir}; that of rank 0 is shown on node 0"
         )
-    return rendezvous.leave(watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, rendezvous))
+    again = restarts < run.args.max_restarts
+    ranks_env = environments(run, assignment, restarts)
+    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart=again))
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:

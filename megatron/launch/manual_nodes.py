@@ -91,6 +91,11 @@ def find_manual_node(
     return ManualNode(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
 
 
+def is_pod(env: Mapping[str, str]) -> bool:
+    """Whether an operator of Kubernetes started this launcher."""
+    return _pods(env)[1] is not None
+
+
 def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     """(number of pods, which this is), as an operator of Kubernetes says."""
     if env.get("PET_NODE_RANK") and env.get("PET_NNODES"):

@@ -14,6 +14,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import hosts_of
 from megatron.launch.launcher_rendezvous import LauncherRendezvous
 from megatron.launch.local import run_local, run_node
+from megatron.launch.manual_nodes import is_pod
 from megatron.launch.plan import plan
 from megatron.launch.ranks import die_with_parent
 from megatron.launch.run import Run, make_folders, write_args_file, write_text
@@ -29,7 +30,7 @@ from megatron.launch.runners import (
 )
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
 from megatron.launch.ssh_supervisor import SshSupervisor
-from megatron.launch.watch import signals_kept
+from megatron.launch.watch import Outcome, signals_kept
 from megatron.process import say
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def launch(
             write_args_file(run)
         outcome = run_local(run, restarts) if rendezvous is None else run_node(run, rendezvous, restarts)
         if not outcome.repeatable or restarts == args.max_restarts:
-            return outcome.code
+            return _exit_code(args, outcome)
         restarts += 1
         say(f"deepy.py: restart {restarts} of {args.max_restarts} after {outcome.reason}")
         if _latest(args) != saved and (args.restart or args.iteration is not None):
@@ -183,6 +184,15 @@ def _check_ssh(host: str) -> None:
             f"{host} cannot be reached over ssh without a password ({reason}); set up a key, or type the lines of "
             "--dry-run with --hosts on each machine; no_ssh_check: true leaves this check out"
         )
+
+
+def _exit_code(args: "NeoXArgs", outcome: Outcome) -> int:
+    """deepy.py's exit code. In a pod, a run that stopped for a signal has not succeeded: a node is drained,
+    and with code 0 the job would count as done instead of going on elsewhere."""
+    if outcome.code or not outcome.signal or not is_pod(os.environ) or read_status(args).get("status") == "finished":
+        return outcome.code
+    say(f"deepy.py: exit code {128 + outcome.signal}, for the run is not finished and this pod may start again")
+    return 128 + outcome.signal
 
 
 def _latest(args: "NeoXArgs") -> int | None:

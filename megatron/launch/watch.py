@@ -8,12 +8,12 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from megatron.launch.ranks import STACK, Rank, start_rank
+from megatron.launch.ranks import FATAL, STACK, Rank, start_rank
 from megatron.process import STACKS_SIGNAL, LogFile, say, take_early_signals
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -50,6 +50,7 @@ class Outcome:
     reason: str = ""
     repeatable: bool = False
     log: str = ""  # of the rank that failed
+    signal: int = 0  # one that was passed on to ranks, here or on another machine
 
 
 class PeerLaunchers(Protocol):
@@ -91,6 +92,7 @@ def watch_ranks(
     environments: Sequence[Mapping[str, str]],
     log_dir: Path,
     peers: PeerLaunchers | None = None,
+    will_restart: bool = False,
 ) -> Outcome:
     """Run `command` once per environment, each with its RANK.
 
@@ -98,7 +100,8 @@ def watch_ranks(
     all are ended with their children, and its traceback is shown last; when one was killed, is stopped or
     ended because nothing moved, the stacks of all come before. SIGTERM, SIGINT and SIGUSR1 are passed on to
     every rank. A rank killed by signal N counts as exit code 128 + N. With `peers` the run ends when it has
-    ended on every machine.
+    ended on every machine. will_restart: the caller starts a run again that may fare better; our stdout,
+    the log of a job, then names the rank and its log in one line and has no traceback, for the run goes on.
     """
     ranks: list[Rank] = []
     complaints: set[str] = set()
@@ -113,7 +116,8 @@ def watch_ranks(
             for env in environments:
                 log = LogFile(log_dir / f"rank_{env['RANK']}.log", complain)
                 ranks.append(start_rank(int(env["RANK"]), int(env["WORLD_SIZE"]), command, env, log))
-            return _watch(ranks, received, _Screen(), peers)
+            outcome = _watch(ranks, received, _Screen(quiet=will_restart), peers)
+            return replace(outcome, signal=received[0]) if received else outcome
         finally:
             _end(ranks)
             for rank in ranks:
@@ -123,9 +127,10 @@ def watch_ranks(
 
 class _Screen:
     """Our stdout, written as bytes. When its reader goes away or its disk is full, the run goes on, only
-    unseen."""
+    unseen. quiet: a failure that is followed by a restart is not shown."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet: bool) -> None:
+        self.quiet = quiet
         with suppress(OSError):
             sys.stdout.flush()
         self._descriptor = sys.stdout.fileno()
@@ -140,6 +145,12 @@ class _Screen:
             rank.held = data
         except OSError:
             pass
+
+    def show_until_traceback(self, rank: Rank) -> None:
+        """Write what is held back of a rank's output as far as it speaks of no failure."""
+        at = min((place for mark in FATAL if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
+        rank.held = rank.held[: rank.held.rfind(b"\n", 0, at) + 1]
+        self.show(rank)
 
 
 def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerLaunchers | None) -> Outcome:
@@ -175,7 +186,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                 if peers is None:
                     return Outcome(0)
                 if not reported_done:
-                    peers.report(Outcome(0))
+                    peers.report(Outcome(0, signal=received[0] if received else 0))
                     reported_done = True
                 time.sleep(POLL_S)
             ended = peers.outcome() if peers is not None else None
@@ -190,7 +201,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
                     return _report_to(peers, _report_stopped(rank, ranks, screen, bool(received)))
             suspect = _suspect(ranks)
             # Else rank 0 may be about to complain of what another did
-            if suspect is None or suspect.index == 0:
+            if suspect is None or (suspect.index == 0 and not screen.quiet):
                 screen.show(ranks[0])
 
 
@@ -214,6 +225,10 @@ def _report_to(peers: PeerLaunchers | None, outcome: Outcome) -> Outcome:
 def _end_with(outcome: Outcome, ranks: list[Rank], screen: _Screen) -> Outcome:
     """End our ranks as the run has ended on all machines."""
     _end(ranks)
+    if screen.quiet and outcome.repeatable:
+        screen.show_until_traceback(ranks[0])
+        say(f"deepy.py: {outcome.reason}; its output is in {outcome.log} there")
+        return outcome
     screen.show(ranks[0])
     if outcome.code:
         say(f"deepy.py: error: {outcome.reason}" + (f"; its output is in {outcome.log} there" if outcome.log else ""))
@@ -272,6 +287,14 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     if culprit.is_overdue():
         how = "made no progress in time (collective_timeout_s, first_step_timeout_mins)"
     reason = f"rank {culprit.index} of {culprit.world_size} {how}"
+    refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
+    outcome = Outcome(
+        128 - code if code < 0 else code, reason, not refused and not asked_for, str(culprit.log.path.resolve())
+    )
+    if screen.quiet and outcome.repeatable:
+        if code < 0 or culprit.is_overdue():
+            _write_stacks(ranks)
+        return _end_before_restart(outcome, ranks, screen)
     if code < 0 or culprit.is_overdue():
         _show_stacks(culprit, ranks, screen)
     elif culprit.index == 0:
@@ -280,9 +303,15 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     screen.show(ranks[0])
     shown = f"{culprit.log.path} ends with:\n{culprit.last_lines(TAIL_LINES)}"
     say(f"deepy.py: error: {reason}; {shown if culprit.index else 'its output is above'}")
-    refused = code == 1 and culprit.traceback_at is None and not culprit.is_overdue()
-    repeatable = not refused and not asked_for
-    return Outcome(128 - code if code < 0 else code, reason, repeatable, str(culprit.log.path.resolve()))
+    return outcome
+
+
+def _end_before_restart(outcome: Outcome, ranks: list[Rank], screen: _Screen, politely: bool = True) -> Outcome:
+    """End every rank of a run that is started again: one line, and the ranks' own logs, say why."""
+    _end(ranks, politely)
+    screen.show_until_traceback(ranks[0])
+    say(f"deepy.py: {outcome.reason}; its output is in {outcome.log}")
+    return outcome
 
 
 def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_asked: bool) -> Outcome:
@@ -290,16 +319,36 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_
     reason = (
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
+    outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
+    if screen.quiet and outcome.repeatable:
+        _write_stacks(ranks)
+        return _end_before_restart(outcome, ranks, screen, politely=False)
     _show_stacks(culprit, ranks, screen)
     _end(ranks, politely=False)
     screen.show(ranks[0])
     say(f"deepy.py: error: {reason}; its stack is above")
-    return Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
+    return outcome
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
     """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the
     report."""
+    _write_stacks(ranks)
+    for rank in sorted(ranks, key=lambda rank: rank is culprit):
+        rank.read_all()
+        if rank is culprit and rank.process.poll() is not None:
+            continue
+        if rank.index == 0:
+            say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
+            screen.show(rank)
+        else:
+            say(
+                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}"
+            )
+
+
+def _write_stacks(ranks: list[Rank]) -> None:
+    """Let every rank write its stack, into its log and what is held of it."""
     before = {rank.index: rank.tail.count(STACK) for rank in ranks}
     for rank in ranks:
         rank.signal(STACKS_SIGNAL)
@@ -313,17 +362,6 @@ def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
         for rank in ranks:
             rank.read_all()
     time.sleep(0.2)  # for the rest of a stack that has begun
-    for rank in sorted(ranks, key=lambda rank: rank is culprit):
-        rank.read_all()
-        if rank is culprit and rank.process.poll() is not None:
-            continue
-        if rank.index == 0:
-            say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
-            screen.show(rank)
-        else:
-            say(
-                f"rank {rank.index} of {rank.world_size}, where it is ({rank.log.path}):\n{rank.last_lines(TAIL_LINES)}"
-            )
 
 
 def _signal_name(number: int) -> str:

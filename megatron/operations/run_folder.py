@@ -91,6 +91,26 @@ def open_run(path: str | Path) -> RunFolder:
     )
 
 
+def last_rows(metrics_file: Path, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
+    """The rows in the last `size` bytes of a metrics.jsonl, which may have gigabytes; [] where there is
+    none."""
+    try:
+        with metrics_file.open("rb") as file:
+            end = file.seek(0, 2)
+            file.seek(max(0, end - size))
+            lines = file.read(size).split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines if end <= size else lines[1:]:
+        try:
+            row = json.loads(line)
+        except ValueError:  # a line that is being written, or that a run was killed in
+            continue
+        rows += [row] if isinstance(row, dict) and isinstance(row.get("iteration"), int) else []
+    return rows
+
+
 def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) -> str:
     """The name of the experiment that saves here: the folder below the site's folder of checkpoints
     (NEOX_CHECKPOINT_DIR), else the last folder of `save`."""

@@ -28,6 +28,11 @@ default NEOX_NODES 16          # everything else that starts from a model
 default NEOX_MIDTRAINING "*/midtraining/* */midtraining_ga/* *_mid.yml"
 default NEOX_GPUS_PER_NODE 4
 
+# The HuggingFace Hub: repositories <org>/<prefix>-<experiment>, but for experiments that NEOX_HUB_NAMES, a JSON file,
+# names itself. NEOX_EVAL_TASKS, where it is set, is evaluated after an upload.
+default NEOX_HUB_ORG geodesic-research
+default NEOX_HUB_PREFIX sfm
+
 # The plugin through which NCCL uses Slingshot, and no NCCL: the system's 2.26.6 is older than torch 2.11 needs.
 default NEOX_MODULES "PrgEnv-cray cuda/12.6 brics/aws-ofi-nccl/1.8.1"
 default TORCH_CUDA_ARCH_LIST 9.0 # the device says 9.0a, which DeepSpeed's builder cannot read

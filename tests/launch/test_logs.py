@@ -42,7 +42,10 @@ if start == 0:
     for line in range(500):
         print(f"rank {rank} line {line} ", "." * 100)
     if rank == 1:
+        while not Path("rank_0_has_printed").exists():
+            time.sleep(0.01)
         raise ValueError("not yet")
+    Path("rank_0_has_printed").touch()
     time.sleep(60)
 if rank == 1:
     Path("disk/fill").unlink()

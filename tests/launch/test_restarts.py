@@ -1,6 +1,7 @@
 """deepy.py --max-restarts with scripts that fail on purpose."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -59,10 +60,27 @@ def test_a_failed_run_is_started_again_until_it_ends_well(deepy, tmp_path, ranks
     assert [f"start {k}" in kept for k in range(3)] == [True] * 3, "logs of every start are kept"
 
 
+@pytest.mark.parametrize(
+    ("ranks", "how"), [(1, "raise ValueError('not yet')"), (2, "raise ValueError('not yet')"), (2, "os.abort()")]
+)
+def test_the_log_of_a_run_that_goes_on_has_no_traceback(deepy, tmp_path, ranks, how):
+    """People grep a job's log for these words to know that it crashed; why it did is in the rank's own."""
+    text = f"""
+    if start == 0 and rank == int(os.environ['WORLD_SIZE']) - 1: {how}
+    time.sleep(0 if start else 1)
+    """
+    code, log = deepy(text, "--max-restarts", "1", ranks=ranks)
+    assert code == 0 and "rank 0 start 0\n" in log and "rank 0 start 1\n" in log
+    assert not re.search("traceback|exception|error", log, re.IGNORECASE), log
+    own = tmp_path / "logs" / f"rank_{ranks - 1}.log"
+    assert re.search(rf"deepy.py: rank {ranks - 1} of {ranks} .*; its output is in {own}\n", log)
+    assert ("ValueError: not yet" if "raise" in how else "Fatal Python error") in own.read_text()
+
+
 def test_no_more_than_asked(deepy, tmp_path):
     code, log = deepy("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", "--max-restarts", "1")
     assert code == 128 + signal.SIGKILL
-    assert log.count("deepy.py: restart") == 1
+    assert log.count("deepy.py: restart") == 1 and log.count("deepy.py: error: ") == 1, "the last end is shown"
     assert (tmp_path / "logs" / "rank_1.log").read_text() == "rank 1 start 0\nrank 1 start 1\n"
 
 

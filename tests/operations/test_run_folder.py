@@ -17,7 +17,13 @@ ROOT = Path(__file__).resolve().parents[2]
 def save(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps whose log folder lies elsewhere."""
     folder = tmp_path_factory.mktemp("run")
-    keys = {"save": str(folder / "save"), "log_dir": str(folder / "elsewhere"), "train_iters": 3, "log_interval": 1}
+    keys = {
+        "save": str(folder / "save"),
+        "log_dir": str(folder / "elsewhere"),
+        "train_iters": 3,
+        "log_interval": 1,
+        "checkpoint_factor": 3,
+    }
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, **keys))
     return folder / "save"
 

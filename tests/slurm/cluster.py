@@ -1,5 +1,5 @@
-"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its
-own."""
+"""A real Slurm of two virtual nodes with four pretended GPUs each, on this machine, in a folder of its own;
+with accounting (slurmdbd and MariaDB) or without."""
 
 import os
 import shutil
@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb", "sacct")
 NODES = ("n1", "n2")
 
 _SLURM = """\
@@ -28,8 +30,7 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
@@ -42,13 +43,40 @@ NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=40 RealMemo
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=40 RealMemory=600000 Gres=gpu:4
 PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
 """
+_NO_ACCOUNTING = "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none"
+_ACCOUNTING = """\
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={database_port}
+AccountingStoragePass={folder}/munge.sock"""
+_SLURMDBD = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+DbdHost=localhost
+DbdPort={database_port}
+SlurmUser=root
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={sql_port}
+StorageUser=slurm
+StoragePass=x
+StorageLoc=slurm_acct_db
+"""
+_SQL = (
+    "create database slurm_acct_db; "
+    "create user 'slurm'@'127.0.0.1' identified by 'x'; create user 'slurm'@'localhost' identified by 'x'; "
+    "grant all on slurm_acct_db.* to 'slurm'@'127.0.0.1'; grant all on slurm_acct_db.* to 'slurm'@'localhost';"
+)
 _GRES = "NodeName=n[1-2] Name=gpu Count=4 File=/dev/tty[0-3]\n"
 _CGROUP = "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n"
 
 
-def missing() -> str:
+def missing(accounting: bool = False) -> str:
     """Why no cluster can be made here; empty where one can."""
-    absent = [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    absent = [name for name in PROGRAMS + (ACCOUNTING if accounting else ()) if shutil.which(name, path=_PATH) is None]
     if absent:
         return f"{', '.join(absent)} not installed; `make test-slurm` installs them"
     return "" if os.geteuid() == 0 else "only root can start slurmd"
@@ -58,10 +86,11 @@ _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
 class Cluster:
-    """Up from `start` to `stop`. environment: what `sbatch` and the like need to find it."""
+    """Up from `start` to `stop`. accounting: whether sacct can be asked. environment: what `sbatch` and the
+    like need to find it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, accounting: bool = False) -> None:
+        self.folder, self.accounting = folder, accounting
         self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def start(self) -> None:
@@ -70,30 +99,67 @@ class Cluster:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        controller, node1, node2 = _free_ports(3)
+        controller, node1, node2, database, sql = _free_ports(5)
+        accounting = _ACCOUNTING if self.accounting else _NO_ACCOUNTING
         (self.folder / "slurm.conf").write_text(
             _SLURM.format(
-                host=socket.gethostname().split(".")[0], folder=self.folder, port=controller, node1=node1, node2=node2
+                host=socket.gethostname().split(".")[0], folder=self.folder, port=controller, node1=node1, node2=node2,
+                accounting=accounting.format(folder=self.folder, database_port=database),
             )
-        )
+        )  # fmt: skip
         (self.folder / "gres.conf").write_text(_GRES)
         (self.folder / "cgroup.conf").write_text(_CGROUP)
         self.run(
             "munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock", f"--pid-file={self.folder}/munged.pid",
             f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--force",
         )  # fmt: skip
+        if self.accounting:
+            self._start_accounting(database, sql)
         self.run("slurmctld", "-c")
         for node in NODES:
             self.run("slurmd", "-N", node, "-c")
+        self._wait(lambda: self.run("sinfo", "--noheader", "--format=%T").strip() == "idle", "slurmctld.log")
+
+    def _start_accounting(self, database_port: int, sql_port: int) -> None:
+        folder, socket_file = self.folder, self.folder / "my.sock"
+        self.run(
+            "mariadb-install-db", "--user=root", f"--datadir={folder}/db", "--auth-root-authentication-method=normal"
+        )
+        with (folder / "mariadb.log").open("w") as log:
+            subprocess.Popen(
+                ["mariadbd", "--user=root", f"--datadir={folder}/db", f"--socket={socket_file}", f"--port={sql_port}",
+                 "--bind-address=127.0.0.1", f"--pid-file={folder}/mariadbd.pid", "--innodb-buffer-pool-size=64M"],
+                env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        sql = ("mariadb", "-uroot", f"--socket={socket_file}", "-e")
+        self._wait(lambda: self._works(*sql, "select 1"), "mariadb.log")
+        self.run(*sql, _SQL)
+        file = folder / "slurmdbd.conf"
+        file.write_text(_SLURMDBD.format(folder=folder, database_port=database_port, sql_port=sql_port))
+        file.chmod(0o600)
+        self.run("slurmdbd")
+        self._wait(lambda: self._works("sacctmgr", "-i", "add", "cluster", "test"), "slurmdbd.log")
+
+    def _works(self, *command: str) -> bool:
+        return subprocess.run(command, env=self.environment, capture_output=True, timeout=60).returncode == 0
+
+    def _wait(self, ready: Callable[[], bool], log: str) -> None:
         deadline = time.monotonic() + 30
-        while self.run("sinfo", "--noheader", "--format=%T").strip() != "idle":
+        while not ready():
             if time.monotonic() > deadline:
-                raise TimeoutError((self.folder / "slurmctld.log").read_text())
+                raise TimeoutError((self.folder / log).read_text())
             time.sleep(0.1)
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
-        for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "munged"):
+        # A step that has not ended when slurmd does stays for ever.
+        queue = ["squeue", "--noheader", "--states=RUNNING,COMPLETING,SUSPENDED"]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if not subprocess.run(queue, env=self.environment, capture_output=True).stdout:
+                break
+            time.sleep(0.2)
+        for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "slurmdbd", "mariadbd", "munged"):
             try:
                 os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
             except (FileNotFoundError, ProcessLookupError):

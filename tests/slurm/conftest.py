@@ -62,7 +62,23 @@ class Submitter:
 
 
 @pytest.fixture(scope="session")
-def slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitter:
+def slurm(cluster: Cluster, clone: Path) -> Submitter:
+    return Submitter(cluster, clone)
+
+
+@pytest.fixture(scope="session")
+def accounted(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitter]:
+    """Submits to a Slurm that keeps accounts."""
+    if missing(accounting=True):
+        pytest.skip(missing(accounting=True))
+    made = Cluster(tmp_path_factory.mktemp("accounted"), accounting=True)
+    made.start()
+    yield Submitter(made, clone)
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone = tmp_path_factory.mktemp("home") / "neox"
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
@@ -72,7 +88,7 @@ def slurm(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Submitt
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             shutil.copy2(ROOT / name, clone / name, follow_symlinks=False)
-    return Submitter(cluster, clone)
+    return clone
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ def test_plot_and_summary(tmp_path):
 
 
 def test_steps_that_unlearn_have_curves_of_their_own(tmp_path):
-    from tools.plot_metrics import ordinary, read_curve
+    from megatron.operations.loss_plot import ordinary, read_curve
 
     forget = {"train/batch_type": 1.0, "train/gd_retain_loss": 2.0, "train/lm_loss": 70.0}
     rows = [

@@ -27,3 +27,7 @@ class OperationsKeys:
     metrics_port: int | None = new_key(
         None, "Port at which rank 0 answers /metrics (Prometheus) and /status; unset: none is opened", ge=0, le=65535
     )
+    metrics_host: str = new_key(
+        "127.0.0.1",
+        "Address at which metrics_port is open: this machine alone; 0.0.0.0: whoever reaches it, as in a pod",
+    )

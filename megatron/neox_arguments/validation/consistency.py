@@ -4,6 +4,7 @@ from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validation.distillation import validate_distillation
+from megatron.neox_arguments.validation.hub import validate_hub
 from megatron.neox_arguments.validation.model import (
     validate_lora,
     validate_model,
@@ -63,6 +64,7 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
     _best(args, problems)
     _demos(args, problems)
     _fp8(args, problems)
+    validate_hub(args, problems)
     return problems
 
 

@@ -74,6 +74,8 @@ def _alone(args: ResolvedArgs) -> Iterator[tuple[str, str]]:
         ("split", "texts (tools/datasets/split.py splits pairs and answers)", sample_kind(args) == "texts"),
         ("gd_retain_dataset", "gd_mode: true", args.gd_mode),
         ("memory_profiling_path", "memory_profiling", args.memory_profiling),
+        ("hub_model_id", "push_to_hub: true", args.push_to_hub),
+        ("hub_strategy", "push_to_hub: true", args.push_to_hub),
         ("wandb_mode", "use_wandb", args.use_wandb),
         ("comet_mode", "use_comet", args.use_comet),
         *((name, "precision_fp8 or te_fp8_mha", args.precision_fp8 != "off") for name in _OF_FP8),

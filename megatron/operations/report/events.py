@@ -41,7 +41,7 @@ def _starts(run: Run) -> Iterator[Event]:
     if begun is None:
         return
     restarts = dict(zip(*_columns(run.series.get("runtime/restarts")), strict=True))
-    has_time, before, last = "runtime/start_time" in run.series, None, 0
+    has_time, before, last = "runtime/start_time" in run.series, None, 0.0
     for iteration, value in zip(*_columns(begun), strict=True):
         if value != before:
             when = _local(value) if has_time else ""

@@ -3,7 +3,7 @@ together."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from bokeh.models import (
@@ -11,18 +11,19 @@ from bokeh.models import (
     BoxZoomTool,
     ColumnDataSource,
     HoverTool,
-    Legend,
-    LegendItem,
     NumeralTickFormatter,
     PanTool,
     Range1d,
     ResetTool,
     WheelZoomTool,
 )
+from bokeh.models.annotations import Legend, LegendItem
 from bokeh.plotting import figure
 
 from megatron.operations.report.curves import Curve, Plot
 from megatron.operations.report.events import Event, Kind
+
+Scale = Literal["linear", "log"]
 
 # Of matplotlib's tab10 in the order in which neighbours differ most; a run's, or a metric's
 COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22", "#7f7f7f")
@@ -59,15 +60,17 @@ def draw(plots: Sequence[Plot], events: Sequence[Sequence[Event]]) -> list[Drawn
     low = min(float(curve.iterations[0]) for curve in curves)
     high = max(float(curve.iterations[-1]) for curve in curves)
     room = 0.02 * (high - low) or 1.0
-    together = Range1d(low - room, high + room)
+    together = Range1d(start=low - room, end=high + room)
     of_events, drawn = list(_event_sources(events)), []
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
         has_log = plot.title.startswith("Loss") and all((curve.values > 0).all() for curve in plot.curves)
         models = []
-        for name, scale in ((f"plot-{number}", "linear"), (f"plot-{number}-log", "log"))[: 1 + has_log]:
+        scales: tuple[Scale, ...] = ("linear", "log") if has_log else ("linear",)
+        for scale in scales:
             model = _figure(plot, sources, together, of_events, len(events) > 1, scale)
-            model.name, model.visible = name, scale == "linear"
+            model.name = f"plot-{number}" if scale == "linear" else f"plot-{number}-log"
+            model.visible = scale == "linear"
             models.append(model)
         drawn.append(Drawn(plot, tuple(models)))
     return drawn
@@ -93,7 +96,7 @@ def _event_sources(events: Sequence[Sequence[Event]]) -> Iterator[tuple[int, Kin
 
 def _figure(
     plot: Plot, sources: Sequence[ColumnDataSource], together: Range1d,
-    events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: str,
+    events: Sequence[tuple[int, Kind, ColumnDataSource]], several: bool, scale: Scale,
 ) -> Any:  # fmt: skip
     """One plot; what draws an event is named `event KIND`. several: whether colours are those of runs, else
     of metrics."""
@@ -134,9 +137,9 @@ def _figure(
         made.y_range = Range1d(values.min() / 1.05, values.max() * 1.05)
     elif values.min() == values.max():  # else the axis goes from one below to one above
         made.y_range.default_span = 0.2 * abs(float(values[0])) or 1.0
-    legend = _legend(lines)
+    legend, rows = _legend(lines)
     made.add_layout(legend, "above")
-    made.height = HEIGHT + LEGEND_ROW * -(-len(legend.items) // legend.ncols)
+    made.height = HEIGHT + LEGEND_ROW * rows
     return made
 
 
@@ -149,13 +152,16 @@ def _plain(text: str) -> str:
     return text.replace("@", "(at)").replace("$", "(dollar)")
 
 
-def _legend(entries: dict[str, list[Any]]) -> Legend:
-    """Above the plot, in as many columns as a narrow window has room for; a click hides what it names."""
+def _legend(entries: dict[str, list[Any]]) -> tuple[Any, int]:
+    """What stands above the plot, in as many columns as a narrow window has room for, and its rows; a click
+    hides what it names."""
     longest = max(len(label) for label in entries) + 6  # the line beside it
     columns = max(1, min(len(entries), LEGEND_CHARACTERS // longest))
     items = [LegendItem(label={"value": label}, renderers=parts) for label, parts in entries.items()]
-    return Legend(
+    legend = Legend(
         items=items, ncols=columns, orientation="horizontal", location="top_left", click_policy="hide",
-        border_line_color=None, padding=2, spacing=8, margin=2, label_text_font_size="12px", glyph_height=14,
+        border_line_color=None, padding=2,  # type: ignore[arg-type] # bokeh's stubs have no plain number
+        spacing=8, margin=2, label_text_font_size="12px", glyph_height=14,
         glyph_width=18,
     )  # fmt: skip
+    return legend, -(-len(items) // columns)

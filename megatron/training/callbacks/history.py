@@ -18,7 +18,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
 from megatron.training.callbacks.best_model import FOLDER, read_best
-from megatron.training.callbacks.status import note_failure, write_ending, write_status
+from megatron.training.callbacks.status import note_failure, note_phases, write_ending, write_status
 from megatron.training.metrics.loggers import log_directory
 from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
@@ -42,11 +42,13 @@ class HistoryCallback(Callback):
     def on_train_start(self, run: TrainingRun) -> None:
         """Note that the run goes on."""
         write_status(self.training, "running", None)
+        note_phases(self.training)
         self._is_running = True
 
     def on_error(self, run: TrainingRun, problem: Exception) -> None:
         """Note why the run failed; a step that was not finite, which all ranks know of, has written its own
         status."""
+        self.training.watchdog.listener = None  # what is closed now is no phase of a running run
         if isinstance(problem, NonFiniteError):
             self._write("failed", str(problem))
         elif self._is_running and run.groups.world_rank == 0:

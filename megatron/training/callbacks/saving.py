@@ -49,7 +49,7 @@ class SaveCallback(Callback):
         loop = self.training.loop
         lasting = loop.stop_reason is not None or loop.save_is_due or self.is_due(step.iteration)
         if lasting or self.is_ephemeral_due(step.iteration):
-            with run.pause():
+            with run.pause(), self.training.watchdog.phase("saving"):
                 self.save(ephemeral=not lasting)
                 if self.training.args.save is not None:
                     for callback in self.callbacks:
@@ -58,5 +58,4 @@ class SaveCallback(Callback):
     def save(self, ephemeral: bool = False) -> None:
         """Write a checkpoint of the run as it is now. ephemeral: one that stands until the next."""
         if self.training.args.save is not None:
-            with self.training.watchdog.phase("saving"):
-                self.training.checkpointer.save(self.training.progress, ephemeral=ephemeral)
+            self.training.checkpointer.save(self.training.progress, ephemeral=ephemeral)

@@ -1,13 +1,20 @@
-"""`<save>/status.json`: how a run stands, for launchers."""
+"""`<save>/status.json`: how a run stands and what it is doing, for launchers and `tools/jobs.py`."""
 
 import json
+import os
+import socket
 import time
 from pathlib import Path
+
+import torch
 
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.distributed import on_rank_zero
 from megatron.training.metrics.loggers import log_directory
 from megatron.training.run import Training
+
+STATUS = "status.json"
+_TRAINING = "training"
 
 
 def write_status(training: Training, status: str, reason: str | None) -> None:
@@ -23,6 +30,30 @@ def write_ending(training: Training, status: str, reason: str | None) -> None:
     training.logger.info(f"run {status} at iteration {training.progress.iteration}{why}")
 
 
+def note_phases(training: Training) -> None:
+    """Let rank 0's status.json say from now on what the run is doing, whenever that changes: training,
+    saving, evaluating and whatever else the watchdog is told of. A write that fails is left out, and none is
+    synced."""
+    noted = _TRAINING
+
+    def note(doing: str) -> None:
+        nonlocal noted
+        phase = _TRAINING if doing.startswith("in ") else doing  # `in step 12`, `in the first step`
+        if phase == noted:
+            return
+        noted = phase
+        path = Path(training.args.save_dir or "") / STATUS
+        temporary = path.with_name(f".tmp_{path.name}")
+        try:
+            temporary.write_bytes(_content(training, "running", None, phase))
+            os.replace(temporary, path)
+        except OSError:
+            pass  # the next save says what is wrong with the disk
+
+    if training.groups.world_rank == 0 and training.args.save_dir is not None:
+        training.watchdog.listener = note
+
+
 def note_failure(training: Training, reason: str) -> None:
     """Rank 0's status.json of a run that ends of `reason`, which stays the one that is told: the disk may be
     full."""
@@ -36,15 +67,28 @@ def _status_file(training: Training, status: str, reason: str | None) -> None:
     args = training.args
     if args.save_dir is None:
         return
+    path = Path(args.save_dir) / STATUS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, _content(training, status, reason, _TRAINING if status == "running" else None))
+
+
+def _content(training: Training, status: str, reason: str | None, phase: str | None) -> bytes:
+    """host, pid: of this process, rank 0; launcher_pid: of the deepy.py that started it, which may start it
+    again; job: of Slurm."""
+    args, device = training.args, training.groups.device
     state = {
         "status": status,
         "reason": reason,
+        "phase": phase,
         "iteration": training.progress.iteration,
         "train_iters": args.train_iters,
         "run_id": training.checkpointer.run_id,
         "log_dir": str((log_directory(args) or Path()).absolute()),
+        "host": socket.gethostname(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "pid": os.getpid(),
+        "launcher_pid": os.getppid() if "NEOX_RESTARTS" in os.environ else None,
+        "job": os.environ.get("SLURM_JOB_ID"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = Path(args.save_dir) / "status.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, (json.dumps(state, indent=1) + "\n").encode())
+    return (json.dumps(state, indent=1) + "\n").encode()

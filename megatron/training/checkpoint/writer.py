@@ -98,7 +98,7 @@ class CheckpointWriter:
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
-        if args.save_hf is not None or args.save_best is not None:
+        if args.save_hf is not None or args.save_best is not None or args.push_to_hub:
             # Raises for a model that HuggingFace does not have, or adapters that peft has not.
             on_rank_zero(groups, lambda: hf_config(args) if args.lora is None else check_peft_names(args))
         self.saved_at: int | None = None

@@ -1,0 +1,9 @@
+#!/bin/bash
+# One Slurm job for each checkpoint of an experiment, which publishes it on the HuggingFace Hub; see --help.
+#
+#   ./huggingface/batch_submit_checkpoints.sh EXPERIMENT [org] [--upload-delay N|random] [--dry-run] ...
+set -eu
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+[ -x "$python" ] || python=$(command -v python3) || { echo "batch_submit_checkpoints.sh: error: no python" >&2; exit 1; }
+PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$python" -m megatron.operations.hub.submission "$@"

@@ -1,0 +1,100 @@
+"""Publish checkpoints of an experiment on the HuggingFace Hub, the newest first: converted to HuggingFace's
+format, and as they are; then evaluate them, if that is asked for.
+
+    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --hf_org my-org
+    python huggingface/upload_and_evaluate_checkpoint.py --experiment_name my-run --repository my-org/my-model \\
+        --neox_checkpoint global_step1000 --skip-neox-upload
+    HF_ENDPOINT=https://hub.example.org python huggingface/upload_and_evaluate_checkpoint.py ...
+
+The token is HF_TOKEN, or that of `hf auth login`. Interrupted, or ended in any other way, the same command goes
+on: nothing is sent twice. huggingface/batch_submit_checkpoints.sh makes a Slurm job of each checkpoint.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.operations.hub.flags import (  # noqa: E402
+    add_evaluation_flags,
+    add_format_flags,
+    add_patience_flags,
+    formats_of,
+    patience_of,
+    tasks_of,
+)
+from megatron.process import begin_process, end_process  # noqa: E402
+
+_NAME = "upload_and_evaluate_checkpoint.py"
+_WRITTEN_WITHIN_S = 1800.0
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--experiment_name", "--experiment-name", required=True, help="below the site's NEOX_CHECKPOINT_DIR, or a path"
+    )
+    parser.add_argument(
+        "--neox_checkpoint", "--neox-checkpoint", nargs="+", metavar="global_step<N>", help="unset: all, newest first"
+    )
+    parser.add_argument("--hf_org", "--hf-org", help="organisation on the Hub; unset: the site's NEOX_HUB_ORG")
+    parser.add_argument("--repository", metavar="ORG/NAME", help="unset: named by the experiment, docs/hub.md")
+    parser.add_argument(
+        "--neox_checkpoints_path", "--neox-checkpoints-path", help="folder of experiments; unset: NEOX_CHECKPOINT_DIR"
+    )
+    parser.add_argument(
+        "--local_hf_checkpoints_path", "--local-hf-checkpoints-path", type=Path, metavar="DIR",
+        help="where converted folders stand until they are sent; unset: <experiment>/hub",
+    )  # fmt: skip
+    parser.add_argument("--keep-converted", action="store_true", help="leave them there")
+    add_format_flags(parser)
+    add_evaluation_flags(parser)
+    add_patience_flags(parser)
+    parser.add_argument(
+        "--background",
+        action="store_true",
+        help="beside a run: of low priority, and waits for a checkpoint being written",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if options.background:
+        os.nice(19)
+    try:
+        return run(options)
+    except (UserError, OSError) as problem:
+        print(f"{_NAME}: error: {problem}", file=sys.stderr)
+        return 1
+
+
+def run(options: argparse.Namespace) -> int:
+    from megatron.operations.hub.checkpoints import last_step
+    from megatron.operations.hub.submission import experiment_of_flags
+    from megatron.operations.hub.upload import Upload, publish_checkpoint
+
+    chosen = experiment_of_flags(options, may_be_empty=options.background)
+    patience, tasks = patience_of(options), tasks_of(options, chosen.site)
+    for step in chosen.steps:
+        upload = Upload(
+            save=chosen.save, step=step, repository=chosen.repository, is_last=step == last_step(chosen.save, [step]),
+            formats=formats_of(options), scratch=options.local_hf_checkpoints_path,
+            keep_converted=options.keep_converted, patience=patience, tasks=tasks,
+            include=tuple(options.task_include_path or ()), eval_limit=options.eval_limit,
+        )  # fmt: skip
+        publish_checkpoint(upload, _say, _WRITTEN_WITHIN_S if options.background else 0.0)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    begin_process(_NAME, "the same command goes on")
+    end_process(main())

@@ -1,0 +1,121 @@
+"""The configuration of a run as its pods will read it: the files' text, checked for that many ranks."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from megatron.launch.kubernetes.site import Site
+from megatron.neox_arguments.errors import ConfigError
+from megatron.neox_arguments.neox_args import NeoXArgs, load
+from megatron.neox_arguments.reading.presets import files_of
+from megatron.neox_arguments.values.remote_paths import is_remote
+
+FOLDER = PurePosixPath("/etc/neox")
+"""Where the pods find the files."""
+_MOST_BYTES = 1_000_000  # of a ConfigMap, which has a place in etcd
+_PATIENCE_S = 1800  # for pods that wait for a node, or for their image
+# How ranks are started: in pods the operator says it.
+_STARTING = (
+    "hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port", "launcher",
+    "deepspeed_mpi", "deepspeed_slurm", "force_multi",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PodConfig:
+    """files: the text of each configuration file by its name in FOLDER, in the order in which they are
+    merged; settings: KEY=VALUE over them; metrics_port: that of rank 0, None without one."""
+
+    files: Mapping[str, str]
+    settings: tuple[str, ...]
+    metrics_port: int | None
+
+    @property
+    def command(self) -> list[str]:
+        """What each pod runs, in the folder of the image that holds deepy.py."""
+        files = [str(FOLDER / name) for name in self.files]
+        return ["python", "deepy.py", "train.py", *files, *(["--set", *self.settings] if self.settings else [])]
+
+
+def pod_config(
+    files: Sequence[str], site: Site, settings: Sequence[str] = (), preset_root: Path | None = None
+) -> PodConfig:
+    """The configuration that `files` and `settings` (KEY=VALUE) make in the pods of a site.
+
+    `${NAME}` in the files stays as it is and gets its value in the pods; to check, it has the value that it
+    will have there, whatever is set here. preset_root: the folder of the presets. Raises ConfigError for what
+    a run of this many ranks would refuse, and for what cannot be in pods.
+    """
+    paths, _ = files_of(files, preset_root=preset_root)
+    texts = {path: _read(path) for path in paths}
+    with _environment_of(site):
+        args = load(paths, list(settings)).check_training()
+        args.for_world(site.world_size)
+    problems = [
+        f"{args.origin(key)}: {key}: the operator says how ranks are started in pods; remove it"
+        for key in _STARTING
+        if args.origin(key) not in ("default", "derived")
+    ]
+    problems += _not_for_pods(args, site)
+    if problems:
+        raise ConfigError(problems)
+    port = args.metrics_port if args.metrics_port is not None else site.metrics_port or None
+    more = [] if args.origin("rendezvous_timeout_s") != "default" else [f"rendezvous_timeout_s={_PATIENCE_S}"]
+    # Pods start again as a whole; ranks that did so on their own would wait for a pod that begins anew.
+    more += ["max_restarts=0"] if args.max_restarts else []
+    if port is not None:
+        more += [f"metrics_port={port}"] if args.metrics_port is None else []
+        more += ["metrics_host=0.0.0.0"] if args.origin("metrics_host") == "default" else []
+    return PodConfig(_named(texts), (*settings, *more), port)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file"]) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError([f"{path}: cannot be read: {problem}"]) from None
+
+
+def _named(texts: Mapping[str, str]) -> dict[str, str]:
+    """The texts by names without folders, those that would be the same with a number before them."""
+    names = [Path(path).name for path in texts]
+    if sum(len(text.encode()) for text in texts.values()) > _MOST_BYTES:
+        raise ConfigError([f"{', '.join(texts)}: are more than the {_MOST_BYTES:,} bytes that a ConfigMap may hold"])
+    unique = len(set(names)) == len(names)
+    return {
+        name if unique else f"{i}-{name}": text
+        for i, (name, text) in enumerate(zip(names, texts.values(), strict=True), start=1)
+    }
+
+
+def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
+    """What would lose a run's work, or begin it anew, when a pod is lost."""
+    folders = site.volumes().values()
+    if args.save is None:
+        yield "save: is not set, so a lost pod would lose the run; set it to a folder of a claim, as ${OUTPUT_DIR}"
+    elif not is_remote(args.save) and not any(PurePosixPath(args.save).is_relative_to(folder) for folder in folders):
+        yield (
+            f"{args.origin('save')}: save: {args.save} is in no claim of the site "
+            f"({', '.join(folders) or 'it has none'}), "
+            "so it would be lost with its pod"
+        )
+    for key in ("restart", "iteration"):
+        if args.origin(key) not in ("default", "derived"):
+            yield f"{args.origin(key)}: {key}: would send the run back whenever a pod is lost; remove it"
+
+
+@contextmanager
+def _environment_of(site: Site) -> Iterator[None]:
+    """The block sees the variables of the site's pods, and no others: what is set here is not set there."""
+    here = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(site.environment() | dict.fromkeys(site.secrets, "(secret)"))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(here)

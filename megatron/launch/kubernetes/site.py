@@ -1,0 +1,208 @@
+"""The site file: what a cluster of Kubernetes has and what a job on it gets, checked key by key."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron.neox_arguments.errors import ConfigError, ErrorCollector
+from megatron.neox_arguments.frozen import freeze
+from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of, new_key
+from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
+from megatron.neox_arguments.validation.types import check_keys
+
+# The variables of a container and their values where the site says nothing; WORLD_SIZE is made.
+VARIABLES: Mapping[str, str] = {
+    "EPOCHS": "4",
+    "BATCH_SIZE": "8",
+    "LEARNING_RATE": "5e-5",
+    "MASTER_PORT": "23456",
+    "NCCL_DEBUG": "INFO",
+    "DATA_DIR": "/shared/data",
+    "OUTPUT_DIR": "/shared/models",
+}
+# What a site has that does not say these keys; a dataclass takes no mapping as a default.
+_UNSET: Mapping[str, Mapping[str, Any]] = {
+    "claims": {
+        "trained-models-pvc": {"path": "/shared/models", "size": "200Gi"},
+        "workspace-pvc": {"path": "/workspace", "size": "100Gi"},
+    },
+    "secrets": {"HF_TOKEN": "neox-secrets/HF_TOKEN", "WANDB_API_KEY": "neox-secrets/WANDB_API_KEY"},
+}
+# Another value for each pod or rank: one for all of them would make every rank the same.
+_OF_EACH_POD = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "LOCAL_WORLD_SIZE", "NODE_RANK")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # of RFC 1123, a part of a host's name
+_DOTTED_NAME = re.compile(rf"{_NAME.pattern}(\.{_NAME.pattern})*")
+_QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_NAME_LENGTH = 45  # of a job: operators add as much as `-node-0-0-xxxxx` to it, and a name has at most 63
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One entry of `claims`: a volume that all pods mount and that outlives them (ReadWriteMany)."""
+
+    path: str = new_key(REQUIRED, "Where the pods find it")
+    size: str = new_key(None, "How much is asked for, as 200Gi; unset: the claim is there already, none is made")
+
+
+@dataclass(frozen=True)
+class Site:
+    """The keys of a site file. Values of mappings are text."""
+
+    namespace: str = new_key(REQUIRED, "Namespace (OpenShift: project) of everything")
+    image: str = new_key(REQUIRED, "Image of kubernetes/Containerfile, with a tag other than latest or a digest")
+    name: str = new_key("neox", "Name of the job; another one for a job beside it")
+    replicas: int = new_key(4, "Pods", ge=1)
+    gpus: int = new_key(1, "GPUs, and so ranks, of each pod", ge=1)
+    gpu_resource: str = new_key("nvidia.com/gpu", "What the cluster calls a GPU")
+    cpus: int = new_key(6, "Cores of each pod", ge=1)
+    memory: str = new_key("20Gi", "Memory of each pod")
+    shared_memory: str = new_key("2Gi", "Size of /dev/shm, which data workers and NCCL use; it counts as memory")
+    claims: Mapping[str, Any] = new_key(
+        None, "Volumes by the name of their claim: path, size; unset: trained-models-pvc, workspace-pvc"
+    )
+    storage_class: str | None = new_key(None, "Of the claims that are made; unset: the cluster's own")
+    variables: Mapping[str, Any] = new_key(None, "The container's variables that are to differ, and further ones")
+    secrets: Mapping[str, Any] = new_key(
+        None, "Variables whose values are in secrets, as SECRET/KEY; unset: HF_TOKEN, WANDB_API_KEY of neox-secrets"
+    )
+    restarts: int = new_key(10, "How often all pods may start again after one was lost", ge=0)
+    metrics_port: int = new_key(8000, "metrics_port of a run that does not set it; 0: none", ge=0, le=65535)
+    queue: str | None = new_key(None, "Kueue's local queue, which OpenShift's view of distributed workloads shows")
+    labels: Mapping[str, Any] = new_key(None, "Further labels of jobs and pods")
+    annotations: Mapping[str, Any] = new_key(None, "Further annotations of pods")
+    node_selector: Mapping[str, Any] = new_key(None, "Labels of the nodes that will do")
+    image_pull_secret: str | None = new_key(None, "Secret for a registry that asks who pulls")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all pods."""
+        return self.replicas * self.gpus
+
+    def environment(self) -> dict[str, str]:
+        """The variables that are the same for all pods."""
+        given = {name: str(value) for name, value in self.variables.items()}
+        return {**VARIABLES, "WORLD_SIZE": str(self.world_size), **given}
+
+    def volumes(self) -> dict[str, str]:
+        """The folder of each claim in the pods, by its name."""
+        return {name: claim["path"] for name, claim in self.claims.items()}
+
+
+def read_site(file: str | Path) -> Site:
+    """The site that a YAML file describes. Raises ConfigError, a line `FILE:LINE: key: what is wrong` for
+    each mistake, unknown keys with the nearest known ones."""
+    origins: dict[str, str] = {}
+    problems = ErrorCollector(origins)
+    values = check_keys(Site, _read(str(file), origins, problems), problems)
+    problems.raise_if_any()
+    for name, value in values.items():
+        if value is None and keys_of(Site)[name].type == Mapping[str, Any]:
+            values[name] = _UNSET.get(name, {})
+    claims = values["claims"]
+    values["claims"] = {}
+    for name, claim in claims.items():
+        if not isinstance(claim, Mapping):
+            problems.add(f"claims.{name}", "expected a mapping with path and size")
+            continue
+        values["claims"][name] = check_keys(Claim, dict(claim), problems, f"claims.{name}.")
+    problems.raise_if_any()
+    site = Site(**{item.name: freeze(values[item.name]) for item in fields(Site)})
+    _check(site, problems)
+    problems.raise_if_any()
+    return site
+
+
+def _read(file: str, origins: dict[str, str], problems: ErrorCollector) -> dict[str, Any]:
+    """What a file says, names as they are written (a claim's may have hyphens), the place of each dotted key
+    in `origins`."""
+    try:
+        loader = ConfigLoader(Path(file).expanduser().read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError([f"{file}: expected `key: value` lines"])
+        _note_lines(root, file, "", origins, problems)
+        return dict(loader.construct_document(root))
+    except FileNotFoundError:
+        raise ConfigError([f"{file}: no such file"]) from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError([f"{file}: cannot be read: {problem}"]) from None
+    except yaml.MarkedYAMLError as problem:
+        mark = problem.problem_mark or problem.context_mark
+        raise ConfigError([f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {problem.problem}"]) from None
+    except yaml.YAMLError as problem:
+        raise ConfigError([f"{file}: not valid YAML: {' '.join(str(problem).split())}"]) from None
+
+
+def _note_lines(
+    node: yaml.MappingNode, file: str, prefix: str, origins: dict[str, str], problems: ErrorCollector
+) -> None:
+    for key, value in node.value:
+        path, origin = f"{prefix}{key.value}", f"{file}:{key.start_mark.line + 1}"
+        if path in origins:
+            problems.lines.append(f"{origin}: {path}: already set at {origins[path]}; keep one of them")
+        origins[path] = origin
+        if isinstance(value, yaml.MappingNode):
+            _note_lines(value, file, f"{path}.", origins, problems)
+
+
+def _check(site: Site, problems: ErrorCollector) -> None:
+    """Note what a cluster would refuse, or what would make a job of it that cannot run."""
+    for key, length in (("name", _NAME_LENGTH), ("namespace", 63)):
+        if not _NAME.fullmatch(getattr(site, key)) or len(getattr(site, key)) > length:
+            problems.add(key, f"at most {length} small letters, digits and hyphens, as my-run")
+    for key in ("storage_class", "image_pull_secret"):
+        if getattr(site, key) is not None and not _DOTTED_NAME.fullmatch(getattr(site, key)):
+            problems.add(key, "is no name of Kubernetes: small letters, digits, hyphens and points")
+    for key in ("memory", "shared_memory"):
+        _check_quantity(key, getattr(site, key), problems)
+    tag = site.image.rpartition("/")[2].partition(":")[2]
+    if tag in ("", "latest") and "@sha256:" not in site.image:
+        problems.add("image", "names no release: add a tag other than latest (:1.0) or a digest (@sha256:...)")
+    for name, claim in site.claims.items():
+        if not _DOTTED_NAME.fullmatch(name):
+            problems.add(f"claims.{name}", "is no name of Kubernetes: small letters, digits, hyphens and points")
+        if not claim["path"].startswith("/"):
+            problems.add(f"claims.{name}.path", "is to be absolute, as /shared/models")
+        if claim["size"] is not None:
+            _check_quantity(f"claims.{name}.size", claim["size"], problems)
+    for key in ("labels", "annotations", "node_selector"):
+        for name, value in getattr(site, key).items():
+            if not isinstance(value, str):
+                problems.add(f"{key}.{name}", f'is to be text: write "{str(value).lower()}" in quotes')
+    _check_variables(site, problems)
+
+
+def _check_variables(site: Site, problems: ErrorCollector) -> None:
+    for name, value in site.variables.items():
+        path = f"variables.{name}"
+        if not _VARIABLE.fullmatch(name) or isinstance(value, Mapping | tuple):
+            problems.add(path, "expected NAME: VALUE")
+        elif name in _OF_EACH_POD or name.startswith("PET_"):
+            problems.add(
+                path, "differs from pod to pod or from rank to rank; the operator and deepy.py set it; remove it"
+            )
+        elif name == "WORLD_SIZE" and str(value) != str(site.world_size):
+            problems.add(path, f"replicas {site.replicas} x gpus {site.gpus} is {site.world_size}; remove it")
+        elif name == "MASTER_PORT" and not (str(value).isdecimal() and 0 < int(value) < 65536):
+            problems.add(path, "is no number of a port")
+        elif _SECRET.search(name.upper()):
+            problems.add(path, "looks like a secret, which whoever reads the manifest would know; name it in secrets")
+    for name, place in site.secrets.items():
+        secret, _, key = str(place).partition("/")
+        if not _VARIABLE.fullmatch(name) or not _DOTTED_NAME.fullmatch(secret) or not re.fullmatch(r"[-._\w]+", key):
+            problems.add(
+                f"secrets.{name}", "expected SECRET/KEY, the name of a secret and the key in it; never a value"
+            )
+        elif name in site.variables and not _SECRET.search(name.upper()):
+            problems.add(f"secrets.{name}", "is in variables too; keep one of them")
+
+
+def _check_quantity(path: str, value: str, problems: ErrorCollector) -> None:
+    if not _QUANTITY.fullmatch(value):
+        problems.add(path, f'expected an amount, as 20Gi, got "{value}"')

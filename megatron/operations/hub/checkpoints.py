@@ -1,0 +1,79 @@
+"""The checkpoints of an experiment, found without torch."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.operations.hub.errors import HubError
+from megatron.operations.run_folder import STATUS
+
+MANIFEST, EPHEMERAL = "manifest.json", "ephemeral"  # of `megatron.checkpointing`, whose import takes seconds
+_TAG = re.compile(r"global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A folder of checkpoints. steps: of those that are kept, the newest first. last: the step that is
+    `train_iters`, None where the run's length is not known."""
+
+    save: Path
+    steps: tuple[int, ...]
+    last: int | None
+
+
+def find_experiment(name: str, checkpoint_dir: str | Path | None) -> Path:
+    """The folder of an experiment: a path, or a name below the site's folder of checkpoints. Raises
+    HubError."""
+    roots = [Path(), *([Path(checkpoint_dir).expanduser()] if checkpoint_dir else [])]
+    places = [root / Path(name).expanduser() for root in reversed(roots)]
+    found = next((place for place in places if place.is_dir()), None)
+    if found is None:
+        raise HubError(
+            f"{name}: no such experiment; looked for {' and '.join(str(place.absolute()) for place in places)}"
+            + ("" if checkpoint_dir else " (NEOX_CHECKPOINT_DIR names no folder of checkpoints)")
+        )
+    return found.absolute()
+
+
+def read_experiment(save: Path) -> Experiment:
+    """The checkpoints in a folder. Raises HubError where there is none."""
+    steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
+    if not steps:
+        raise HubError(f"{save}: holds no checkpoint global_step<N>")
+    return Experiment(save, tuple(steps), last_step(save, steps))
+
+
+def _step(path: Path) -> int | None:
+    """The step of a checkpoint's folder; None for what is none, or stands only until the next save."""
+    match = _TAG.fullmatch(path.name)
+    return int(match[1]) if match and path.is_dir() and not (path / EPHEMERAL).exists() else None
+
+
+def last_step(save: Path, steps: list[int]) -> int | None:
+    """`train_iters` of the run: as status.json says, else as the newest checkpoint was configured."""
+    known: Any = _object(save / STATUS).get("train_iters")
+    if known is None and steps:
+        known = _object(save / f"global_step{steps[0]}" / MANIFEST).get("config", {}).get("train_iters")
+    return known if isinstance(known, int) else None
+
+
+def identity(checkpoint: Path) -> str:
+    """A digest by which a checkpoint is known to be the same: of its manifest, which holds those of all its
+    files; of GPT-NeoX's, which have none, of names, sizes and times."""
+    manifest = checkpoint / MANIFEST
+    if manifest.is_file():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    facts = [(str(path.relative_to(checkpoint)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

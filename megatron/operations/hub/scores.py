@@ -1,0 +1,46 @@
+"""Scores of a converted folder, by eval.py in a process of its own."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.launch.environment import install_root
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.retrying import Say, hide_token
+
+
+def evaluate_folder(
+    folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, say: Say
+) -> dict[str, float]:
+    """Scores by `TASK_METRIC`, as a run logs them. include: folders of own tasks. limit: documents of each
+    task, for a trial. Raises HubError with eval.py's last lines."""
+    with tempfile.TemporaryDirectory() as results:
+        command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *tasks]
+        command += ["--eval_include_path", *include] if include else []
+        command += ["--eval_limit", f"{limit:g}"] if limit is not None else []
+        command += ["--eval_output_dir", results]
+        say(f"{folder.name}: evaluating {' '.join(tasks)}")
+        done = subprocess.run(
+            command, cwd=install_root(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
+        files = list(Path(results).glob("*eval_results_*.json"))
+        if done.returncode or not files:
+            lines = hide_token(done.stdout).strip().splitlines()[-3:]
+            raise HubError(f"{folder.name}: eval.py ended with code {done.returncode}: {' / '.join(lines)}")
+        say(hide_token(done.stdout).rstrip())
+        return read_scores(files[0])
+
+
+def read_scores(file: Path) -> dict[str, float]:
+    """The scores of a result file of lm-eval's form, without standard errors; a filter is named where it is
+    not the plain one."""
+    scores = {}
+    for task, values in json.loads(file.read_text(encoding="utf-8"))["results"].items():
+        for name, value in values.items():
+            metric, comma, kind = name.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                scores[f"{task}_{metric}" if kind == "none" else f"{task}_{metric}_{kind}"] = float(value)
+    return scores

@@ -1,0 +1,195 @@
+"""A Slurm job for each checkpoint of an experiment.
+
+python -m megatron.operations.hub.submission EXPERIMENT [org] ...        (huggingface/batch_submit_checkpoints.sh)
+"""  # noqa: W505 (a line to copy)
+
+import argparse
+import os
+import random
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.launch.environment import install_root
+from megatron.launch.site import site_variables
+from megatron.neox_arguments import UserError
+from megatron.operations.hub.checkpoints import find_experiment, read_experiment
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.flags import (
+    add_evaluation_flags,
+    add_format_flags,
+    add_patience_flags,
+    formats_of,
+    patience_of,
+    tasks_of,
+)
+from megatron.operations.hub.names import (
+    checked_id,
+    model_name,
+    neox_repository,
+    read_names,
+    repository_id,
+    run_name,
+)
+from megatron.process import begin_process, end_process
+
+_NAME = "batch_submit_checkpoints.sh"
+_LONGEST_DELAY_H = 12.0
+_HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one Slurm job each, the newest first.
+
+    ./huggingface/batch_submit_checkpoints.sh my-run
+    ./huggingface/batch_submit_checkpoints.sh my-run my-org --upload-delay random --skip-neox-upload
+    ./huggingface/batch_submit_checkpoints.sh /abs/checkpoints/my-run my-org --dry-run
+    squeue -u $USER | grep convert_
+
+Jobs are named convert_EXPERIMENT, and of one name only one runs at a time. What sbatch reads from the
+environment counts: SBATCH_ACCOUNT, SBATCH_PARTITION, SBATCH_TIMELIMIT. The same command goes on with what is
+not published yet. docs/hub.md has the rest."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The checkpoints that flags name. name: the experiment's. repository: of the model. site: the site's
+    variables, those of the environment first."""
+
+    save: Path
+    name: str
+    steps: tuple[int, ...]
+    repository: str
+    site: Mapping[str, str]
+
+
+def target_repository(save: Path, organisation: str | None, site: Mapping[str, str]) -> str:
+    """The repository of the experiment that saves in `save`, as the site names it. Raises HubError."""
+    organisation = organisation or site.get("NEOX_HUB_ORG")
+    if not organisation:
+        raise HubError("no organisation of the Hub is known: name it, or set NEOX_HUB_ORG (slurm/sites)")
+    experiment = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
+    names = read_names(site.get("NEOX_HUB_NAMES"))
+    return repository_id(organisation, model_name(experiment, site.get("NEOX_HUB_PREFIX"), names))
+
+
+def hub_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of the site and of the environment that name experiments and repositories."""
+    env = os.environ if env is None else env
+    return {**site_variables(env), **{name: value for name, value in env.items() if name.startswith("NEOX_") and value}}
+
+
+def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False) -> Chosen:
+    """What the flags of an upload name. may_be_empty: the checkpoints that are named may not be there yet.
+    Raises HubError."""
+    site = hub_variables()
+    site |= {"NEOX_CHECKPOINT_DIR": options.neox_checkpoints_path} if options.neox_checkpoints_path else {}
+    save = find_experiment(options.experiment_name, site.get("NEOX_CHECKPOINT_DIR"))
+    if options.repository is not None:
+        repository = checked_id(options.repository, "--repository")
+    else:
+        repository = target_repository(save, options.hf_org, site)
+    if formats_of(options) != "hf":
+        neox_repository(repository)
+    name = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
+    if options.neox_checkpoint is None:
+        return Chosen(save, name, read_experiment(save).steps, repository, site)
+    steps = []
+    for tag in options.neox_checkpoint:
+        step = tag.rstrip("/").rpartition("/")[2].removeprefix("global_step")
+        if not step.isdecimal() or not may_be_empty and not (save / f"global_step{step}").is_dir():
+            here = ", ".join(f"global_step{each}" for each in read_experiment(save).steps)
+            raise HubError(f"--neox_checkpoint {tag}: {save} holds {here}")
+        steps.append(int(step))
+    return Chosen(save, name, tuple(steps), repository, site)
+
+
+def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Random) -> list[list[str]]:
+    """The commands that submit a job for each checkpoint. draw: of random delays. Raises HubError."""
+    tasks, patience = tasks_of(options, chosen.site), patience_of(options)
+    words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
+    words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
+    words += ["--eval_tasks", *tasks] if tasks else ["--skip-eval"]
+    include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
+    words += ["--task_include_path", *include] if include else []
+    words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
+    words += ["--max-retries", str(patience.max_retries), "--retry-min-wait", f"{patience.min_wait_s:g}"]
+    words += ["--retry-max-wait", f"{patience.max_wait_s:g}"]
+    lines = []
+    for step in chosen.steps:
+        line = ["sbatch", f"--job-name=convert_{chosen.name}"]
+        line += [] if options.no_singleton else ["--dependency=singleton"]
+        minutes = delay_minutes(options.upload_delay, draw)
+        line += [f"--begin=now+{minutes}minutes"] if minutes else []
+        line += ["--gres=gpu:1"] if tasks and "NEOX_GPUS_PER_NODE" in chosen.site else []
+        script = install_root() / "huggingface" / "convert_and_upload.sbatch"
+        lines.append([*line, str(script), "--neox_checkpoint", f"global_step{step}", *words])
+    return lines
+
+
+def delay_minutes(delay: str, draw: random.Random) -> int:
+    """Minutes until a job may begin: --upload-delay, hours from 0 to 12 or `random`. Raises HubError."""
+    if delay == "random":
+        return round(60 * draw.uniform(0.0, _LONGEST_DELAY_H))
+    try:
+        hours = float(delay)
+    except ValueError:
+        hours = -1.0
+    if not 0.0 <= hours <= _LONGEST_DELAY_H:
+        raise HubError(f"--upload-delay {delay}: give hours from 0 to {_LONGEST_DELAY_H:g}, or random")
+    return round(60 * hours)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=_NAME, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
+    parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
+    parser.add_argument(
+        "--upload-delay",
+        default="0",
+        metavar="N|random",
+        help="hours until a job may begin, 0 to 12; random: of each (0)",
+    )
+    parser.add_argument("--no-singleton", action="store_true", help="jobs of the experiment may run at once")
+    add_format_flags(parser)
+    add_evaluation_flags(parser)
+    add_patience_flags(parser)
+    parser.add_argument("--dry-run", action="store_true", help="print the sbatch commands, submit nothing")
+    parser.set_defaults(neox_checkpoint=None, repository=None, neox_checkpoints_path=None)
+    return parser.parse_intermixed_args(argv)  # the organisation may stand after flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    try:
+        chosen = experiment_of_flags(options)
+        lines = sbatch_lines(options, chosen, random.Random())
+        print(f"{chosen.name}: {len(lines)} checkpoints to {chosen.repository}", flush=True)
+        for line in lines:
+            _submit(line, options.dry_run)
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines(_NAME))
+        return 1
+    return 0
+
+
+def _submit(line: Sequence[str], dry_run: bool) -> None:
+    if dry_run:
+        print(shlex.join(line), flush=True)
+        return
+    Path("logs").mkdir(exist_ok=True)  # of the #SBATCH line, which Slurm does not make
+    try:
+        done = subprocess.run(line, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise HubError(
+            "there is no sbatch here; without Slurm: huggingface/upload_and_evaluate_checkpoint.py"
+        ) from None
+    if done.returncode:
+        raise HubError(f"{shlex.join(line)}: {done.stderr.strip()}")
+    print(f"{line[line.index('--neox_checkpoint') + 1]}: {done.stdout.strip()}", flush=True)
+
+
+if __name__ == "__main__":
+    begin_process(_NAME)
+    end_process(main())

@@ -1,0 +1,197 @@
+"""One checkpoint, published: converted, sent as the revision `global_step<N>`, the last one also as main, and
+evaluated if that is asked for.
+
+Every part asks the Hub and the journal first, so that a process that was ended is simply started again.
+"""
+
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from megatron.neox_arguments import UserError
+from megatron.operations.hub.card import CARD
+from megatron.operations.hub.checkpoints import identity
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.journal import FOLDER, FileDigest, Journal, open_journal
+from megatron.operations.hub.names import neox_repository
+from megatron.operations.hub.repository import MAIN, LocalFile, Repository, folder_files
+from megatron.operations.hub.retrying import Patience, Say
+
+Formats = Literal["both", "hf", "neox"]
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What is to be published. save: the experiment's folder. repository: ORGANISATION/NAME of the model.
+    is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until
+    they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none."""
+
+    save: Path
+    step: int
+    repository: str
+    is_last: bool
+    formats: Formats = "both"
+    scratch: Path | None = None
+    keep_converted: bool = False
+    patience: Patience = field(default_factory=Patience)
+    tasks: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    eval_limit: float | None = None
+
+    @property
+    def tag(self) -> str:
+        """The name of the checkpoint, and of its revision."""
+        return f"global_step{self.step}"
+
+    @property
+    def revisions(self) -> tuple[str, ...]:
+        """main first: a branch that is made afterwards begins with its files."""
+        return (MAIN, self.tag) if self.is_last else (self.tag,)
+
+
+def publish_checkpoint(upload: Upload, say: Say, patience_s: float = 0.0) -> bool:
+    """Publish a checkpoint; whether it was there to be published, and not removed by the run before
+    (`keep_last_n_checkpoints`). patience_s: seconds in which a run may still write it.
+
+    Raises HubError, CheckpointError, and what they say can be done is to start the same again.
+    """
+    require_token()
+    checkpoint = upload.save / upload.tag
+    if not _wait_for(checkpoint, patience_s, say):
+        say(f"{upload.tag}: {checkpoint} is not there (keep_last_n_checkpoints may have removed it); left out")
+        return False
+    with open_journal(upload.save, upload.tag, say) as journal:
+        try:
+            _publish(upload, checkpoint, journal, say)
+        except (UserError, OSError):
+            if checkpoint.is_dir():
+                raise
+            journal.add("gone")
+            say(f"{upload.tag}: was removed while it was read (keep_last_n_checkpoints); left out")
+            return False
+    return True
+
+
+def require_token() -> None:
+    """Raise HubError where no token is known: neither HF_TOKEN nor one of `hf auth login`."""
+    try:
+        from huggingface_hub import get_token
+    except ModuleNotFoundError:
+        raise HubError("huggingface_hub is not installed: pip install 'neox[hf]'") from None
+    if not get_token():
+        raise HubError("no token: set HF_TOKEN (.env, which jobs read), or type hf auth login")
+
+
+def _publish(upload: Upload, checkpoint: Path, journal: Journal, say: Say) -> None:
+    source = identity(checkpoint)
+    if upload.formats != "neox":
+        _publish_hf(upload, checkpoint, source, journal, say)
+    if upload.formats != "hf":
+        from megatron.operations.hub.conversion import neox_files
+
+        name = neox_repository(upload.repository)
+        repository = Repository(name, upload.patience, say)
+        repository.prepare()
+        _send(repository, upload, neox_files(checkpoint, name, upload.repository), journal, say)
+    journal.add("finished", repository=upload.repository, formats=upload.formats)
+
+
+def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal, say: Say) -> None:
+    repository = Repository(upload.repository, upload.patience, say)
+    repository.prepare()
+    folder = (upload.scratch or upload.save / FOLDER) / upload.tag
+    known = journal.digests(source)
+    has_scores = _scores(journal, upload, source) is not None or not upload.tasks
+    if known is not None and has_scores and _is_there(repository, upload, known):
+        say(f"{upload.tag}: {repository.name} has it already")
+    else:
+        files = _converted(upload, checkpoint, folder, source, journal, say)
+        _send(repository, upload, files, journal, say)
+        if not has_scores:
+            _evaluate(upload, checkpoint, folder, source, journal, say)
+            _send(repository, upload, folder_files(folder), journal, say)
+    if not upload.keep_converted and folder.exists():
+        shutil.rmtree(folder)
+
+
+def _is_there(repository: Repository, upload: Upload, files: Mapping[str, FileDigest]) -> bool:
+    return not any(repository.lacks(revision, files) for revision in upload.revisions)
+
+
+def _converted(
+    upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say
+) -> dict[str, LocalFile]:
+    """The files of the converted folder, which is made where it is not whole."""
+    known = journal.digests(source)
+    if known is not None and folder.is_dir():
+        files = folder_files(folder)
+        if {name: file.digest for name, file in files.items()} == known:
+            say(f"{upload.tag}: converted before, {folder}")
+            return files
+    from megatron.operations.hub.conversion import convert, rewrite_card
+
+    say(f"{upload.tag}: converting to HuggingFace's format, {folder}")
+    begun = time.monotonic()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    convert(checkpoint, folder)
+    scores = _scores(journal, upload, source)
+    if scores:
+        rewrite_card(checkpoint, folder, scores)
+    files = folder_files(folder)
+    _note(journal, source, files)
+    say(f"{upload.tag}: converted in {time.monotonic() - begun:.1f} s")
+    return files
+
+
+def _note(journal: Journal, source: str, files: Mapping[str, LocalFile]) -> None:
+    records = {name: vars(file.digest) for name, file in files.items()}
+    journal.add("converted", source=source, files=records)
+
+
+def _send(repository: Repository, upload: Upload, files: Mapping[str, LocalFile], journal: Journal, say: Say) -> None:
+    for revision in upload.revisions:
+        place = {"repository": repository.name, "revision": revision}
+        sent = partial(journal.add, "sent", **place)
+        commit = repository.publish(revision, files, f"{upload.tag} of {upload.save.name}", sent)
+        if commit is None:
+            say(f"{upload.tag}: {repository.name}@{revision} has it already")
+        else:
+            say(f"{upload.tag}: published {repository.name}@{revision}")
+        if commit is not None or journal.last("published", **place) is None:
+            journal.add("published", commit=commit, **place)
+
+
+def _scores(journal: Journal, upload: Upload, source: str) -> dict[str, float] | None:
+    """The scores of the tasks asked for, by this checkpoint; without tasks those of any evaluation of it."""
+    asked = {"tasks": list(upload.tasks)} if upload.tasks else {}
+    line = journal.last("scores", source=source, **asked)
+    return None if line is None else line["values"]
+
+
+def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journal: Journal, say: Say) -> None:
+    """Evaluate the folder, and put the scores into its card."""
+    from megatron.operations.hub.conversion import rewrite_card
+    from megatron.operations.hub.scores import evaluate_folder
+
+    scores = evaluate_folder(folder, upload.tasks, upload.include, upload.eval_limit, say)
+    journal.add("scores", source=source, tasks=list(upload.tasks), values=scores)
+    rewrite_card(checkpoint, folder, scores)
+    say(f"{upload.tag}: scores are in {CARD}")
+    _note(journal, source, folder_files(folder))
+
+
+def _wait_for(checkpoint: Path, patience_s: float, say: Say) -> bool:
+    """Whether a checkpoint is there, which becomes visible when it is whole, within so many seconds."""
+    until, told = time.monotonic() + patience_s, False
+    while not checkpoint.is_dir():
+        if time.monotonic() >= until:
+            return False
+        if not told:
+            say(f"{checkpoint.name}: waiting until it is written")
+            told = True
+        time.sleep(0.2)
+    return True

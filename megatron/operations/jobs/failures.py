@@ -1,0 +1,134 @@
+"""What went wrong with a job, by a table of what is said of it; and which of that may simply be tried
+again."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.operations.jobs.scheduler import NO_LOG, Job
+
+_LINES = 6  # that decide, shown in a report
+_ARGUMENT = re.compile(r"  \w+ \.+ .*(?:updated|default)\s*$")  # of the list of them, whose names mean nothing here
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A class of failures. safe: whether the same run may simply be submitted again, once what `name` says
+    has been seen to. pattern: of a line of the log. advice: what a person looks at next."""
+
+    name: str
+    safe: bool
+    pattern: str
+    advice: str
+
+
+OUT_OF_MEMORY = Kind(
+    "out of memory", False,
+    r"out of memory|OutOfMemory|oom-kill|oom_kill|can't allocate memory|Cannot allocate memory|std::bad_alloc",
+    "the line above says which keys help, in order; a smaller train_micro_batch_size_per_gpu is the first",
+)  # fmt: skip
+PORT = Kind(
+    "port in use", True,
+    r"port \d+ (?:of host \S+ )?(?:is taken|cannot be used)|Address already in use|EADDRINUSE|"
+    r"is already at \S+:\d+, from",
+    "which program has the port (ss -ltnp); a master_port in a file stands for every job: remove it there",
+)  # fmt: skip
+LOCK = Kind(
+    "stale lock", True,
+    r"another run is writing there",
+    "which run writes to `save` (tools/jobs.py list); two runs need two folders",
+)  # fmt: skip
+NODE = Kind(
+    "node failure", True,
+    r"Slurm gave this node \d+ GPUs|DUE TO NODE FAILURE|NODE_FAIL|\bXid\b|uncorrectable ECC|fallen off the bus|"
+    r"Driver/library version mismatch|CUDA-capable device\(s\) is/are busy|launch failed|"
+    r"(?:is|was) not heard of|Unable to contact slurmd|Node failure on|"
+    r"srun: error: .*(?:Node|Communication connection) failure",
+    "the node's health (nvidia-smi, dmesg); tell the operators, and leave it out: sbatch --exclude=NODE",
+)  # fmt: skip
+FOLDER = Kind(
+    "missing output folder", True,
+    r"(?:Could not open|Unable to open) (?:stdout|stderr|output) file.*No such file",
+    "whether the folder of the log can be made and written from the nodes",
+)  # fmt: skip
+NOT_FINITE = Kind(
+    "hyper-parameters", False,
+    r"is not finite|fp16 overflows in a row|loss scale cannot recover|NonFinite|are not finite",
+    "learning rate, warm-up, initialisation, precision and the data of the step that is named",
+)  # fmt: skip
+CONFIGURATION = Kind(
+    "configuration", False,
+    r"error: \S+\.ya?ml(?::\d+)?: |ConfigError|error: \w[\w.]*: .*(?:asked for|unknown|expected|must be|does not fit)",
+    "the file, line and key that are named; `python deepy.py --dry-run train.py CONFIG` says it without a job",
+)  # fmt: skip
+DATA = Kind(
+    "data", False,
+    r"DataError|"
+    r"\S+\.(?:bin|idx|jsonl|npy)\b.*(?:No such file|not there|bytes|not an index|cut off|describes|cannot be)|"
+    r"no such file.*(?:document|\.bin|\.idx)|training samples, but|index maps|document boundaries|"
+    r"error: .*\bdata_paths?\b",
+    "the files that are named: tools/datasets/inspect.py, or preprocess them again",
+)  # fmt: skip
+CHECKPOINT = Kind(
+    "checkpoint", False,
+    r"CheckpointError|manifest\.json|global_step\d+.*(?:damaged|incomplete|missing|differs)|differ in",
+    "tools/ckpts/verify.py says which files are damaged; load_fallback: true takes the checkpoint before",
+)  # fmt: skip
+DISK = Kind(
+    "disk", False,
+    r"No space left on device|Disk quota exceeded|cannot be written|Read-only file system|Stale file handle",
+    "space and quota of the file system that is named",
+)  # fmt: skip
+TIME = Kind("time", False, r"DUE TO TIME LIMIT", "more time (sbatch --time), or fewer iterations to wait for")
+CANCELLED = Kind("cancelled", False, r"(?!)", "who cancelled it, and why")
+STUCK = Kind(
+    "stuck", False, r"made no progress in time|did not come to|gets no answer from rank|Watchdog caught collective",
+    "the stacks at the end of the log and in rank_*.log; the network (docs/slurm.md, The network)",
+)  # fmt: skip
+UNKNOWN = Kind("unknown", False, r"(?!)", "the last lines of the log and of the ranks' own logs, below")
+
+# In the order in which they are looked for: the first that has a line is it.
+KINDS = (
+    OUT_OF_MEMORY, FOLDER, PORT, LOCK, NODE, NOT_FINITE, DATA, CHECKPOINT, CONFIGURATION, DISK, TIME, STUCK,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Failure:
+    """kind: its class. lines: of the log, that say so."""
+
+    kind: Kind
+    lines: tuple[str, ...]
+
+
+def classify(job: Job, lines: Sequence[str]) -> Failure:
+    """The class of a failed job. lines: of the end of its log; none where there is no log."""
+    if job.exit_code == NO_LOG and not lines:
+        return Failure(FOLDER, (f"Slurm could not open the log {job.log}",))
+    lines = [line for line in lines if not _ARGUMENT.match(line)]
+    by_state = {
+        "NODE_FAIL": NODE, "BOOT_FAIL": NODE, "OUT_OF_MEMORY": OUT_OF_MEMORY, "TIMEOUT": TIME, "DEADLINE": TIME,
+        "CANCELLED": CANCELLED,
+    }.get(job.state)  # fmt: skip
+    if by_state is not None:
+        return Failure(by_state, (f"Slurm: {job.state}", *_matching(by_state, lines)))
+    for kind in KINDS:
+        if found := _matching(kind, lines):
+            return Failure(kind, found)
+    return Failure(UNKNOWN, tuple(line.rstrip() for line in lines if line.strip())[-_LINES:])
+
+
+def bad_node(job: Job, lines: Sequence[str]) -> str | None:
+    """The one node that a failure is pinned to: that which a line says to leave out, that in whose name a
+    line speaks, or the only one of the job."""
+    text = "\n".join(lines)
+    patterns = (r"sbatch --exclude=([\w.-]+)", r"Node failure on ([\w.-]+)", r"error: Node ([\w.-]+) ")
+    for pattern in patterns:
+        if found := re.search(pattern, text):
+            return found[1]
+    return job.node_list if re.fullmatch(r"[\w.-]+", job.node_list) and job.node_list != "None" else None
+
+
+def _matching(kind: Kind, lines: Sequence[str]) -> tuple[str, ...]:
+    found = [line.strip() for line in lines if re.search(kind.pattern, line)]
+    return tuple(dict.fromkeys(found))[-_LINES:]

@@ -1,0 +1,165 @@
+"""What the log of a job says. Logs may have gigabytes: they are read at their two ends.
+
+The rules are those that people have in their shell loops: a crash is `traceback|exception|error:` in the last
+100 lines, progress is GPT-NeoX's line of an iteration.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LAST_LINES = 100
+CRASH = re.compile(r"traceback|exception|error:", re.IGNORECASE)
+ITERATION = re.compile(
+    rb"iteration +(\d+)/ *(\d+) \|(?:.*?elapsed time per iteration \(ms\): ([\d.]+))?.*?lm_loss: (\S+)"
+)
+# slurmstepd's, of a job that is queued again and goes on
+_REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*")
+_SHOWN = 3  # error lines
+_WIDTH = 300  # of an error line
+_TAIL = 256 * 1024
+_SEARCHED = 16 * 1024 * 1024  # at most, from the end
+_HEAD = 1024 * 1024  # for the arguments
+# What a line says that a run is doing; the last one of a log counts.
+_PHASES = (
+    ("starting", rb"^-+ arguments -+$|^deepy\.py: restart \d+ of \d+ |^pretrain_neox\.sbatch: saved; job "),
+    ("saving", rb"^still saving"),
+    ("evaluating", rb"^Running evaluation harness|^still (?:evaluating|computing the|answering demo)"),
+    ("ended", rb"^run (?:finished|stopped|failed) at iteration|^nothing left to do: train_iters is"),
+    ("training", rb"iteration +\d+/ *\d+ \||^ (?:validation|test|evaluation) results at iteration |^saved checkpoint "),
+)
+_PHASE = re.compile(b"|".join(b"(?P<%s>%s)" % (name.encode(), pattern) for name, pattern in _PHASES), re.MULTILINE)
+_SUBMITTED = re.compile(rb"^Submitted batch job (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The last iteration that a log tells of. seconds: of an iteration, the mean of the last lines."""
+
+    iteration: int
+    total: int
+    loss: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class LogFacts:
+    """What a log says. written: when it was written to last, in seconds since 1970. error_lines: the last
+    three of its last 100 lines that speak of a failure. phase: starting, training, evaluating, saving or
+    ended, by its last line that tells. save, log_dir: as in the list of arguments. submitted: the number of
+    the job that this one submitted in its place."""
+
+    written: float
+    progress: Progress | None = None
+    error_lines: tuple[str, ...] = ()
+    phase: str = "starting"
+    save: str | None = None
+    log_dir: str | None = None
+    submitted: str | None = None
+
+
+def read_log(path: Path) -> LogFacts | None:
+    """What the log says; None where there is none (yet)."""
+    try:
+        written = path.stat().st_mtime
+        tail = _tail(path, _TAIL)
+        head = _head(path)
+        arguments = {name: _argument(head, name) for name in ("save", "log_dir")}
+        submitted = _SUBMITTED.findall(tail)
+        return LogFacts(
+            written, _progress(path, tail), error_lines(last_lines(path)), _phase(tail), **arguments,
+            submitted=submitted[-1].decode() if submitted else None,
+        )  # fmt: skip
+    except OSError:
+        return None
+
+
+def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
+    """The last lines of a file, as `tail` counts them."""
+    data = b""
+    for block in _backwards(path):
+        data = block + data
+        if data.count(b"\n") > count or len(data) >= _SEARCHED:  # bars may fill gigabytes without an end of line
+            break
+    lines = data.removesuffix(b"\n").split(b"\n") if data else []
+    return [line.decode(errors="replace") for line in lines[-count:]]
+
+
+def follow(path: Path, goes_on: Callable[[], bool], pause_s: float = 1.0, ask_every_s: float = 10.0) -> Iterator[str]:
+    """What is written to a file from now on, until `goes_on`, which is asked that often, says no."""
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        asked, ended = time.monotonic(), False
+        while True:
+            if data := file.read():
+                yield data.decode(errors="replace")
+            elif ended:
+                return
+            else:
+                time.sleep(pause_s)
+                if time.monotonic() - asked >= ask_every_s:
+                    asked, ended = time.monotonic(), not goes_on()
+
+
+def error_lines(lines: list[str]) -> tuple[str, ...]:
+    """The last three that speak of a failure."""
+    found = [line.strip()[:_WIDTH] for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
+    return tuple(found[-_SHOWN:])
+
+
+def _progress(path: Path, tail: bytes) -> Progress | None:
+    found = list(ITERATION.finditer(tail))
+    if not found:  # an evaluation may write long
+        data = b""
+        for block in _backwards(path):
+            data = block + data
+            if ITERATION.search(data) or len(data) >= _SEARCHED:
+                break
+        found = list(ITERATION.finditer(data))
+    if not found:
+        return None
+    iteration, total, _, loss = found[-1].groups()
+    seconds = [float(match[3]) / 1000.0 for match in found[-20:] if match[3] is not None]
+    try:
+        value = float(loss)
+    except ValueError:  # a line that is being written
+        value = float("nan")
+    return Progress(int(iteration), int(total), value, sum(seconds) / len(seconds) if seconds else None)
+
+
+def _phase(tail: bytes) -> str:
+    phase = "starting"
+    for match in _PHASE.finditer(tail.replace(b"\r", b"\n")):
+        phase = match.lastgroup or phase
+    return phase
+
+
+def _argument(head: bytes, name: str) -> str | None:
+    """A value of the list of arguments, which is filled up with points and says where it comes from."""
+    found = re.search(rb"^  %s \.+ (.*?)\.*(?:updated|default)\s*$" % name.encode(), head, re.MULTILINE)
+    return found[1].decode(errors="replace") if found is not None and found[1] != b"None" else None
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def _tail(path: Path, size: int) -> bytes:
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        file.seek(max(0, end - size))
+        return file.read(size)
+
+
+def _backwards(path: Path, block: int = 64 * 1024) -> Iterator[bytes]:
+    """The blocks of a file, the last one first; each time twice as long."""
+    with path.open("rb") as file:
+        end = file.seek(0, 2)
+        while end > 0:
+            start = max(0, end - block)
+            file.seek(start)
+            yield file.read(end - start)
+            end, block = start, 2 * block

@@ -1,0 +1,100 @@
+"""What is done about a failure before the same run is submitted again. Nothing here changes a configuration
+file."""
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.operations.jobs.failures import FOLDER, LOCK, PORT, Failure, bad_node
+from megatron.operations.jobs.local_runs import is_here, lock_holder
+from megatron.operations.jobs.overview import Row
+from megatron.operations.jobs.scheduler import Slurm
+from megatron.operations.run_folder import RunFolder, RunFolderError
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+_FIRST_PORT = 30500  # those of jobs are 29500 to 30499
+_FREED_S = 30.0  # for a run that is being killed to let go of its lock
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """did: what was done, in words. helps: whether the run may be submitted again; with these pairs, with and
+    without these variables, and without these nodes."""
+
+    did: str
+    helps: bool = True
+    pairs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+
+def remedy(
+    failure: Failure, row: Row, args: "NeoXArgs", excluded: Sequence[str], lines: Sequence[str], slurm: Slurm
+) -> Remedy:
+    """See to a failure of a class that is safe. lines: of the end of the log; excluded: nodes left out
+    already."""
+    if failure.kind is PORT:
+        return _another_port(row.job.id, args.origin("master_port") != "default")
+    if failure.kind is LOCK:
+        return free_lock(Path(args.save_dir or ""), slurm if slurm.is_here else None)
+    if failure.kind is FOLDER:
+        return _make_folder(row.job.log)
+    node = bad_node(row.job, lines)
+    if node is None or node in excluded or row.job.local:
+        return Remedy("submitted again as it was: no node is named")
+    return Remedy(f"submitted again without node {node}", exclude=(node,))
+
+
+def free_lock(
+    save: Path, slurm: Slurm | None, wait_s: float = _FREED_S, alive: Callable[[int], bool] | None = None
+) -> Remedy:
+    """Wait for the lock of a folder of checkpoints, or remove it where the job that had it has ended and no
+    process of this machine holds it: a file system keeps the lock of a machine that went away.
+
+    alive: whether there is a process of this number on this machine.
+    """
+    alive = alive or (lambda pid: Path(f"/proc/{pid}").exists())
+    try:
+        status = RunFolder(save, save / "logs").status()
+    except RunFolderError:
+        status = {}
+    number = status.get("job")
+    job = slurm.job(str(number)) if slurm is not None and number is not None else None
+    if job is not None and job.is_active:
+        return Remedy(f"{save}: the lock is not stale: job {number} ({job.state}) trains there", helps=False)
+    began = time.monotonic()
+    while (pid := lock_holder(save)) is not None and time.monotonic() - began < wait_s:
+        time.sleep(0.5)
+    if pid is None:
+        return Remedy(f"{save}/.lock was free again after {time.monotonic() - began:.0f} s")
+    if pid > 0 and alive(pid):
+        return Remedy(f"{save}: the lock is not stale: process {pid} of this machine holds it", helps=False)
+    if number is None and not is_here(status):
+        host = status.get("host", "another machine")
+        return Remedy(f"{save}: whether the lock is stale cannot be seen from here: look on {host}", helps=False)
+    (save / ".lock").unlink(missing_ok=True)
+    whose = f"job {number}, which had it, has ended" if number is not None else "the process that had it is gone"
+    return Remedy(f"removed the stale lock {save}/.lock: {whose}, and no process of this machine holds it")
+
+
+def _another_port(number: str, in_files: bool) -> Remedy:
+    port = _FIRST_PORT + int(re.sub(r"\D", "", number) or 0) % 1000
+    if in_files:  # where the key is set it wins over the variable
+        return Remedy(f"submitted again with --set master_port={port}", pairs=(f"master_port={port}",))
+    return Remedy(f"submitted again with MASTER_PORT={port}", environment={"MASTER_PORT": str(port)})
+
+
+def _make_folder(log: Path | None) -> Remedy:
+    if log is None or log.parent.is_dir():
+        return Remedy("the folder of the log is there: nothing to make", helps=False)
+    try:
+        log.parent.mkdir(parents=True)
+    except OSError as problem:
+        return Remedy(f"{log.parent} cannot be made ({problem.strerror})", helps=False)
+    return Remedy(f"made the folder {log.parent}")

@@ -1,0 +1,147 @@
+"""How a watched run is started: as a job of Slurm, or by deepy.py on this machine."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from megatron.launch.environment import LaunchError, install_root
+from megatron.operations.jobs.request import Attempt
+from megatron.operations.jobs.scheduler import BATCH_FILE, Job, Slurm
+
+_ENDS_S = 90.0  # Slurm's KillWait and what the batch file does meanwhile
+
+
+class Starter(Protocol):
+    """Starts a run, says how it stands and ends it."""
+
+    def start(self, attempt: Attempt) -> str:
+        """Start the run; its number."""
+        ...
+
+    def announce(self, number: str) -> str:
+        """What `start` has done, in words."""
+        ...
+
+    def job(self, number: str) -> Job:
+        """How it stands."""
+        ...
+
+    def cancel(self, number: str) -> None:
+        """End it, if it has not, and wait until it has."""
+        ...
+
+    def line(self, attempt: Attempt) -> str:
+        """The command, to be copied."""
+        ...
+
+
+class SlurmStarter:
+    """Submits the run with the batch file, from the repository's folder."""
+
+    def __init__(
+        self, configs: Sequence[str], pairs: Sequence[str], nodes: int, options: Sequence[str],
+        site: Mapping[str, str], slurm: Slurm,
+    ) -> None:  # fmt: skip
+        self._configs, self._pairs, self._nodes = configs, tuple(pairs), nodes
+        self._options, self._site, self._slurm = tuple(options), site, slurm
+
+    def start(self, attempt: Attempt) -> str:
+        env = {name: value for name, value in os.environ.items() if name not in attempt.without}
+        words = self._words(attempt)
+        if folder := self._site.get("NEOX_LOG_DIR"):
+            (install_root() / folder).mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(
+            words, cwd=install_root(), env={**env, **attempt.environment}, capture_output=True, text=True
+        )  # fmt: skip
+        if done.returncode:
+            raise LaunchError(f"{shlex.join(words)}: {done.stderr.strip()}")
+        return done.stdout.strip().partition(";")[0]
+
+    def announce(self, number: str) -> str:
+        return f"submitted job {number} for {self._nodes} node{'s' * (self._nodes > 1)}"
+
+    def job(self, number: str) -> Job:
+        job = self._slurm.job(number)
+        if job is None:
+            raise LaunchError(f"job {number}: Slurm has forgotten it, so nothing can be said of its end")
+        return job
+
+    def cancel(self, number: str) -> None:
+        if self.job(number).is_active:
+            self._slurm.cancel([number])
+        deadline = time.monotonic() + _ENDS_S
+        while self.job(number).is_active:
+            if time.monotonic() > deadline:
+                raise LaunchError(f"job {number} does not end: scancel --signal=KILL --full {number}")
+            time.sleep(1.0)
+
+    def line(self, attempt: Attempt) -> str:
+        return shlex.join(self._words(attempt))
+
+    def _words(self, attempt: Attempt) -> list[str]:
+        site, options = self._site, [f"--nodes={self._nodes}"]
+        options += [f"--gres=gpu:{site['NEOX_GPUS_PER_NODE']}"] if "NEOX_GPUS_PER_NODE" in site else []
+        options += [f"--output={site['NEOX_LOG_DIR']}/%x-%j.out"] if "NEOX_LOG_DIR" in site else []
+        options += [f"--exclude={','.join(attempt.exclude)}"] if attempt.exclude else []
+        pairs = (*self._pairs, *attempt.pairs)
+        return [
+            "sbatch", "--parsable", *options, *self._options, BATCH_FILE, *self._configs,
+            *(("--set", *pairs) if pairs else ()),
+        ]  # fmt: skip
+
+
+class LocalStarter:
+    """Starts deepy.py in the background; it goes on when this program ends."""
+
+    def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str]) -> None:
+        self._configs, self._pairs = configs, tuple(pairs)
+        self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
+        self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
+
+    def start(self, attempt: Attempt) -> str:
+        env = {name: value for name, value in os.environ.items() if name not in attempt.without}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        name = f"{Path(self._configs[0]).stem}-local-{time.strftime('%Y%m%d-%H%M%S')}"
+        log = self._folder / f"{name}-{os.getpid()}.{len(self._processes)}.out"
+        with log.open("xb") as file:
+            process = subprocess.Popen(
+                self._words(attempt), env={**env, **attempt.environment}, stdin=subprocess.DEVNULL, stdout=file,
+                stderr=file, start_new_session=True,
+            )  # fmt: skip
+        self._processes[str(process.pid)] = (process, log, time.time())
+        return str(process.pid)
+
+    def announce(self, number: str) -> str:
+        return f"started process {number}"
+
+    def job(self, number: str) -> Job:
+        process, log, started = self._processes[number]
+        code = process.poll()
+        state = "RUNNING" if code is None else "FAILED" if code else "COMPLETED"
+        return Job(
+            number, "local", "", state, started, started, None, "" if code is None else f"{code}:0",
+            work_dir=Path.cwd(), log=log, local=True,
+        )  # fmt: skip
+
+    def cancel(self, number: str) -> None:
+        process = self._processes[number][0]
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(_ENDS_S)
+            except subprocess.TimeoutExpired:
+                raise LaunchError(f"process {number} does not end: kill -KILL {number}") from None
+
+    def line(self, attempt: Attempt) -> str:
+        return shlex.join(self._words(attempt))
+
+    def _words(self, attempt: Attempt) -> list[str]:
+        pairs = (*self._pairs, *attempt.pairs)
+        script = [sys.executable, "-u", str(install_root() / "deepy.py"), str(install_root() / "train.py")]
+        return [*script, *self._configs, *(("--set", *pairs) if pairs else ())]

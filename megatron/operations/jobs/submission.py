@@ -1,0 +1,187 @@
+"""Submit a run and see it through its first iterations; try again what is safe to, and else report to a
+person."""
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron.launch.environment import LaunchError, install_root
+from megatron.launch.site import site_nodes, starts_from_a_model
+from megatron.operations.jobs.failures import classify
+from megatron.operations.jobs.joblog import last_lines
+from megatron.operations.jobs.overview import Row, row_of
+from megatron.operations.jobs.remedies import remedy
+from megatron.operations.jobs.report import share_of_peak, write_report
+from megatron.operations.jobs.request import Attempt, Request
+from megatron.operations.jobs.scheduler import Slurm
+from megatron.operations.jobs.starters import LocalStarter, SlurmStarter, Starter
+from megatron.operations.jobs.table import duration
+from megatron.operations.jobs.verdict import STALE
+
+if TYPE_CHECKING:
+    from megatron.neox_arguments import NeoXArgs
+
+FOR_A_PERSON, INTERRUPTED = 4, 130  # exit codes
+_EVIDENCE = 400  # lines of a log's end
+_PATIENCE_S = 60.0  # after what looks like a crash, while the job still runs: a library may only have warned
+_SAY_EVERY_S = 30.0
+
+
+def submit(
+    request: Request,
+    slurm: Slurm,
+    site: Mapping[str, str],
+    succeed: Callable[[str], None],
+    say: Callable[[str], None],
+) -> int:
+    """Submit the run and wait for its iterations: 0 once it has done them, FOR_A_PERSON with a report where a
+    person has to look. succeed: is told the line of success; say: everything on the way.
+
+    Raises ConfigError for a configuration that a run refuses and LaunchError for what cannot be submitted:
+    nothing is then.
+    """
+    args, configs = _resolve(request)
+    return see_through(_starter(request, args, configs, slurm, site), request, args, slurm, site, succeed, say)
+
+
+def see_through(
+    starter: Starter,
+    request: Request,
+    args: "NeoXArgs",
+    slurm: Slurm,
+    site: Mapping[str, str],
+    succeed: Callable[[str], None],
+    say: Callable[[str], None],
+) -> int:
+    """What `submit` does with a configuration that is good: start it, wait, and try again what is safe.
+    INTERRUPTED after Ctrl-C, which ends the waiting and not the run."""
+    attempt, tried = Attempt(), list[str]()
+    while True:
+        base = _start_iteration(args)
+        number = starter.start(attempt)
+        say(starter.announce(number))
+        try:
+            row, crashed = _watch(starter, number, base, request, args, site, say)
+        except KeyboardInterrupt:
+            say(f"{number} goes on, unwatched; log {starter.job(number).log}")
+            return INTERRUPTED
+        if not crashed:
+            succeed(_success(row, args, base))
+            return 0
+        lines = last_lines(row.job.log, _EVIDENCE) if row.job.log is not None and row.job.log.is_file() else []
+        failure = classify(row.job, lines)
+        say(f"{number}: {failure.kind.name}: {failure.lines[-1] if failure.lines else row.verdict.detail}")
+        found = None
+        if failure.kind.safe and len(tried) < request.retries:
+            starter.cancel(number)  # where it hangs
+            found = remedy(failure, row, args, attempt.exclude, lines, slurm)
+            say(found.did)
+            tried.append(f"{number}: {failure.kind.name}: {found.did}")
+        if found is None or not found.helps:
+            path, text = write_report(request, row, failure, tried, starter.line(attempt), lines)
+            say(f"a person has to look; this report is {path}")
+            say(text)
+            return FOR_A_PERSON
+        attempt = attempt.with_remedy(found)
+
+
+def _resolve(request: Request) -> tuple["NeoXArgs", list[str]]:
+    """The configuration as the run will read it, and its files' absolute paths."""
+    from megatron.neox_arguments.reading.command_line import parse_deepy
+
+    words = [*request.configs, *(("--set", *request.pairs) if request.pairs else ())]
+    args = parse_deepy([str(install_root() / "train.py"), *words], preset_root=install_root()).args.check_training()
+    missing = [config for config in request.configs if not Path(config).is_file()]
+    if missing:
+        raise LaunchError(f"{missing[0]}: no such file; a job needs files, not the names of presets")
+    return args, [os.path.abspath(config) for config in request.configs]
+
+
+def _starter(
+    request: Request, args: "NeoXArgs", configs: Sequence[str], slurm: Slurm, site: Mapping[str, str]
+) -> Starter:
+    if request.local:
+        if request.sbatch_options or request.nodes not in (None, 1):
+            raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
+        return LocalStarter(configs, request.pairs, site)
+    if not slurm.is_here:
+        raise LaunchError(
+            "this machine has no Slurm (scontrol): submit on a login node, or add --local to run deepy.py here"
+        )
+    nodes = request.nodes or site_nodes(starts_from_a_model(args), configs, site)[0] or 1
+    return SlurmStarter(configs, request.pairs, nodes, request.sbatch_options, site, slurm)
+
+
+def _start_iteration(args: "NeoXArgs") -> int:
+    """The iteration that the run goes on from, as `latest` in `save` says; 0 for a fresh one."""
+    try:
+        text = (Path(args.save_dir or "") / "latest").read_text(encoding="utf-8").strip()
+    except OSError:
+        return 0
+    number = text.removeprefix("global_step")
+    return int(number) if number.isdecimal() and not args.restart and args.load == args.save else 0
+
+
+def _watch(
+    starter: Starter, number: str, base: int, request: Request, args: "NeoXArgs", site: Mapping[str, str],
+    say: Callable[[str], None],
+) -> tuple[Row, bool]:  # fmt: skip
+    """The job when it has done its iterations, or has failed: and which of both."""
+    said, said_at, suspected = "", 0.0, None
+    while True:
+        job = starter.job(number)
+        row = row_of(job, site)
+        done, verdict = row.progress, row.verdict
+        reached = done is not None and done.iteration >= _target(base, done.total, request.watch, done.iteration)
+        if reached and not row.needs_a_person:
+            return row, False
+        if not job.is_active:
+            return row, not (verdict.kind == "FINISHED" and _is_done(row, args))
+        now = time.monotonic()
+        if row.needs_a_person:
+            suspected = suspected or now
+            if verdict.kind == STALE or now - suspected >= _PATIENCE_S:
+                return row, True
+        else:
+            suspected = None
+        text = _progress_line(row)
+        if text != said and (now - said_at >= _SAY_EVERY_S or str(verdict) not in said):
+            say(f"{number}: {text}")
+            said, said_at = text, now
+        time.sleep(request.interval_s)
+
+
+def _target(base: int, total: int, watch: int, iteration: int) -> int:
+    """The iteration that is waited for: so many after the one that the run goes on from."""
+    return min(total, (base if iteration > base else 0) + watch)
+
+
+def _is_done(row: Row, args: "NeoXArgs") -> bool:
+    """Whether a job that ended well did what there was to do: its last iteration, or nothing, for it was done
+    before."""
+    if row.progress is not None:
+        return row.progress.iteration >= row.progress.total
+    lines = last_lines(row.job.log, 20) if row.job.log is not None and row.job.log.is_file() else []
+    return any("nothing left to do: train_iters is" in line for line in lines)
+
+
+def _progress_line(row: Row) -> str:
+    parts = [str(row.verdict)]
+    if row.verdict.detail:
+        parts[0] += f" ({row.verdict.detail})"
+    if row.progress is not None:
+        parts.append(f"iteration {row.progress.iteration}/{row.progress.total}, loss {row.progress.loss:.4g}")
+    return ", ".join(parts)
+
+
+def _success(row: Row, args: "NeoXArgs", base: int) -> str:
+    done = row.progress
+    if done is None:
+        return f"{row.job.id}: nothing left to do: train_iters is {args.train_iters}"
+    parts = [f"loss {done.loss:.4f}"]
+    parts += [f"{row.tokens_per_s:,.0f} tokens/s"] if row.tokens_per_s is not None else []
+    parts += [share_of_peak(row)]
+    parts += [f"{duration(row.eta_s)} to go"] if row.eta_s is not None else []
+    return f"{row.job.id}: success: iteration {done.iteration}/{done.total}: {', '.join(parts)}; log {row.job.log}"

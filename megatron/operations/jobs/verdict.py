@@ -1,0 +1,96 @@
+"""What a job is doing, decided from what Slurm, its log and its status.json say: a pure function of them and
+of the time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.operations.jobs.joblog import LogFacts
+from megatron.operations.jobs.scheduler import PENDING, SUSPENDED, Job
+
+STALE_S = 600.0
+PENDING_, STARTING, TRAINING, EVALUATING, SAVING = "pending", "starting", "training", "evaluating", "saving"
+STALE, CRASHED, FINISHED, STOPPED, CANCELLED, RUNNING = (
+    "STALE", "CRASHED", "FINISHED", "STOPPED", "CANCELLED", "running"
+)  # fmt: skip
+NEEDS_A_PERSON = frozenset({STALE, CRASHED})
+GONE = "GONE"
+"""The state of a run of this machine whose processes have ended without a word."""
+_EVALUATES = ("evaluating", "computing the", "answering demo_prompts")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """kind: one of the words above. detail: what there is to add, as the reason why a job waits. error_lines:
+    of its log, at most three. silent_s: how long ago a STALE job has written to its log."""
+
+    kind: str
+    detail: str = ""
+    error_lines: tuple[str, ...] = ()
+    silent_s: float | None = None
+
+    def __str__(self) -> str:
+        return f"STALE {self.silent_s:.0f} s" if self.silent_s is not None else self.kind
+
+
+def judge(job: Job, log: LogFacts | None, status: Mapping[str, Any], now: float) -> Verdict:
+    """The verdict on a job.
+
+    status: its run's status.json, {} where there is none or it is another job's. now: seconds since 1970.
+    """
+    if job.state in PENDING:
+        return Verdict(PENDING_, job.reason if job.reason not in ("None", "") else "")
+    if not job.is_active:
+        return _of_ended(job, log, status)
+    if log is not None and log.error_lines:
+        return Verdict(CRASHED, "and still running", log.error_lines)
+    written = log.written if log is not None else job.started
+    silent = now - written if written is not None else 0.0
+    if job.trains and silent > STALE_S:
+        why = "suspended" if job.state == SUSPENDED else "" if log is not None else f"there is no log {job.log}"
+        return Verdict(STALE, why, silent_s=silent)
+    if not job.trains:
+        return Verdict(RUNNING)
+    return _of_running(log, status)
+
+
+def _of_running(log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
+    if log is None or log.phase == STARTING:
+        return Verdict(STARTING)
+    if log.phase == "ended":
+        return Verdict(FINISHED if status.get("status", "finished") == "finished" else STOPPED, "about to end")
+    phase = str(status.get("phase") or "") if status.get("status") == "running" else ""
+    if not phase:
+        return Verdict(log.phase)
+    if "saving" in phase:
+        return Verdict(SAVING)
+    if phase.startswith(_EVALUATES):
+        return Verdict(EVALUATING, "" if phase == EVALUATING else phase)
+    return Verdict(TRAINING, "" if phase == TRAINING else phase)
+
+
+def _of_ended(job: Job, log: LogFacts | None, status: Mapping[str, Any]) -> Verdict:
+    if job.state == "COMPLETED":
+        if log is not None and log.submitted is not None:
+            return Verdict(FINISHED, f"submitted job {log.submitted} in its place")
+        if status.get("status") == "stopped":
+            return Verdict(STOPPED, str(status.get("reason") or ""))
+        return Verdict(FINISHED)
+    if job.state in ("CANCELLED", "REVOKED"):
+        return Verdict(CANCELLED)
+    if job.state == "PREEMPTED":
+        return Verdict(STOPPED, str(status.get("reason") or "preempted"))
+    lines = log.error_lines if log is not None else ()
+    return Verdict(CRASHED, _how(job), lines or tuple(filter(None, [str(status.get("reason") or "")])))
+
+
+def _how(job: Job) -> str:
+    """How a job failed, in words."""
+    if job.state == GONE:
+        return "its processes are gone, and left no word: killed, or the machine was restarted"
+    if job.local:
+        return ""
+    text = f"Slurm: {job.state}"
+    if job.state == "FAILED":
+        text += f", exit code {job.exit_code}"
+    return text if job.log is None or job.log.is_file() else f"{text}; there is no log {job.log}"

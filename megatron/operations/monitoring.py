@@ -1,0 +1,167 @@
+"""The numbers of a running training for a monitoring system: `/metrics` in Prometheus' text format and
+`/status` as JSON, answered by rank 0 at `metrics_host:metrics_port`."""
+
+import json
+import math
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.optional_packages import import_optional
+from megatron.operations.run_folder import RunFolder, RunFolderError
+from megatron.process.metrics_file import POSITION
+
+Answer = tuple[int, str, bytes]
+"""HTTP code, content type, body."""
+
+
+class Monitoring(Callback):
+    """Serves what a run's row of metrics says, from a thread that no step waits for.
+
+    The port is open from the moment this object is made, so that a port that cannot be had is said before a
+    model is loaded, until the run is over. A value is shown as soon as it is in metrics.jsonl. Only rank 0
+    has one; its methods wait for no other rank.
+    """
+
+    def __init__(self, args: NeoXArgs) -> None:
+        """Raises ConfigError where prometheus-client is missing or the port cannot be had."""
+        missing = args.error("metrics_port", "needs prometheus-client: pip install 'neox[monitoring]'")
+        self._prometheus = import_optional("prometheus_client", missing)
+        self._gauge = import_optional("prometheus_client.core", missing).GaugeMetricFamily
+        self._args = args
+        self._run: TrainingRun | None = None
+        self._state = "starting"
+        self._earlier: dict[str, float | int] = {}  # values of rows before that of `_step`, the newest of each
+        self._step: Step | None = None
+        self._server = _listen(args, {"/metrics": self._metrics_page, "/status": self._status_page})
+        threading.Thread(target=self._server.serve_forever, name="metrics_port", daemon=True).start()
+
+    @property
+    def port(self) -> int:
+        """The port that is open, also where `metrics_port: 0` left the choice to the system."""
+        return self._server.server_address[1]
+
+    def on_train_start(self, run: TrainingRun) -> None:
+        """From now on the run is asked where it is."""
+        self._run, self._state = run, "running"
+        run.logger.info(f"metrics: http://{self._args.metrics_host}:{self.port}/metrics, and /status beside it")
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Show the step's row from when it has its values, which may be later."""
+        self._earlier, self._step = self.values(), step
+
+    def on_error(self, run: TrainingRun, problem: Exception) -> None:
+        """Show that the run failed, for as long as it takes to end."""
+        self._state = "failed"
+
+    def close(self) -> None:
+        """Close the port."""
+        self._server.shutdown()
+        self._server.server_close()
+
+    def values(self) -> dict[str, float | int]:
+        """The newest value of every metric by its name in metrics.jsonl; {} before the first row."""
+        step = self._step
+        row = dict(step.row) if step is not None and step.settled else {}
+        return self._earlier | {name: value for name, value in row.items() if name not in POSITION}
+
+    def status(self) -> dict[str, Any]:
+        """How the run stands: the fields of status.json, with `status` and `iteration` as they are now,
+        `doing` in words, and `metrics`, the newest values by name; null for what is no finite number."""
+        saved: dict[str, Any] = {}
+        if self._run is not None and self._args.save_dir is not None:
+            try:
+                saved = RunFolder(Path(self._args.save_dir), Path()).status()
+            except RunFolderError:
+                pass  # of a disk that fails; what is known without it is still worth an answer
+        metrics = {name: value if math.isfinite(value) else None for name, value in self.values().items()}
+        return {**saved, "status": self._state, **self._place(), "metrics": metrics}
+
+    def collect(self) -> Iterator[Any]:
+        """The families of /metrics, as prometheus_client asks for them: a gauge `neox_NAME` for each."""
+        place = self._place()
+        state = self._gauge("neox_state", "1 for what the run is doing", labels=["state"])
+        state.add_metric([phase_of(self._state, place.get("doing", ""))], 1)
+        yield state
+        numbers = {name: value for name, value in place.items() if name != "doing"} | self.values()
+        for name, (metric, value) in {gauge_name(name): (name, value) for name, value in numbers.items()}.items():
+            yield self._gauge(name, metric, value=value)
+
+    def _place(self) -> dict[str, Any]:
+        run = self._run
+        if run is None:
+            return {}
+        return {
+            "iteration": run.iteration, "train_iters": self._args.train_iters, "consumed_samples": run.consumed_samples,
+            "consumed_tokens": run.consumed_tokens, "doing": run.watchdog.doing,
+        }  # fmt: skip
+
+    def _metrics_page(self) -> Answer:
+        return 200, self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self)
+
+    def _status_page(self) -> Answer:
+        return 200, "application/json", (json.dumps(self.status(), indent=1) + "\n").encode()
+
+
+def gauge_name(name: str) -> str:
+    """The name of a metric in Prometheus: `neox_train_lm_loss` of train/lm_loss."""
+    return "neox_" + re.sub(r"[^a-zA-Z0-9]+", "_", name).strip("_").lower()
+
+
+def phase_of(state: str, doing: str) -> str:
+    """One of few words for what a run does: its state, and while it runs `training` or what comes between
+    steps, as `saving`."""
+    if state != "running":
+        return state
+    return "training" if re.match(r"in (the first )?step", doing) else re.sub(r"[\d\s]+", " ", doing).strip() or state
+
+
+def _listen(args: NeoXArgs, pages: Mapping[str, Callable[[], Answer]]) -> ThreadingHTTPServer:
+    """A server of these pages at metrics_host:metrics_port. Raises ConfigError where it cannot be."""
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            page = pages.get(self.path.partition("?")[0])
+            text = f"there are {' and '.join(pages)} here\n".encode()
+            code, kind, body = page() if page is not None else (404, "text/plain; charset=utf-8", text)
+            self.send_response(code)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *values: Any) -> None:
+            """Nothing: a line for every scrape would bury the run's own."""
+
+    try:
+        return _Server((args.metrics_host, args.metrics_port or 0), Pages)
+    except OSError as problem:
+        raise _refusal(args, problem) from None
+
+
+class _Server(ThreadingHTTPServer):
+    """Connections are answered by threads that end with the process; one that breaks off is no news."""
+
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # HTTPServer's own asks the resolver for this machine's name, which may take long to be refused.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say what went wrong, unless the reader has only gone."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+def _refusal(args: NeoXArgs, problem: OSError) -> ConfigError:
+    place = f"port {args.metrics_port} of {args.metrics_host} cannot be opened ({problem.strerror or problem})"
+    return args.error("metrics_port", f"{place}; set another, or metrics_host to an address of this machine")

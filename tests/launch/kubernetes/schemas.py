@@ -1,0 +1,149 @@
+"""What the API server and Kubeflow's operators would say of a manifest, by their own schemas: those of
+Kubernetes (kubernetes-validate, strict), the classes of Kubeflow's clients, and prometheus-operator's CRD."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import kubernetes_validate
+from kubeflow.training import models as v1
+from kubeflow_trainer_api import models as v2
+
+RELEASE = "1.33"
+# spec of PodMonitor (prometheus-operator 0.91): the properties of each level, {} for text and numbers.
+_POD_MONITOR: dict[str, Any] = {
+    "selector": {"matchLabels": dict, "matchExpressions": list},
+    "podMetricsEndpoints": [{name: {} for name in (
+        "port", "portNumber", "path", "interval", "scheme", "scrapeTimeout", "honorLabels", "honorTimestamps")}],
+    "namespaceSelector": {"any": {}, "matchNames": list},
+    "jobLabel": {}, "podTargetLabels": list, "sampleLimit": {},
+}  # fmt: skip
+
+
+def complaints(document: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a manifest; [] where nothing is."""
+    if (kind := document.get("kind")) not in CHECKS or document.get("apiVersion") != CHECKS[kind][0]:
+        return [f"no kind {kind} in {document.get('apiVersion')}"]
+    return list(CHECKS[kind][1](copy.deepcopy(dict(document))))
+
+
+def _core(document: dict[str, Any]) -> Iterator[str]:
+    try:
+        kubernetes_validate.validate(document, RELEASE, strict=True)
+    except kubernetes_validate.ValidationError as problem:
+        yield f"{list(problem.path)}: {problem.message}"
+
+
+def _pod(template: dict[str, Any]) -> Iterator[str]:
+    yield from _core({"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template})
+
+
+def _metadata(document: Mapping[str, Any]) -> Iterator[str]:
+    """Of a custom resource, which the operators' classes do not look into."""
+    data = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata")}
+    yield from _core(data)
+
+
+def _pytorchjob(document: dict[str, Any]) -> Iterator[str]:
+    yield from _metadata(document)
+    yield from _as_class(v1.KubeflowOrgV1PyTorchJob, document, "")
+    names = [set(replica) for replica in [document.get("spec", {}).get("pytorchReplicaSpecs", {})]][0]
+    yield from (f"no such replica: {name}" for name in names - {"Master", "Worker"})
+    for replica in document.get("spec", {}).get("pytorchReplicaSpecs", {}).values():
+        containers = replica.get("template", {}).get("spec", {}).get("containers", [])
+        if [container.get("name") for container in containers] != ["pytorch"]:
+            yield "the operator wants a container named pytorch"
+
+
+def _as_class(cls: Any, value: dict[str, Any], path: str) -> Iterator[str]:
+    """Keys that a class of kubeflow-training does not have, and values of another type."""
+    attributes = {name: attribute for attribute, name in cls.attribute_map.items()}
+    for name, inner in value.items():
+        if name not in attributes:
+            yield f"{path}.{name}: no such key"
+        else:
+            yield from _as_type(cls.openapi_types[attributes[name]], inner, f"{path}.{name}")
+
+
+def _as_type(kind: str, value: Any, path: str) -> Iterator[str]:
+    if kind.startswith("dict(str, "):
+        for name, inner in value.items():
+            yield from _as_type(kind[len("dict(str, ") : -1], inner, f"{path}.{name}")
+    elif kind == "V1PodTemplateSpec":
+        yield from _pod(value)
+    elif hasattr(v1, kind):
+        yield from _as_class(getattr(v1, kind), value, path)
+    elif kind in ("int", "str") and type(value).__name__ != kind:
+        yield f"{path}: {value!r} is no {kind}"
+
+
+def _of_model(model: Any, document: dict[str, Any]) -> Iterator[str]:
+    """Values that a pydantic class of kubeflow-trainer-api refuses, and keys that it drops."""
+    yield from _metadata(document)
+    try:
+        made = model.from_dict(document)
+    except ValueError as problem:
+        yield str(problem)
+        return
+    yield from (f"{path}: no such key" for path in _lost(document, made.to_dict(), ""))
+
+
+def _lost(given: Any, kept: Any, path: str) -> Iterator[str]:
+    if isinstance(given, dict):
+        for name, value in given.items():
+            if not isinstance(kept, dict) or name not in kept:
+                yield f"{path}.{name}"
+            else:
+                yield from _lost(value, kept[name], f"{path}.{name}")
+    elif isinstance(given, list):
+        for i, value in enumerate(given):
+            yield from _lost(value, kept[i] if isinstance(kept, list) and i < len(kept) else None, f"{path}[{i}]")
+
+
+def _trainjob(document: dict[str, Any]) -> Iterator[str]:
+    yield from _of_model(v2.TrainerV1alpha1TrainJob, document)
+    resources = document.get("spec", {}).get("trainer", {}).get("resourcesPerNode", {})
+    yield from _pod({"spec": {"containers": [{"name": "x", "resources": resources}]}})
+
+
+def _runtime(document: dict[str, Any]) -> Iterator[str]:
+    yield from _of_model(v2.TrainerV1alpha1TrainingRuntime, document)
+    for job in document.get("spec", {}).get("template", {}).get("spec", {}).get("replicatedJobs", []):
+        body = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}}
+        yield from _core({**body, "spec": job.get("template", {}).get("spec", {})})
+
+
+def _pod_monitor(document: dict[str, Any]) -> Iterator[str]:
+    yield from _metadata(document)
+    yield from (f"{name}: no such key" for name in set(document) - {"apiVersion", "kind", "metadata", "spec"})
+    yield from _known(document.get("spec"), _POD_MONITOR, "spec")
+    if not (document.get("spec") or {}).get("selector") or not document["spec"].get("podMetricsEndpoints"):
+        yield "spec: selector and podMetricsEndpoints are required"
+
+
+def _known(value: Any, schema: Any, path: str) -> Iterator[str]:
+    if isinstance(schema, type):
+        if not isinstance(value, schema):
+            yield f"{path}: {value!r} is no {schema.__name__}"
+    elif isinstance(schema, list):
+        for i, inner in enumerate(value):
+            yield from _known(inner, schema[0], f"{path}[{i}]")
+    elif schema:
+        for name, inner in (value or {}).items():
+            if name in schema:
+                yield from _known(inner, schema[name], f"{path}.{name}")
+            else:
+                yield f"{path}.{name}: no such key"
+    elif not isinstance(value, str | int):
+        yield f"{path}: {value!r} is no text"
+
+
+CHECKS: dict[str, Any] = {
+    "Namespace": ("v1", _core),
+    "PersistentVolumeClaim": ("v1", _core),
+    "ConfigMap": ("v1", _core),
+    "PyTorchJob": ("kubeflow.org/v1", _pytorchjob),
+    "TrainJob": ("trainer.kubeflow.org/v1alpha1", _trainjob),
+    "TrainingRuntime": ("trainer.kubeflow.org/v1alpha1", _runtime),
+    "PodMonitor": ("monitoring.coreos.com/v1", _pod_monitor),
+}

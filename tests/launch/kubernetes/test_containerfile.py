@@ -1,0 +1,99 @@
+"""The image's recipe, as far as it can be tried without one: what it copies is there, and what it runs works
+for a user that has no name."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.training.runs import ADAMW, LLAMA, config
+
+ROOT = Path(__file__).resolve().parents[3]
+RANDOM_USER = 1000650000  # of the range that OpenShift takes them from
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(name, the rest) of each instruction, continued lines joined."""
+    text = (ROOT / "kubernetes" / "Containerfile").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    lines = [line.split(None, 1) for line in text.splitlines() if line.strip()]
+    return [(name, " ".join(rest.split())) for name, rest in lines]
+
+
+def variables() -> dict[str, str]:
+    return dict(word.split("=", 1) for name, rest in instructions() if name == "ENV" for word in rest.split())
+
+
+def test_it_is_what_openshift_runs() -> None:
+    found = instructions()
+    assert {name for name, _ in found} <= {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "USER", "CMD"}
+    [base] = [rest for name, rest in found if name == "ARG" and rest.startswith("BASE=")]
+    assert re.search(r":\d[\w.-]*$", base) and "latest" not in base
+    [user] = [rest for name, rest in found if name == "USER"]
+    assert re.fullmatch(r"[1-9]\d*:0", user), "a number, for runAsNonRoot, in the group that OpenShift gives"
+    [rights] = [rest for name, rest in found if name == "RUN" and "chmod" in rest]
+    made, groups, modes = (set(re.findall(r"/[\w/]+", part)) for part in rights.split("&&"))
+    assert variables()["HOME"] in made and {"/shared/data", "/shared/models", "/workspace"} <= made
+    assert groups == modes and all(any(Path(path).is_relative_to(top) for top in modes) for path in made)
+    targets = [rest.split(" AS ")[1] for name, rest in found if name == "FROM"]
+    assert targets == ["mounted", "baked"]
+
+
+def test_what_it_copies_is_there_and_enough() -> None:
+    copied = [word for name, rest in instructions() if name == "COPY" for word in rest.split()[:-1]]
+    sources = [word for word in copied if not word.startswith(("--", "$"))]
+    assert all((ROOT / source).exists() for source in sources)
+    assert not {".", "*", ".env"} & set(sources), "no secret that lies beside goes in"
+    needed = {"deepy.py", "train.py", "megatron", "tools", "configs", "post-training"}
+    assert needed <= set(sources)
+    extras = re.search(r'EXTRAS="([\w,]+)"', str(instructions()))
+    assert extras
+    declared = re.search(r"\[project.optional-dependencies\](.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S)
+    assert declared and all(re.search(rf"^{name} = ", declared[1], re.M) for name in extras[1].split(","))
+    assert "monitoring" in extras[1], "metrics_port is open in the pods"
+
+
+USER = ("setpriv", f"--reuid={RANDOM_USER}", "--regid=0", "--clear-groups", "--no-new-privs")
+
+
+def missing() -> str:
+    """Why no other user can train here; "" where one can."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        return "takes another user's number: root, and setpriv"
+    twice = "import subprocess, sys; subprocess.run([sys.executable, '-c', ''], check=True)"
+    done = subprocess.run([*USER, sys.executable, "-c", twice], capture_output=True)
+    return "" if done.returncode == 0 else "the interpreter is in a folder that is closed to other users"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("home", [True, False], ids=["as-in-the-image", "no-home"])
+def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:
+    """In group 0, with nothing to write to but what that group may: two ranks train, save and answer
+    metrics_port."""
+    if missing():
+        pytest.skip(missing())
+    for folder in ("home", "models"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder).chmod(0o775)  # root's, of group 0, as the image's
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent != Path("/") and not parent.stat().st_mode & 0o1 and parent.owner() == "root":
+            parent.chmod(parent.stat().st_mode | 0o11)
+    values = config(
+        LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"), metrics_port=0,
+        index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1, compile=False,
+    )  # fmt: skip
+    (tmp_path / "tiny.yml").write_text(yaml.safe_dump(values))
+    given = {**variables(), "HOME": str(tmp_path / "home")} if home else {}
+    command = [sys.executable, "deepy.py", "--num_gpus", "2", "train.py", str(tmp_path / "tiny.yml")]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **given}
+    done = subprocess.run([*USER, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    save = tmp_path / "models" / "run"
+    assert json.loads((save / "status.json").read_text())["status"] == "finished"
+    assert (save / "status.json").stat().st_uid == RANDOM_USER

@@ -1,0 +1,130 @@
+"""Site files with mistakes: each is told with file, line and key."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.launch.kubernetes import Site, read_site
+from megatron.launch.kubernetes.site import Claim
+from megatron.neox_arguments import ConfigError
+from megatron.neox_arguments.keys.declaration import keys_of
+
+WHOLE = """\
+namespace: training
+image: registry/neox:1.0
+name: run
+replicas: 2
+gpus: 8
+gpu_resource: amd.com/gpu
+cpus: 96
+memory: 800Gi
+shared_memory: 64Gi
+claims:
+  models-pvc: {path: /models, size: 2Ti}
+  data.pvc:
+    path: /data
+storage_class: cephfs
+variables:
+  EPOCHS: 2
+  OUTPUT_DIR: /models/run
+secrets:
+  HF_TOKEN: hub/token
+restarts: 3
+metrics_port: 0
+queue: user-queue
+labels: {team: a}
+annotations: {note: b}
+node_selector: {zone: c}
+image_pull_secret: registry
+"""
+LEAST = "namespace: a\nimage: registry/neox:1.0\n"
+
+
+def write(folder: Path, text: str) -> Path:
+    (folder / "site.yml").write_text(text)
+    return folder / "site.yml"
+
+
+def refusal(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as refused:
+        read_site(write(folder, text))
+    return str(refused.value)
+
+
+def test_a_site_with_every_key(tmp_path: Path) -> None:
+    site = read_site(write(tmp_path, WHOLE))
+    assert set(yaml.safe_load(WHOLE)) == set(keys_of(Site)), "the example is whole"
+    assert (site.world_size, site.memory, site.restarts, site.queue) == (16, "800Gi", 3, "user-queue")
+    assert site.volumes() == {"models-pvc": "/models", "data.pvc": "/data"}
+    assert site.claims["data.pvc"]["size"] is None
+    environment = site.environment()
+    assert (environment["EPOCHS"], environment["BATCH_SIZE"], environment["WORLD_SIZE"]) == ("2", "8", "16")
+    assert environment["OUTPUT_DIR"] == "/models/run"
+
+
+def test_what_a_site_need_not_say(tmp_path: Path) -> None:
+    site = read_site(write(tmp_path, LEAST))
+    assert (site.name, site.replicas, site.gpus, site.cpus, site.memory) == ("neox", 4, 1, 6, "20Gi")
+    assert site.volumes() == {"trained-models-pvc": "/shared/models", "workspace-pvc": "/workspace"}
+    assert set(site.secrets) == {"HF_TOKEN", "WANDB_API_KEY"}
+    assert read_site(write(tmp_path, LEAST + "claims: {}\nsecrets: {}\n")).secrets == {}
+
+
+def misspelt(name: str) -> str:
+    return name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
+
+
+@pytest.mark.parametrize("name", [*keys_of(Site), *keys_of(Claim)])
+def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, tmp_path: Path) -> None:
+    wrong = misspelt(name)
+    text = re.sub(rf"(^|[ {{]){name}:", rf"\g<1>{wrong}:", WHOLE, count=1, flags=re.MULTILINE)
+    assert text != WHOLE
+    line = next(i for i, row in enumerate(text.splitlines(), 1) if f"{wrong}:" in row)
+    prefix = "claims.models-pvc." if name in keys_of(Claim) else ""
+    told = refusal(tmp_path, text)
+    assert re.search(
+        rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: unknown key; did you mean .*\b{name}\b", told, re.M
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"image": "registry/neox"}, ":2: image: names no release: add a tag other than latest"),
+        ({"image": "registry:5000/neox:latest"}, "image: names no release"),
+        ({"image": None}, "image: is required"),
+        ({"replicas": 0}, ":3: replicas: expected a number at least 1, got 0"),
+        ({"gpus": "many"}, 'gpus: expected int, got "many"'),
+        ({"name": "My_Run"}, "name: at most 45 small letters, digits and hyphens"),
+        ({"memory": "20 GB"}, 'memory: expected an amount, as 20Gi, got "20 GB"'),
+        ({"claims": {"models": {"size": "1Gi"}}}, "claims.models.path: is required"),
+        ({"claims": {"models": "/models"}}, "claims.models: expected a mapping with path and size"),
+        ({"claims": {"models": {"path": "models"}}}, "claims.models.path: is to be absolute"),
+        ({"claims": {"my_models": {"path": "/models"}}}, "claims.my_models: is no name of Kubernetes"),
+        ({"variables": {"RANK": 0}}, "variables.RANK: differs from pod to pod or from rank to rank"),
+        ({"variables": {"MASTER_ADDR": "a"}}, "variables.MASTER_ADDR: differs"),
+        ({"variables": {"PET_NNODES": 4}}, "variables.PET_NNODES: differs"),
+        ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: replicas 4 x gpus 1 is 4; remove it"),
+        ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: looks like a secret"),
+        ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: is no number of a port"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: expected SECRET/KEY"),
+        ({"labels": {"team": True}}, 'labels.team: is to be text: write "true" in quotes'),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be(changes: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+    told = refusal(tmp_path, yaml.safe_dump({**yaml.safe_load(LEAST), **changes}, sort_keys=False))
+    assert told.count("\n") == 0 and f"{message}" in told
+    assert "hf_abc" not in told
+
+
+def test_files_that_are_no_site(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "- a\n").endswith("expected `key: value` lines")
+    assert refusal(tmp_path, "").endswith("expected `key: value` lines")
+    assert "site.yml:2: not valid YAML" in refusal(tmp_path, "a: b\n  c: [\n")
+    assert ":3: image: already set at" in refusal(tmp_path, LEAST + "image: b:1\n")
+    with pytest.raises(ConfigError, match="absent.yml: no such file"):
+        read_site(tmp_path / "absent.yml")

@@ -1,0 +1,279 @@
+"""A HuggingFace Hub of the tests' own on this machine: what huggingface_hub 2.4 asks for when it uploads.
+
+It keeps repositories, branches as snapshots, and large files by digest; notes every request; and can be told
+to fail.
+"""
+
+import hashlib
+import json
+import re
+import threading
+import time
+from base64 import b64decode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_" + "loopbackSECRET" * 2
+_LFS = re.compile(r".*\.(safetensors|pt|bin|png)")
+_INITIAL = {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
+
+
+@dataclass
+class Failure:
+    """What happens to the next `times` requests that match, after `after` others. kind: a status, "cut" (the
+    connection is closed within the body), "lost" (it is done, and the answer is not sent), "hang" (nothing is
+    done and nothing answered, until `released`), "stall" (it is done, and nothing is answered), "late" (as
+    ever, once `released`)."""
+
+    pattern: str
+    kind: int | str
+    times: int
+    retry_after: str | None = None
+    after: int = 0
+
+    def strikes(self, told: str) -> bool:
+        if not self.times or not re.search(self.pattern, told):
+            return False
+        self.after -= 1
+        self.times -= self.after < 0
+        return self.after < 0
+
+
+@dataclass(frozen=True)
+class Request:
+    method: str
+    path: str
+    at: float
+    size: int = 0
+    status: int = 0
+
+
+@dataclass
+class Repo:
+    """branches: files by name; large ones by the digest of their object. commits: messages by branch."""
+
+    branches: dict[str, dict[str, bytes | str]] = field(default_factory=lambda: {"main": dict(_INITIAL)})
+    commits: dict[str, list[str]] = field(default_factory=dict)
+
+
+class LoopbackHub:
+    """The Hub, while `serving`. objects: large files by SHA-256; puts: the digests in the order in which they
+    came whole."""
+
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.puts: list[str] = []
+        self.requests: list[Request] = []
+        self.failures: list[Failure] = []
+        self.may_create = True
+        self.waiting: list[str] = []  # requests that hang
+        self.released = threading.Event()
+        self.lock = threading.RLock()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self._server.daemon_threads = True
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def environment(self) -> dict[str, str]:
+        """What a process needs to take this Hub for the Hub."""
+        return {
+            "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0",
+        }  # fmt: skip
+
+    @contextmanager
+    def serving(self) -> Iterator["LoopbackHub"]:
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        try:
+            yield self
+        finally:
+            self.released.set()
+            self._server.shutdown()
+            self._server.server_close()
+
+    def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
+        """Let requests `METHOD path` that match fail."""
+        self.failures.append(Failure(pattern, kind, times, **how))
+
+    def asked(self, pattern: str) -> list[Request]:
+        return [one for one in self.requests if re.search(pattern, f"{one.method} {one.path}")]
+
+    def content(self, repo: str, branch: str) -> dict[str, bytes]:
+        """The files of a branch but for those of the Hub itself."""
+        files = self.repos[repo].branches[branch].items()
+        return {name: self.objects[v] if isinstance(v, str) else v for name, v in files if name not in _INITIAL}
+
+    def download(self, repo: str, branch: str, folder: Path) -> Path:
+        for name, data in self.content(repo, branch).items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+        return folder
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: LoopbackHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _answer(self, status: int, content: Any, **headers: str) -> None:
+        data = json.dumps(content).encode()
+        self.hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, status))
+        if self._kind in ("lost", "stall"):
+            return
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def _body(self, share: float = 1.0) -> bytes:
+        data, length = b"", self.headers.get("Content-Length")
+        if length is not None:
+            data = self.rfile.read(int(int(length) * share))
+        elif self.headers.get("Transfer-Encoding") == "chunked":
+            while (size := int(self.rfile.readline(), 16)) and share == 1.0:
+                data += self.rfile.read(size)
+                self.rfile.readline()
+            if share == 1.0:
+                self.rfile.readline()
+        self._read = len(data)
+        return data
+
+    def _handle(self) -> None:
+        hub, told, self._read = self.hub, f"{self.command} {self.path}", 0
+        with hub.lock:
+            failure = next((one for one in hub.failures if one.strikes(told)), None)
+        self._kind = None if failure is None else failure.kind
+        body = self._body(0.5 if self._kind == "cut" else 1.0)
+        if isinstance(self._kind, int):
+            assert failure is not None
+            after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
+            self._answer(self._kind, {"error": "told to"}, **after)
+        elif self._kind in ("cut", "hang"):
+            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read))
+        else:
+            if self._kind == "late":
+                hub.waiting.append(told)
+                hub.released.wait()
+            with hub.lock:
+                self._serve(urlsplit(self.path).path, body)
+        if self._kind in ("hang", "stall"):
+            hub.waiting.append(told)
+            hub.released.wait()
+        if isinstance(self._kind, str) and self._kind != "late":
+            self.close_connection = True
+            self.connection.close()
+
+    do_GET = do_POST = do_PUT = do_HEAD = _handle
+
+    def _serve(self, path: str, body: bytes) -> None:
+        hub = self.hub
+        if self.command == "PUT":  # of the store behind the Hub, whose addresses are signed
+            oid = path.rpartition("/")[2]
+            if hashlib.sha256(body).hexdigest() != oid:
+                return self._answer(400, {"error": "not that object"})
+            hub.objects[oid] = body
+            hub.puts.append(oid)
+            return self._answer(200, {})
+        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self._answer(
+                401, {"error": "Invalid"}, X_Error_Message="Invalid credentials in Authorization header"
+            )
+        if path == "/api/repos/create":
+            asked = json.loads(body)
+            name = f"{asked['organization']}/{asked['name']}"
+            if not hub.may_create:
+                return self._answer(403, {"error": "no rights"}, X_Error_Message="no rights to create there")
+            if name in hub.repos:
+                return self._answer(409, {"error": "exists", "url": f"{hub.endpoint}/{name}"})
+            hub.repos[name] = Repo()
+            return self._answer(200, {"url": f"{hub.endpoint}/{name}", "id": name})
+        if path == "/api/validate-yaml":
+            return self._answer(200, {"warnings": [], "errors": []})
+        if match := re.fullmatch(r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", path):
+            return self._batch(json.loads(body)["objects"])
+        match = re.fullmatch(r"/api/models/([^/]+/[^/]+)/(\w+)(?:/([^/]+))?", path)
+        if match is None:
+            return self._answer(404, {"error": path})
+        repo = hub.repos.get(match[1])
+        if repo is None:
+            return self._answer(404, {"error": "no repo"}, X_Error_Code="RepoNotFound")
+        revision = unquote(match[3] or "")
+        if match[2] == "refs":
+            branches = [{"name": b, "ref": f"refs/heads/{b}", "targetCommit": "0" * 40} for b in repo.branches]
+            return self._answer(200, {"branches": branches, "converts": [], "tags": []})
+        if match[2] == "branch":
+            if revision in repo.branches:
+                return self._answer(409, {"error": "exists"})
+            repo.branches[revision] = dict(repo.branches["main"])
+            return self._answer(200, {})
+        if revision not in repo.branches:
+            return self._answer(404, {"error": "no revision"}, X_Error_Code="RevisionNotFound")
+        if match[2] == "tree":
+            return self._answer(200, [self._entry(*item) for item in repo.branches[revision].items()])
+        if match[2] == "preupload":
+            files = json.loads(body)["files"]
+            modes = [
+                {
+                    "path": f["path"],
+                    "uploadMode": "lfs" if _LFS.fullmatch(f["path"]) else "regular",
+                    "shouldIgnore": False,
+                }
+                for f in files
+            ]
+            return self._answer(200, {"files": modes})
+        if match[2] == "commit":
+            return self._commit(match[1], revision, body)
+        self._answer(404, {"error": path})
+
+    def _entry(self, name: str, value: bytes | str) -> dict[str, Any]:
+        if isinstance(value, str):
+            size = len(self.hub.objects[value])
+            return {
+                "type": "file", "path": name, "size": size, "oid": "1" * 40,
+                "lfs": {"oid": value, "size": size, "pointerSize": 130},
+            }  # fmt: skip
+        blob = hashlib.sha1(f"blob {len(value)}\0".encode() + value).hexdigest()
+        return {"type": "file", "path": name, "size": len(value), "oid": blob}
+
+    def _batch(self, objects: list[dict[str, Any]]) -> None:
+        answer = []
+        for one in objects:
+            href = f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"
+            there = one["oid"] in self.hub.objects
+            answer.append({**one, **({} if there else {"actions": {"upload": {"href": href}}})})
+        self._answer(200, {"transfer": "basic", "objects": answer})
+
+    def _commit(self, name: str, branch: str, body: bytes) -> None:
+        repo = self.hub.repos[name]
+        files, summary = dict(repo.branches[branch]), ""
+        for line in map(json.loads, body.splitlines()):
+            kind, value = line["key"], line["value"]
+            if kind == "header":
+                summary = value["summary"]
+            elif kind == "file":
+                files[value["path"]] = b64decode(value["content"])
+            elif kind == "lfsFile":
+                if value["oid"] not in self.hub.objects:
+                    return self._answer(400, {"error": f"{value['path']} was not sent"})
+                files[value["path"]] = value["oid"]
+            elif kind == "deletedFile":
+                del files[value["path"]]
+        repo.branches[branch] = files
+        repo.commits.setdefault(branch, []).append(summary)
+        oid = hashlib.sha1(f"{branch}{time.time()}".encode()).hexdigest()
+        address = f"{self.hub.endpoint}/{name}/commit/{oid}"
+        self._answer(200, {"commitUrl": address, "commitOid": oid, "pullRequestUrl": None})

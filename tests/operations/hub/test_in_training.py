@@ -1,0 +1,201 @@
+"""push_to_hub: a real run beside a Hub that hangs, refuses, or answers."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.operations.hub.in_training import PushToHub, hub_repository
+from megatron.process.metrics_file import read_metrics
+from tests.operations.hub.conftest import ROOT
+from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
+from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
+from tests.training.runs import ADAMW, LLAMA, config
+
+PUSH = {"push_to_hub": True, "hub_model_id": "org/run"}
+
+
+def args(save: Path, **keys: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict(config(LLAMA, ADAMW, save=str(save), checkpoint_factor=10, **{**PUSH, **keys}))
+
+
+def start_run(folder: Path, environment: dict[str, str], **keys: Any) -> subprocess.Popen[str]:
+    values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
+    (folder / "run.yml").write_text(yaml.safe_dump(values))
+    command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
+    return subprocess.Popen(
+        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("async_save", [False, True])
+def test_steps_go_on_while_the_hub_hangs(
+    hub: LoopbackHub, environment: dict[str, str], tmp_path: Path, async_save: bool
+) -> None:
+    hub.fail(".* /", "late", times=10**6)
+    keys = {"train_iters": 2000, "checkpoint_factor": 500, "log_interval": 100, "async_save": async_save}
+    run = start_run(tmp_path, environment, **keys, hub_strategy="all_checkpoints", ephemeral_save_interval=750)
+    metrics, deadline = tmp_path / "save" / "logs" / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or not any(row["iteration"] == 2000 for _, row in read_metrics(metrics)):
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
+        time.sleep(0.1)
+    while not hub.waiting:
+        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
+        time.sleep(0.1)
+    assert not hub.repos, "nothing has been answered"
+    hub.released.set()
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and "push_to_hub: waiting up to 600 s for global_step" in said, said
+    assert "not published yet" not in said
+    for name in ("org/run", "org/neox-ckpt-run"):
+        assert sorted(hub.repos[name].branches) == [*(f"global_step{n}" for n in (1000, 1500, 2000, 500)), "main"]
+        assert hub.content(name, "main") == hub.content(name, "global_step2000")
+    assert_sent_once(hub)
+    (tmp_path / "said").write_text(said)
+    assert_no_token(tmp_path)
+
+
+@pytest.mark.more
+def test_a_run_is_not_concerned_by_a_hub_that_refuses(
+    hub: LoopbackHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    hub.may_create = False
+    run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and "run finished at iteration 2" in said, said
+    (warning,) = [line for line in said.splitlines() if "the run goes on, and this later: " in line]
+    assert "global_step2: ended with code 1: " in warning and "the token may not do this (403)" in warning
+    hub.may_create = True
+    command = warning.partition("this later: ")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120, capture_output=True)
+    assert sorted(hub.repos["org/run"].branches) == ["global_step2", "main"]
+
+
+class Run:
+    """What the callback asks of a run on rank 0."""
+
+    def __init__(self, args: NeoXArgs) -> None:
+        self.args, self.groups, self.lines = args, SimpleNamespace(world_rank=0), list[str]()
+        self.logger = SimpleNamespace(info=self.lines.append, warning=self.lines.append)
+        self.watchdog = SimpleNamespace(now=lambda doing: None, phase=lambda doing: nullcontext())
+        self.stop = False
+
+    def stopping(self) -> bool:
+        return self.stop
+
+
+@pytest.fixture
+def begun(
+    hub: LoopbackHub, environment: dict[str, str], save: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """A callback over five checkpoints, whose process has begun with the newest and hangs."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+    def make(**how: Any) -> tuple[PushToHub, Run, int]:
+        hub.fail(".* /", "hang", times=10**6)
+        given = args(save, train_iters=5)
+        callback, run = PushToHub(given, "org/run", **how), Run(given)
+        callback.on_train_start(run)  # type: ignore[arg-type]
+        assert callback._process is not None
+        deadline = time.monotonic() + 120
+        while not hub.waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return callback, run, callback._process.pid
+
+    return make
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("ending", ["bound", "signal", "error"])
+def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], ending: str) -> None:
+    callback, run, pid = begun(wait_s=1.0)
+    for _ in range(2000):
+        callback.on_step_end(run, SimpleNamespace(iteration=6))
+    callback.on_save(run, SimpleNamespace(iteration=7), True)
+    run.stop = ending == "signal"
+    if ending == "error":
+        callback.on_error(run, RuntimeError())
+    clock = time.monotonic()
+    callback.close()
+    took = time.monotonic() - clock
+    assert (1.0 <= took < 12.0) if ending == "bound" else took < 11.0
+    assert run.lines[-1].startswith(
+        "push_to_hub: not published yet: global_step5, global_step4, global_step3, global_step2, global_step1; this "
+    )
+    assert "--neox_checkpoint global_step5 global_step4" in run.lines[-1] and TOKEN not in "".join(run.lines)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, signal.SIG_DFL)
+
+
+def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By strategy, the newest first, and no checkpoint that stands only until the next."""
+    started: list[int] = []
+    monkeypatch.setattr(
+        PushToHub, "_start", lambda self, step: started.append(step) or SimpleNamespace(poll=lambda: 0, returncode=0)
+    )
+    for strategy, saved in (("end", [5]), ("every_save", [5, 4, 3, 2, 1, 4, 5])):
+        given = args(save, train_iters=5, hub_strategy=strategy)
+        callback, run = PushToHub(given, "org/run"), Run(given)
+        callback.on_train_start(run)  # type: ignore[arg-type]
+        for _ in range(9):
+            callback.on_step_end(run, SimpleNamespace(iteration=3))  # type: ignore[arg-type]
+        callback.on_save(run, SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
+        for step in (4, 5):
+            callback.on_save(run, SimpleNamespace(iteration=step), False)  # type: ignore[arg-type]
+        callback.close()
+        assert started == saved and not run.lines[1:]
+        started.clear()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"save": None, "checkpoint_factor": None}, "push_to_hub: needs save"),
+        ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save s3://bucket/run"),
+        ({"hub_model_id": "run"}, "hub_model_id: 'run' is not ORGANISATION/NAME"),
+    ],
+)
+def test_keys_that_do_not_fit(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
+    values = config(LLAMA, ADAMW, **{"save": str(tmp_path), "checkpoint_factor": 1, **PUSH, **keys})
+    with pytest.raises(ConfigError, match=message):
+        NeoXArgs.from_dict(values).check_training()
+
+
+def test_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(ConfigError, match="push_to_hub: HF_HUB_OFFLINE is set"):
+        hub_repository(args(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    assert hub_repository(args(tmp_path)) == "org/run"
+    with pytest.raises(ConfigError, match="hub_model_id: the repository: 'org/a--b': holds '--'"):
+        hub_repository(args(tmp_path, hub_model_id="org/a--b"))
+    for name in ("NEOX_HUB_ORG", "NEOX_SITE", "NEOX_HUB_NAMES"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="push_to_hub: no organisation of the Hub is known.*or set hub_model_id"):
+        hub_repository(args(tmp_path, hub_model_id=None))
+    monkeypatch.setenv("NEOX_HUB_ORG", "site-org")
+    monkeypatch.setenv("NEOX_HUB_PREFIX", "sfm")
+    assert hub_repository(args(tmp_path / "lr=1", hub_model_id=None)) == "site-org/sfm-lr-1"
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="no token: set HF_TOKEN"):
+        hub_repository(args(tmp_path))
+    monkeypatch.setattr("megatron.operations.hub.in_training.find_spec", lambda name: None)
+    with pytest.raises(
+        ConfigError, match="push_to_hub: needs huggingface_hub and tenacity and transformers: pip install"
+    ):
+        hub_repository(args(tmp_path))

@@ -1,0 +1,93 @@
+"""What is tried again, and how long is waited, on answers of a Hub through huggingface_hub's client."""
+
+import email.utils
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import HfApi
+
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.retrying import Patience, call, one_line, watch_answers
+from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
+
+USUAL = Patience()
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The waits, none of which is waited for."""
+    asked: list[float] = []
+    monkeypatch.setattr("tenacity.nap.time.sleep", asked.append)
+    return asked
+
+
+@pytest.fixture
+def ask(client: None, hub: LoopbackHub, waits: list[float]) -> Callable[..., list[str]]:
+    hub.repos["org/run"] = Repo()
+
+    def listed(patience: Patience = USUAL, repo: str = "org/run") -> list[str]:
+        said: list[str] = []
+        watch_answers()
+        call(patience, "listing", lambda: HfApi().list_repo_refs(repo), said.append)
+        return said
+
+    return listed
+
+
+def test_waits_double_up_to_the_longest(ask: Callable[..., list[str]], hub: LoopbackHub, waits: list[float]) -> None:
+    hub.fail("GET .*/refs", 503, times=7)
+    said = ask()
+    assert waits == [120.0, 240.0, 480.0, 960.0, 1920.0, 3600.0, 3600.0]
+    assert said[0] == ("listing: the Hub answered 503 to GET /api/models/org/run/refs; tried again in 120 s (1 of 20)")
+    assert len(hub.asked("refs")) == 8, "none is tried by the client itself"
+
+
+def test_the_hub_says_when(ask: Callable[..., list[str]], hub: LoopbackHub, waits: list[float]) -> None:
+    hub.fail("GET .*/refs", 429, retry_after="7")
+    hub.fail("GET .*/refs", 429, retry_after=email.utils.formatdate(time.time() + 90, usegmt=True))
+    assert "in 7 s, as the Hub says (1 of 20)" in ask()[0]
+    assert waits[0] == 7.0 and waits[1] == pytest.approx(90, abs=3)
+
+
+def test_after_the_last_try_it_says_how_to_go_on(ask: Callable[..., list[str]], hub: LoopbackHub) -> None:
+    hub.fail("GET .*/refs", 429, times=3)
+    with pytest.raises(HubError, match="answered 429 .* also after 2 tries more; the same command goes on"):
+        ask(Patience(2, 1.0, 2.0))
+    assert len(hub.asked("refs")) == 3
+
+
+def test_a_connection_that_breaks(ask: Callable[..., list[str]], hub: LoopbackHub, waits: list[float]) -> None:
+    hub.fail("GET .*/refs", "lost")
+    assert "listing: " in ask()[0] and waits == [120.0]
+
+
+@pytest.mark.parametrize(
+    ("status", "advice"),
+    [
+        (401, "does not take the token .401.; set HF_TOKEN"),
+        (403, "token may not do this .403."),
+        (404, "no such place"),
+    ],
+)
+def test_what_stays_is_not_tried_again(
+    ask: Callable[..., list[str]], hub: LoopbackHub, waits: list[float], status: int, advice: str
+) -> None:
+    hub.fail("GET .*/refs", status)
+    with pytest.raises(HubError, match=advice) as raised:
+        ask()
+    assert not waits and "\n" not in str(raised.value) and TOKEN not in str(raised.value)
+
+
+@pytest.mark.parametrize("place", ["variable", "file"])
+def test_signatures_and_the_token_are_not_told(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    if place == "variable":
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+    else:  # of `hf auth login`
+        (tmp_path / "token").write_text(TOKEN)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "token"))
+    problem = RuntimeError(f"no answer\nfrom https://store/a/b?X-Amz-Signature=abc, {TOKEN}")
+    assert one_line(problem) == "no answer from https://store/a/b ***"

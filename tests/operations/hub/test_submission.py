@@ -1,0 +1,104 @@
+"""The jobs that batch_submit_checkpoints.sh submits, as it prints them."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.operations.hub import submission
+from megatron.operations.hub.checkpoints import read_experiment
+from megatron.operations.hub.submission import delay_minutes, experiment_of_flags, parse, sbatch_lines
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three checkpoints and one that only stands until the next."""
+    folder = tmp_path / "lr=1,x"
+    for step in (9, 10, 100, 110):
+        (folder / f"global_step{step}").mkdir(parents=True)
+    (folder / "global_step110" / "ephemeral").touch()
+    (folder / "status.json").write_text(json.dumps({"train_iters": 100}))
+    for name, value in {"CHECKPOINT_DIR": str(tmp_path), "HUB_ORG": "site-org", "HUB_PREFIX": "sfm"}.items():
+        monkeypatch.setenv(f"NEOX_{name}", value)
+    monkeypatch.delenv("NEOX_SITE", raising=False)
+    return folder
+
+
+def lines(*words: str) -> list[list[str]]:
+    options = parse(["lr=1,x", *words])
+    return sbatch_lines(options, experiment_of_flags(options), random.Random(0))
+
+
+def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path) -> None:
+    jobs = lines()
+    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == [
+        "global_step100", "global_step10", "global_step9",
+    ]  # fmt: skip
+    assert jobs[0][:3] == ["sbatch", "--job-name=convert_lr=1,x", "--dependency=singleton"]
+    assert jobs[0][3:] == [
+        str(ROOT / "huggingface/convert_and_upload.sbatch"), "--neox_checkpoint", "global_step100",
+        "--experiment_name", str(experiment), "--repository", "site-org/sfm-lr-1_x", "--skip-eval",
+        "--max-retries", "20", "--retry-min-wait", "120", "--retry-max-wait", "3600",
+    ]  # fmt: skip
+    assert read_experiment(experiment).last == 100
+
+
+def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEOX_EVAL_TASKS", "arc_easy piqa")
+    monkeypatch.setenv("NEOX_GPUS_PER_NODE", "4")
+    job = lines("other-org", "--no-singleton", "--upload-delay", "1.5", "--skip-neox-upload", "--max-retries", "3")[0]
+    assert "--dependency=singleton" not in job and "--begin=now+90minutes" in job and "--gres=gpu:1" in job
+    assert job[job.index("--repository") + 1] == "other-org/sfm-lr-1_x" and "--skip-neox-upload" in job
+    assert (
+        job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"] and job[job.index("--max-retries") + 1] == "3"
+    )
+    assert "--skip-eval" in lines("--skip-eval")[0] and "--gres=gpu:1" not in lines("--skip-eval")[0]
+    assert "--upload-neox-only" in lines("--upload-neox-only")[0] and "--skip-eval" in lines("--upload-neox-only")[0]
+    begins = {line[3] for line in lines("--upload-delay", "random")}
+    assert len(begins) == 3 and all(line.startswith("--begin=now+") for line in begins)
+
+
+def test_random_delays_are_within_half_a_day() -> None:
+    draw = random.Random(1)
+    drawn = [delay_minutes("random", draw) for _ in range(500)]
+    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
+        (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
+        (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
+        (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
+        (["--max-retries", "-1"], "--max-retries -1"),
+        (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
+        (["bad--org"], "holds '--' or '..'"),
+    ],
+)
+def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+    assert submission.main(["lr=1,x", "--dry-run", *words]) == 1
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("batch_submit_checkpoints.sh: error: ") and said.count("\n") == 1
+
+
+def test_an_experiment_that_is_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert submission.main(["absent"]) == 1 and f"{experiment.parent}/absent" in capsys.readouterr().err
+    (experiment.parent / "empty").mkdir()
+    assert submission.main(["empty"]) == 1 and "holds no checkpoint" in capsys.readouterr().err
+
+
+def test_as_it_is_typed_and_without_torch(experiment: Path, tmp_path: Path) -> None:
+    script = ROOT / "huggingface" / "batch_submit_checkpoints.sh"
+    done = subprocess.run(
+        ["bash", "-c", f'PYTHON={sys.executable} "{script}" lr=1,x my-org --dry-run'], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: 3 checkpoints to my-org/sfm-lr-1_x"
+    assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
+    code = "import sys, megatron.operations.hub.submission; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

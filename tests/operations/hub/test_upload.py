@@ -1,0 +1,281 @@
+"""Uploads by huggingface_hub's own client to a Hub on this machine."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.operations.hub.conversion import convert
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.journal import is_finished, open_journal
+from megatron.operations.hub.repository import LocalFile, Repository, digest
+from megatron.operations.hub.retrying import Patience
+from megatron.operations.hub.upload import Upload, publish_checkpoint
+from tests.operations.hub.conftest import COMMAND, ROOT
+from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+MODEL, NEOX = "org/tiny-run", "org/neox-ckpt-tiny-run"
+TAGS = [f"global_step{step}" for step in (5, 4, 3, 2, 1)]
+QUICK = Patience(20, 0.05, 0.2)
+
+
+def journal(save: Path, tag: str) -> list[dict]:
+    return [json.loads(line) for line in (save / "hub" / f"{tag}.jsonl").read_text().splitlines()]
+
+
+def converted(save: Path, tag: str, folder: Path) -> dict[str, bytes]:
+    convert(save / tag, folder)
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def assert_no_token(*places: Path) -> None:
+    read = 0
+    for place in places:
+        for path in (path for path in place.rglob("*") if path.is_file()):
+            data = path.read_bytes()
+            assert TOKEN.encode() not in data and b"X-Signature" not in data, path
+            read += 1
+    assert read
+
+
+def assert_sent_once(hub: LoopbackHub) -> None:
+    assert len(hub.puts) == len(set(hub.puts)) == len(hub.objects)
+
+
+@pytest.fixture
+def last(save: Path, client: None) -> Upload:
+    return Upload(save, 5, MODEL, is_last=True, patience=QUICK)
+
+
+def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackHub, tmp_path: Path) -> None:
+    """Busy twice, cut within a file, an answer lost: one commit each, every object once, and then nothing."""
+    said: list[str] = []
+    hub.fail(r"POST .*/commit/", 429, times=2, retry_after="0.2")
+    hub.fail(r"PUT .*", "cut")
+    hub.fail(r"POST .*neox-ckpt.*/commit/", "lost")
+    assert publish_checkpoint(last, said.append)
+    assert sum("answered 429" in line for line in said) == 2 and any("as the Hub says (2 of 20)" in li for li in said)
+    waited = hub.asked("POST .*/commit/")
+    assert waited[1].at - waited[0].at >= 0.2 and waited[2].at - waited[1].at >= 0.2
+    assert {name: repo.commits for name, repo in hub.repos.items()} == {
+        MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]},
+    }  # fmt: skip
+    files = hub.content(MODEL, "main")
+    assert hub.content(MODEL, "global_step5") == files == converted(save, "global_step5", tmp_path / "again")
+    neox = hub.content(NEOX, "global_step5")
+    assert {name for name in neox if "/" not in name} == {"latest", "README.md"}
+    assert neox["latest"] == b"global_step5\n" and neox == hub.content(NEOX, "main")
+    for path in (path for path in (save / "global_step5").rglob("*") if path.is_file()):
+        assert neox[path.relative_to(save).as_posix()] == path.read_bytes()
+    assert_sent_once(hub)
+    assert not (save / "hub" / "global_step5").exists()
+    events = [line["event"] for line in journal(save, "global_step5")]
+    assert events[0] == "converted" and events[-1] == "finished" and events.count("published") == 4
+    assert is_finished(save, "global_step5", MODEL, "both") and not is_finished(save, "global_step5", MODEL, "hf")
+
+    sent, commits = len(hub.puts), len(hub.asked("POST .*/commit/"))
+    assert publish_checkpoint(last, said.append)
+    assert said[-1].endswith("has it already") and sum("converting" in line for line in said) == 1
+    assert (len(hub.puts), len(hub.asked("POST .*/commit/"))) == (sent, commits)
+    assert TOKEN not in "".join(said)
+    assert_no_token(save / "hub")
+    check_card(files)
+
+
+def check_card(files: dict[str, bytes]) -> None:
+    from huggingface_hub import ModelCard
+
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.library_name == "transformers" and "gpt-neox" in card.data.tags
+    assert "| hidden_size | 128 |" in card.text and "1,280 tokens seen" in card.text
+    assert "sha256" in card.text and "curves.png" in card.text
+    assert files["curves.png"].startswith(b"\x89PNG")
+    assert json.loads(files["training_config.json"])["train_iters"] == 5
+
+
+def test_of_what_people_have_put_there_only_other_weights_are_removed(hub: LoopbackHub, client: None) -> None:
+    hub.repos[MODEL] = Repo()
+    there = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
+    stale = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"", "global_step1/a.pt": b""}
+    hub.repos[MODEL].branches["main"] |= {**there, **stale}
+    contents = {"README.md": b"new", "config.json": b"same", "model.safetensors": b"new"}
+    files = {name: LocalFile(content, digest(content)) for name, content in contents.items()}
+    assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None)
+    assert hub.content(MODEL, "main") == {**there, **contents}
+    assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None) is None
+
+
+@pytest.mark.more
+def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) -> None:
+    """Of a revision that somebody has changed."""
+    hf = replace(last, formats="hf")
+    publish_checkpoint(hf, print)
+    branch, before = hub.repos[MODEL].branches["global_step5"], hub.content(MODEL, "main")
+    branch["config.json"], branch["model-00001-of-00002.safetensors"] = b"{}", b"over"
+    sent = len(hub.puts)
+    publish_checkpoint(hf, print)
+    assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
+    assert hub.repos[MODEL].commits == {
+        "main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"],
+    }  # fmt: skip
+
+
+@pytest.mark.more
+def test_a_converted_folder_is_taken_if_it_is_whole(
+    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, folder = replace(last, formats="hf", patience=Patience(0, 0.0, 0.0)), save / "hub" / "global_step5"
+    hub.fail("POST .*/commit/", 500)
+    with pytest.raises(HubError, match="the same command goes on from here"):
+        publish_checkpoint(hf, print)
+    said: list[str] = []
+    (folder / "config.json").write_text("{}")  # as after a disk was full
+    hub.fail("POST .*/commit/", 500)
+    with pytest.raises(HubError):
+        publish_checkpoint(hf, said.append)
+    assert any("converting" in line for line in said)
+    monkeypatch.setattr("megatron.operations.hub.conversion.convert", None)
+    assert publish_checkpoint(hf, said.append) and any("converted before" in line for line in said)
+    assert_sent_once(hub)
+
+
+@pytest.mark.parametrize(
+    ("may_create", "token", "message"),
+    [
+        (False, TOKEN, "the token may not do this .403."),
+        (True, "hf_other", "does not take the token .401."),
+        (True, "", "no token: set HF_TOKEN"),
+    ],
+)
+def test_what_the_token_may_not_is_said_before_anything_is_converted(
+    last: Upload,
+    save: Path,
+    hub: LoopbackHub,
+    monkeypatch: pytest.MonkeyPatch,
+    may_create: bool,
+    token: str,
+    message: str,
+) -> None:
+    hub.may_create = may_create
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(save / "no_token"))
+    with pytest.raises(HubError, match=message) as raised:
+        publish_checkpoint(last, print)
+    assert "\n" not in str(raised.value) and not (save / "hub" / "global_step5").exists()
+
+
+def test_a_checkpoint_that_the_run_removes(last: Upload, save: Path, hub: LoopbackHub) -> None:
+    """keep_last_n_checkpoints: before it is read, and while."""
+    said: list[str] = []
+    assert not publish_checkpoint(replace(last, step=9), said.append) and "is not there" in said[-1]
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "converting" in text:
+            shutil.rmtree(save / "global_step5")
+
+    assert not publish_checkpoint(last, say) and "was removed while it was read" in said[-1]
+    assert journal(save, "global_step5")[-1]["event"] == "gone" and not hub.puts
+
+
+def test_two_processes_never_work_on_one_checkpoint(
+    save: Path, hub: LoopbackHub, environment: dict[str, str], tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from megatron.operations.hub.journal import open_journal\n"
+        "with open_journal(Path(sys.argv[1]), 'global_step5', lambda t: print(t, flush=True)): print('got it')"
+    )
+    with open_journal(save, "global_step5", print) as held:
+        held.add("sent")
+        other = subprocess.Popen(
+            [COMMAND[0], "-c", code, str(save)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+        assert other.stdout is not None
+        assert "another process works on it" in other.stdout.readline()
+        time.sleep(0.3)
+        assert other.poll() is None
+    assert other.communicate(timeout=30)[0] == "got it\n"
+
+
+def test_a_journal_that_was_cut(save: Path) -> None:
+    (save / "hub").mkdir()
+    (save / "hub" / "global_step5.jsonl").write_text('{"event": "sent", "file": "a"}\n{"event": "publ')
+    with open_journal(save, "global_step5", print) as cut:
+        cut.add("finished", repository=MODEL, formats="hf")
+        assert cut.last("sent", file="a") and cut.last("published") is None
+    assert is_finished(save, "global_step5", MODEL, "hf")
+
+
+@pytest.mark.more
+def test_five_checkpoints_with_a_process_killed_in_the_middle(
+    save: Path, hub: LoopbackHub, upload: Run, environment: dict[str, str], tmp_path: Path
+) -> None:
+    """Killed while a file is on its way, and again between a commit and its answer; then the same command."""
+    hub.fail(r"POST .*/commit/", 429, times=2, retry_after="1")
+    hub.fail(r"PUT .*", "cut")
+    hub.fail(r"PUT .*", "hang", after=6)
+    hub.fail(r"POST .*/commit/global_step3", "stall")
+    words = ["--experiment_name", str(save), "--hf_org", "org", "--retry-min-wait", "0.05", "--retry-max-wait", "0.2"]
+    for killed in (1, 2):
+        with (tmp_path / f"killed{killed}.log").open("wb") as log:
+            process = subprocess.Popen([*COMMAND, *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        deadline = time.monotonic() + 300
+        while len(hub.waiting) < killed:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        assert TOKEN not in subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    done_again = upload("--hf_org", "org")
+    assert done_again.returncode == 0, done_again.stderr
+
+    assert_sent_once(hub)
+    for name in (MODEL, NEOX):
+        repo = hub.repos[name]
+        assert sorted(repo.branches) == sorted([*TAGS, "main"])
+        assert repo.commits == {"main": ["global_step5 of tiny=run"], **{t: [f"{t} of tiny=run"] for t in TAGS[1:]}}
+        assert hub.content(name, "main") == hub.content(name, "global_step5")
+    (tmp_path / "stdout").write_text(done_again.stdout + done_again.stderr)
+    for tag in TAGS:
+        assert hub.content(MODEL, tag) == converted(save, tag, tmp_path / "again" / tag), tag
+        events = [line["event"] for line in journal(save, tag)]
+        assert events.count("converted") == 1 and events[-1] == "finished", (tag, events)
+    assert_loads(hub.download(MODEL, "global_step3", tmp_path / "three"), save / "global_step3")
+    assert_no_token(tmp_path)
+
+
+def assert_loads(folder: Path, checkpoint: Path) -> None:
+    """In plain transformers, with the weights of the checkpoint."""
+    import torch
+    import transformers
+
+    from megatron.checkpointing import load_checkpoint_args, load_weights
+
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    args, _ = load_checkpoint_args(checkpoint)
+    ours = next(iter(load_weights(checkpoint, args, layers=[0], tensor_rank=0, tensor_size=1)[0].values()))
+    assert torch.equal(model.get_input_embeddings().weight, ours[: model.config.vocab_size])
+    assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+
+
+@pytest.mark.more
+def test_scores_are_in_the_card(save: Path, hub: LoopbackHub, upload: Run) -> None:
+    words = ("--hf_org", "org", "--neox_checkpoint", "global_step5", "--skip-neox-upload", "--eval_tasks", "shipped")
+    done = upload(*words, "--eval", "--eval_limit", "2", HF_HUB_OFFLINE="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    values = next(line["values"] for line in journal(save, "global_step5") if line["event"] == "scores")
+    card = hub.content(MODEL, "main")["README.md"].decode()
+    assert values and all(f"| {name} | {value:.6g} |" in card for name, value in values.items())
+    assert "model-index:" in card and hub.content(MODEL, "main") == hub.content(MODEL, "global_step5")
+    again = upload(*words, "--eval", "--eval_limit", "2")
+    assert "has it already" in again.stdout and "evaluating" not in again.stdout
+    assert_sent_once(hub)

@@ -1,0 +1,186 @@
+"""Classes of failures by what programs really write, what is done about the safe ones, and the report."""
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_node, classify
+from megatron.operations.jobs.overview import Row
+from megatron.operations.jobs.remedies import free_lock, remedy
+from megatron.operations.jobs.report import share_of_peak, write_report
+from megatron.operations.jobs.request import Request
+from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
+from megatron.operations.jobs.submission import _target
+from megatron.operations.jobs.verdict import CRASHED, Verdict
+from tests.training.runs import BASE
+
+JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/nowhere/a.out"))
+ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
+
+
+@pytest.mark.parametrize(
+    ("line", "kind"),
+    [
+        (
+            "train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free of 80 GiB",
+            "out of memory",
+        ),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
+        (
+            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
+            "out of memory",
+        ),
+        (
+            "deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used (Address already in use)",
+            "port in use",
+        ),
+        (
+            "train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500; another run?",
+            "port in use",
+        ),
+        (
+            "RuntimeError: The server socket has failed to listen on any local network address. EADDRINUSE",
+            "port in use",
+        ),
+        (
+            "train.py: error: /p/run: another run is writing there; wait for it to end, or set another save",
+            "stale lock",
+        ),
+        ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
+        ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
+        (
+            "slurmstepd: error: Could not open stdout file /p/a/7.out: No such file or directory",
+            "missing output folder",
+        ),
+        (
+            "train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are those of step 11",
+            "hyper-parameters",
+        ),
+        ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
+        ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
+        ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
+        ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
+        ("OSError: [Errno 28] No space left on device", "disk"),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
+        ("deepy.py: error: rank 3 of 8 made no progress in time (collective_timeout_s)", "stuck"),
+        ("ZeroDivisionError: division by zero", "unknown"),
+    ],
+)
+def test_classes(line: str, kind: str) -> None:
+    found = classify(JOB, ["starting from freshly initialised weights", line])
+    assert (found.kind.name, found.lines[-1]) == (kind, line)
+
+
+def test_what_slurm_says_comes_first() -> None:
+    lines = ["Address already in use"]
+    assert classify(replace(JOB, state="NODE_FAIL"), lines).kind is NODE
+    assert classify(replace(JOB, state="OUT_OF_MEMORY"), lines).kind.name == "out of memory"
+    assert classify(replace(JOB, exit_code="0:53"), []).kind is FOLDER
+    assert classify(JOB, []).kind is UNKNOWN
+    assert {kind.name for kind in KINDS if kind.safe} == {
+        "port in use", "stale lock", "node failure", "missing output folder",
+    }  # fmt: skip
+
+
+def test_the_list_of_arguments_is_no_evidence() -> None:
+    listed = "  valid_data_paths ................ ['/p/out of memory.bin'].....updated"
+    assert classify(JOB, [listed, "ZeroDivisionError: division by zero"]).kind is UNKNOWN
+
+
+def test_the_node_that_is_left_out() -> None:
+    assert bad_node(replace(JOB, node_list="n[1-2]"), ["leave it out (sbatch --exclude=n2); without"]) == "n2"
+    assert bad_node(replace(JOB, node_list="n1"), []) == "n1"
+    assert bad_node(replace(JOB, node_list="n[1-2]"), []) is None, "nobody knows which"
+
+
+def args(save: Path, **keys: object) -> NeoXArgs:
+    return NeoXArgs.from_dict({**BASE, "save": str(save), "checkpoint_factor": 10, **keys})
+
+
+@pytest.fixture
+def slurm() -> Slurm:
+    """Of a machine without Slurm."""
+    return Slurm({}, lambda text: None, {"PATH": ""})
+
+
+def test_another_port_and_a_folder(tmp_path: Path, slurm: Slurm) -> None:
+    port = classify(JOB, ["EADDRINUSE"])
+    found = remedy(port, ROW, args(tmp_path), (), [], slurm)
+    assert found.environment == {"MASTER_PORT": "31211"} and not found.pairs and found.helps
+    found = remedy(port, ROW, args(tmp_path, master_port=29000), (), [], slurm)
+    assert found.pairs == ("master_port=31211",) and "--set master_port=31211" in found.did
+    job = replace(JOB, exit_code="0:53", log=tmp_path / "a" / "b" / "7.out")
+    found = remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm)
+    assert found.helps and (tmp_path / "a" / "b").is_dir() and found.did == f"made the folder {tmp_path}/a/b"
+    assert not remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).helps
+    (tmp_path / "file").touch()
+    job = replace(job, log=tmp_path / "file" / "b" / "7.out")
+    assert "cannot be made" in remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).did
+
+
+def test_a_lock_is_removed_only_where_it_is_stale(tmp_path: Path) -> None:
+    """A lock that a file system keeps for a machine that went away has a holder that is no process here."""
+    assert free_lock(tmp_path, None, 0).helps, "there is none"
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
+    try:
+        found = free_lock(tmp_path, None, 0)
+        assert not found.helps and f"process {holder.pid} of this machine" in found.did
+        found = free_lock(tmp_path, None, 0, alive=lambda pid: pid != holder.pid)
+        assert not found.helps and "look on another machine" in found.did and (tmp_path / ".lock").exists()
+        (tmp_path / "status.json").write_text(json.dumps({"status": "running", "host": socket.gethostname()}))
+        found = free_lock(tmp_path, None, 0, alive=lambda pid: pid != holder.pid)
+        assert found.helps and "removed the stale lock" in found.did and not (tmp_path / ".lock").exists()
+    finally:
+        holder.communicate(b"\n")
+
+
+def test_share_of_peak() -> None:
+    assert share_of_peak(replace(ROW, utilization=0.412)) == "41.2% of peak (peak_theoretical_tflops)"
+    half = replace(ROW, model_flops=494.5e12)
+    for device in ("NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA GH200 480GB"):
+        assert share_of_peak(replace(half, device=device)) == f"50.0% of peak (989 dense bf16 TFLOP/s of {device})"
+    assert share_of_peak(replace(ROW, model_flops=156e12, device="NVIDIA A100-SXM4-80GB")).startswith("50.0% of peak")
+    for device in (None, "cpu", "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A10"):
+        assert share_of_peak(replace(half, device=device)) == "share of peak unknown: set peak_theoretical_tflops"
+
+
+def test_a_report_is_one_page(tmp_path: Path) -> None:
+    job = replace(JOB, log=tmp_path / "a.out")
+    lines = [f"line {n} {'x' * 400}" for n in range(400)]
+    request = Request(("/p/model.yml",))
+    failure = classify(job, lines)
+    path, text = write_report(request, replace(ROW, job=job), failure, ["1: port in use: b"], "sbatch c", lines)
+    assert path == tmp_path / "a.report.txt" and path.read_text() == text
+    assert text.startswith("run of /p/model.yml: unknown\n") and "1: port in use: b" in text and "sbatch c" in text
+    assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 210
+
+
+def test_how_long_it_waits() -> None:
+    assert _target(0, 1000, 50, 12) == 50 and _target(0, 20, 50, 12) == 20
+    assert _target(700, 1000, 50, 701) == 750, "a run that goes on"
+    assert _target(700, 1000, 50, 3) == 50, "one that did not go on from there"
+
+
+def test_scontrol_and_logs_that_go_on(tmp_path: Path) -> None:
+    text = (
+        "JobId=12 JobName=my run\n   UserId=ann(1000) GroupId=x(1)\n   JobState=RUNNING Reason=None Dependency=(null)\n"
+        "   SubmitTime=1795490014 EligibleTime=1795490014\n   StartTime=1795490017 EndTime=Unknown Deadline=N/A\n"
+        "   NodeList=n[1-2]\n   NumNodes=2-2 NumCPUs=1\n   Command=/a b/pretrain_neox.sbatch /c.yml\n   WorkDir=/a b\n"
+        f"   StdOut={tmp_path}/my run-12.out\n"
+    )
+    job = of_scontrol(text)
+    assert (job.id, job.name, job.user, job.state, job.nodes) == ("12", "my run", "ann", "RUNNING", 2)
+    assert (job.started, job.ended, job.node_list, job.work_dir) == (1795490017, None, "n[1-2]", Path("/a b"))
+    assert job.trains and job.log == tmp_path / "my run-12.out"
+    job.log.write_text(f"The log goes on in {tmp_path}/there.out\n")
+    assert goes_on_in(job.log) == tmp_path / "there.out" and goes_on_in(tmp_path / "absent") == tmp_path / "absent"

@@ -1,0 +1,121 @@
+"""Reading the ends of a log, of a run that deepy.py made and of what is written into one."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.operations.jobs.joblog import error_lines, follow, last_lines, read_log
+
+ARGUMENTS = """\
+-------------------- arguments --------------------
+  activation ...................... swiglu......................updated
+  save ............................ /p/checkpoints/sf_model_organisms/exp,a=1/runupdated
+  train_iters ..................... 200.........................updated
+  log_dir ......................... None........................default
+  save_hf ......................... None........................default
+---------------- end of arguments ----------------
+"""
+LINE = (
+    " samples/sec: 575.275 | iteration {:8d}/     200 | elapsed time per iteration (ms): 13.9 |"
+    " learning rate: 1.000E-03 | approx flops per GPU: 7.4GFLOPS | lm_loss: 6.124934E+00"
+    " | number of skipped iterations:   0 |\n"
+)
+VALIDATION = " validation results at iteration 5 | lm_loss value: 5.843227E+00 | lm_loss_ppl value: 3.448906E+02 | \n"
+
+
+def written(folder: Path, *parts: str) -> Path:
+    path = folder / "job.out"
+    path.write_text("".join(parts))
+    return path
+
+
+def test_progress_and_folders(tmp_path: Path) -> None:
+    log = read_log(written(tmp_path, ARGUMENTS, LINE.format(1), LINE.format(7), VALIDATION))
+    assert log is not None and log.progress is not None
+    assert (log.progress.iteration, log.progress.total, log.progress.loss) == (7, 200, 6.124934)
+    assert log.progress.seconds == pytest.approx(0.0139)
+    assert (log.save, log.log_dir) == ("/p/checkpoints/sf_model_organisms/exp,a=1/run", None)
+    assert log.phase == "training" and log.error_lines == ()
+    assert read_log(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "phase"),
+    [
+        ("", "starting"),
+        ("distributed_backend: auto chose gloo\n", "starting"),
+        (LINE.format(3), "training"),
+        (LINE.format(3) + "still saving, for 61 s\n", "saving"),
+        (
+            LINE.format(3) + "Running evaluation harness:  45%|####5     | 450/1000 [00:30<00:36, 15.00request/s]\n",
+            "evaluating",
+        ),
+        (LINE.format(3) + "still computing the validation loss, for 61 s\n", "evaluating"),
+        (
+            "Running evaluation harness: 100%|##########|\n evaluation results at iteration 5 | piqa_acc: 0.5\n",
+            "training",
+        ),
+        (LINE.format(3) + "deepy.py: restart 1 of 3 after rank 0 of 1 failed with exit code 1\n", "starting"),
+        (LINE.format(3) + ARGUMENTS, "starting"),
+        (LINE.format(200) + "run finished at iteration 200\n", "ended"),
+    ],
+)
+def test_the_last_line_that_tells_says_the_phase(tmp_path: Path, text: str, phase: str) -> None:
+    log = read_log(written(tmp_path, text))
+    assert log is not None and log.phase == phase
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("Traceback (most recent call last):", True),
+        ("torch.OutOfMemoryError: CUDA out of memory", True),
+        ("RuntimeException in thread", True),
+        ("train.py: ERROR: no such file", True),
+        ("max error 1e-3", False),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO JOB REQUEUE ***", False),
+        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", True),
+    ],
+)
+def test_a_crash_is_what_people_grep_for(line: str, counts: bool) -> None:
+    assert bool(error_lines(["fine", line])) == counts
+
+
+def test_a_crash_counts_within_the_last_hundred_lines(tmp_path: Path) -> None:
+    trouble = "ValueError: a\n"
+    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)) for more in (99, 100))
+    assert near is not None and near.error_lines == ("ValueError: a",)
+    assert far is not None and far.error_lines == ()
+    assert error_lines([f"Error: {n}" for n in range(9)]) == ("Error: 6", "Error: 7", "Error: 8")
+
+
+def test_a_big_log_is_read_at_its_ends(tmp_path: Path) -> None:
+    """The last iteration stands far before the end, behind what an evaluation writes."""
+    path = written(tmp_path, ARGUMENTS, LINE.format(9))
+    with path.open("ab") as file:
+        file.write(b"a sample of text\n" * 30_000)
+        file.write("é".encode() * 200_000 + b"\n")
+    log = read_log(path)
+    assert log is not None and log.progress is not None and log.progress.iteration == 9
+    assert log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"
+    assert last_lines(path, 2) == ["a sample of text", "é" * 200_000]
+    with path.open("r+b") as file:  # a file with a hole: reading all of it would take a minute
+        file.truncate(20 * 2**30)
+        file.seek(0, 2)
+        file.write(b"\n" + LINE.format(11).encode())
+    log = read_log(path)
+    assert log is not None and log.progress is not None and log.progress.iteration == 11
+
+
+def test_following_ends_with_the_job(tmp_path: Path) -> None:
+    path, asked = written(tmp_path, "before\n"), []
+
+    def goes_on() -> bool:
+        asked.append(1)
+        with path.open("a") as file:
+            file.write(f"line {len(asked)}\n")
+        return len(asked) < 2
+
+    assert "".join(follow(path, goes_on, pause_s=0.01, ask_every_s=0.02)) == "line 1\nline 2\n"
+    assert os.path.getsize(path) == len("before\nline 1\nline 2\n")

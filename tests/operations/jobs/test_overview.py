@@ -1,0 +1,191 @@
+"""Rows of jobs from what Slurm has written, their logs and their folders; the table and the JSON of them."""
+
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron.launch.environment import LaunchError
+from megatron.operations.jobs.overview import Choice, Row, overview
+from megatron.operations.jobs.scheduler import Slurm
+from megatron.operations.jobs.table import console, duration, render
+from tests.operations.jobs.test_joblog import ARGUMENTS, LINE
+
+ROOT = Path(__file__).resolve().parents[3]
+# What Slurm wrote, but for folders and times: 1 has ended, 2 trains, of 5 only a part has come to the
+# accounts; 3 is held and 4 an array that is not due, of which sacct does not speak.
+SACCT = [
+    "1|neox-training|me|COMPLETED|0:0|{then}|{then}|{then}|2|n[1-2]|{work}|"
+    "sbatch -o a.out -o logs/%x-%j.out pretrain_neox.sbatch /c.yml",
+    "2|my run|me|RUNNING|0:0|{then}|{then}|Unknown|1|n1|{work}|sbatch --job-name=my run pretrain_neox.sbatch /c.yml",
+    "5|allocation|me|COMPLETED|0:0|{then}|{then}|{then}|1|n1||",
+    "7|convert_exp|me|CANCELLED by 0|0:0|{then}|{then}|{then}|1|n1|{work}|sbatch --wrap true",
+]
+SQUEUE = ["2|None", "3|JobHeldUser", "4_[0-3]|BeginTime"]
+SCONTROL = """\
+JobId={id} {array}JobName={name}
+   UserId=me(0) GroupId=root(0) MCS_label=N/A
+   JobState={state} Reason={reason} Dependency=(null)
+   SubmitTime={then} EligibleTime=Unknown
+   StartTime=Unknown EndTime=Unknown Deadline=N/A
+   NodeList=
+   NumNodes=1 NumCPUs=1 NumTasks=1 CPUs/Task=1 ReqB:S:C:T=0:0:*:*
+   Command={work}/pretrain_neox.sbatch /c.yml
+   WorkDir={work}
+   StdOut={log}
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Slurm:
+    """A Slurm whose commands write what has been recorded."""
+    commands, then = tmp_path / "bin", int(time.time()) - 3600
+    commands.mkdir()
+    names = {"work": tmp_path, "then": then}
+    rows = "\n".join(line.format(**names) for line in SACCT).replace("|", "\x1f")
+    made = {
+        "sacct": f"cat {tmp_path}/sacct.txt",
+        "squeue": f"cat {tmp_path}/squeue.txt",
+        "scontrol": f"cat {tmp_path}/$3.txt",
+    }
+    (tmp_path / "sacct.txt").write_text(rows)
+    (tmp_path / "squeue.txt").write_text("\n".join(SQUEUE).replace("|", "\x1f"))
+    for number, array, name, state, reason in (
+        ("2", "", "my run", "RUNNING", "None"), ("3", "", "neox-training", "PENDING", "JobHeldUser"),
+        ("4", "ArrayJobId=4 ArrayTaskId=0-3 ", "neox-training-arr", "PENDING", "BeginTime"),
+    ):  # fmt: skip
+        log = tmp_path / "logs" / f"{name}-{number}.out"
+        text = SCONTROL.format(id=number, array=array, name=name, state=state, reason=reason, log=log, **names)
+        (tmp_path / f"{number}.txt").write_text(text)
+    for name, line in made.items():
+        (commands / name).write_text(f"#!/bin/sh\nexec {line}\n")
+        (commands / name).chmod(0o755)
+    return Slurm({}, lambda text: pytest.fail(text), {"PATH": f"{commands}:{os.environ['PATH']}"})
+
+
+def write_run(folder: Path, log: Path, number: str | None, phase: str | None = "training", **status: object) -> None:
+    """A run as it stands after iteration 7 of 200, with a score of iteration 5."""
+    save = folder / "sf" / "exp,a=1" / "run"
+    (save / "logs").mkdir(parents=True)
+    log.parent.mkdir(exist_ok=True)
+    arguments = ARGUMENTS.replace("/p/checkpoints/sf_model_organisms/exp,a=1/run", str(save))
+    log.write_text(arguments + "".join(LINE.format(n) for n in range(1, 8)))
+    shown = {"status": "running", "phase": phase, "iteration": 0, "train_iters": 200, "job": number, **status}
+    (save / "status.json").write_text(json.dumps(shown))
+    rows = [
+        {"iteration": n, "train/lm_loss": 6.5, "runtime/tokens_per_sec": 1000.0 * n, "runtime/iteration_time": 0.5}
+        for n in range(1, 8)
+    ]
+    rows[4] |= {"eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
+    later = {"iteration": 9, "runtime/tokens_per_sec": 1.0}  # of a job that trains in the same folder
+    (save / "logs" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in [*rows, later]))
+
+
+def listed(slurm: Slurm, folder: Path, **choice: object) -> dict[str, Row]:
+    site = {"NEOX_CHECKPOINT_DIR": str(folder / "sf")}
+    return {row.job.id: row for row in overview(Choice(**choice), slurm, site)}  # type: ignore[arg-type]
+
+
+def test_jobs_as_slurm_and_their_folders_tell(slurm: Slurm, tmp_path: Path) -> None:
+    write_run(tmp_path, tmp_path / "logs" / "my run-2.out", "2", phase="saving the best model")
+    rows = listed(slurm, tmp_path)
+    assert {number: row.verdict.kind for number, row in rows.items()} == {
+        "1": "FINISHED", "2": "saving", "3": "pending", "4_[0-3]": "pending",
+    }  # fmt: skip
+    assert [rows[number].verdict.detail for number in ("3", "4_[0-3]")] == ["JobHeldUser", "BeginTime"]
+    assert rows["1"].job.log == tmp_path / "logs" / "neox-training-1.out", "the last -o counts"
+    row = rows["2"]
+    assert row.experiment == "exp,a=1" and row.progress is not None and row.progress.iteration == 7
+    assert row.tokens_per_s == 7000.0 and row.scores == {"piqa_acc": 0.5, "piqa_acc_stderr": 0.1}
+    assert row.eta_s == pytest.approx(193 * 0.0139)
+    assert list(listed(slurm, tmp_path, every=True)) == ["1", "2", "3", "4_[0-3]", "7"]
+    assert listed(slurm, tmp_path, every=True)["7"].verdict.kind == "CANCELLED"
+    assert list(listed(slurm, tmp_path, experiment="exp,*")) == ["2"]
+    assert list(listed(slurm, tmp_path, name="neox-*-arr")) == ["4_[0-3]"]
+    assert list(listed(slurm, tmp_path, since_s=60.0)) == ["2", "3", "4_[0-3]"]
+
+
+def test_what_is_asked_for_and_not_there(slurm: Slurm, tmp_path: Path) -> None:
+    for word, says in (
+        ("47l1", "neither the number of a job nor the folder"), ("99", "job 99: Slurm knows no such job"),
+    ):  # fmt: skip
+        with pytest.raises(LaunchError, match=says):
+            listed(slurm, tmp_path, ids=[word])
+    with pytest.raises(LaunchError, match="no such user"):
+        listed(slurm, tmp_path, user="nobody-of-this-name")
+    (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
+    told: list[str] = []
+    without = Slurm({}, told.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    assert listed(without, tmp_path, ids=["3"])["3"].verdict.detail == "JobHeldUser"
+    assert listed(without, tmp_path, ids=["4"])["4_[0-3]"].verdict.kind == "pending"
+    assert told == [
+        "sacct: Slurm accounting storage is disabled; scontrol is asked, which forgets jobs minutes after their end"
+    ]
+
+
+def test_another_jobs_status_is_not_taken_for_this_ones(slurm: Slurm, tmp_path: Path) -> None:
+    write_run(tmp_path, tmp_path / "logs" / "my run-2.out", "8", phase="evaluating")
+    assert listed(slurm, tmp_path)["2"].verdict.kind == "training"
+
+
+def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
+    none = Slurm({}, lambda text: None, {"PATH": ""})
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here = {"host": socket.gethostname(), "pid": dead.pid, "launcher_pid": dead.pid, "time": "2026-11-24T04:00:00+0000"}
+    write_run(tmp_path, tmp_path / "log", None, **here)
+    save = tmp_path / "sf" / "exp,a=1" / "run"
+    (row,) = listed(none, tmp_path).values()
+    assert row.verdict.kind == "CRASHED" and "processes are gone" in row.verdict.detail and row.needs_a_person
+    assert row.progress is not None and row.progress.total == 200 and row.tokens_per_s == 7000.0 and row.job.local
+    assert [row.job.id for row in listed(none, tmp_path, ids=[str(save)]).values()] == [str(save)]
+    (save / "status.json").write_text(
+        json.dumps({**here, "status": "failed", "reason": "step 3: not finite", "train_iters": 200})
+    )
+    (row,) = listed(none, tmp_path).values()
+    assert row.verdict.kind == "CRASHED" and row.verdict.error_lines == ("step 3: not finite",)
+    (save / "status.json").write_text(
+        json.dumps({**here, "status": "stopped", "reason": "SIGTERM", "train_iters": 200})
+    )
+    (row,) = listed(none, tmp_path).values()
+    assert (row.verdict.kind, row.verdict.detail) == ("STOPPED", "SIGTERM")
+    with pytest.raises(LaunchError, match="4711: this machine has no Slurm"):
+        listed(none, tmp_path, ids=["4711"])
+
+
+def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "my run-2.out"
+    write_run(tmp_path, log, "2")
+    with log.open("a") as file:
+        file.write("Traceback (most recent call last):\n  File x\nValueError: [bold]a\n")
+    rows = list(listed(slurm, tmp_path).values())
+    out = io.StringIO()
+    console(out).print(render(rows, narrow=False, note="scontrol: Unable to contact slurm controller"))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert (
+        lines[2].startswith("2        my run")
+        and "7/200 (4%)" in lines[2]
+        and "7,000" in lines[2]
+        and "piqa_acc 0.5" in lines[2]
+        and "stderr" not in lines[2]
+    )
+    assert f"2: CRASHED and still running; log {log}" in lines and "    ValueError: [bold]a" in lines
+    assert "3: pending: JobHeldUser" in lines and lines[-1] == "scontrol: Unable to contact slurm controller"
+    (row,) = [json.loads(json.dumps(one.as_dict())) for one in rows if one.job.id == "2"]
+    assert (row["verdict"], row["iteration"], row["total"], row["eta_s"]) == ("CRASHED", 7, 200, None)
+    assert row["error_lines"] == ["Traceback (most recent call last):", "ValueError: [bold]a"]
+    explained = (ROOT / "docs" / "jobs.md").read_text().partition("## --json")[2].partition("## submit")[0]
+    assert set(re.findall(r"`(\w+)`", explained)) >= set(row)
+
+
+def test_durations() -> None:
+    assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == [
+        "40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h",
+    ]  # fmt: skip

@@ -1,0 +1,237 @@
+"""tools/jobs.py on eight jobs of a real Slurm, one in each state that people ask about."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import Submitter
+
+pytestmark = pytest.mark.slurm
+HELD = Path(__file__).with_name("held.py")
+OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # eight jobs share two nodes
+SITE = """\
+export NEOX_NODES_PRETRAIN=2 NEOX_NODES=1 NEOX_LOG_DIR=FOLDER/logs
+export NEOX_CHECKPOINT_DIR=FOLDER/sf_model_organisms
+"""
+WAIT_S = 150
+# The loops as people have them; <log> stands for a file.
+CRASHED = r'tail -100 <log> | grep -qi "traceback\|exception\|error:"'
+LAST = 'grep "iteration.*lm_loss:" <log> | tail -1'
+ITERATION, TOTAL, LOSS = (
+    rf"{LAST} | grep -oP '{pattern}'"
+    for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[\d.E+-]+")
+)  # fmt: skip
+EXPERIMENT = r"""grep -oE 'sf_model_organisms/[^/"]+' <log> | head -1"""
+STALE = "[ $(( $(date +%s) - $(stat -c %Y <log>) )) -gt 600 ]"
+BAR = r'tail -50 <log> | grep -P "\d+%\|"'
+TROUBLE = r'grep -i "error\|exception\|traceback" <log>'
+HARNESS = 'grep -E "Running evaluation harness" <log>'
+
+
+def bash(command: str, log: str) -> tuple[int, str]:
+    done = subprocess.run(["bash", "-c", command.replace("<log>", log)], capture_output=True, text=True)
+    return done.returncode, done.stdout.strip()
+
+
+def jobs(slurm: Submitter, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """tools/jobs.py of the clone."""
+    env = {
+        **slurm.cluster.environment,
+        **slurm.variables,
+        "NEOX_SITE": "eight",
+        "PYTHONPATH": str(slurm.clone),
+        **variables,
+    }
+    command = [sys.executable, "tools/jobs.py", *words]
+    return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=300)
+
+
+def rows(slurm: Submitter, *words: str) -> dict[str, Any]:
+    done = jobs(slurm, "list", "--json", *words)
+    assert done.returncode in (0, 3), done.stderr
+    return {row["id"]: row for row in json.loads(done.stdout)}
+
+
+def make_site(slurm: Submitter, folder: Path) -> None:
+    (slurm.clone / "slurm/sites/eight.sh").write_text(SITE.replace("FOLDER", str(folder)))
+
+
+def end(slurm: Submitter, numbers: list[str]) -> None:
+    for number in numbers:
+        subprocess.run(
+            ["scancel", "--signal=KILL", "--full", number], env=slurm.cluster.environment, capture_output=True
+        )
+    subprocess.run(["scancel", *numbers], env=slurm.cluster.environment, capture_output=True)
+
+
+class Eight:
+    """Eight jobs, submitted as people do: their numbers, by what they are to be found doing."""
+
+    def __init__(self, slurm: Submitter, folder: Path, write: Callable[..., Path]) -> None:
+        self.slurm, self.folder, self._write = slurm, folder, write
+        self.numbers: dict[str, str] = {}
+
+    def submit(self, name: str, *words: str, hold: str | None = None, **keys: Any) -> None:
+        save = str(self.folder / "sf_model_organisms" / f"exp_{name}" / "run")
+        values = {"train_iters": 5000, "save": save, **keys}
+        if hold is not None:
+            values["callbacks"] = [f"{HELD}:{hold}"]
+        path = self._write(f"{name}.yml", **values)
+        self.numbers[name] = self.slurm.submit(
+            *OPTIONS, f"--job-name={name}", *words, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight"
+        )
+
+    def wait(self, **wanted: str) -> dict[str, Any]:
+        """The rows by name, once the verdicts are these."""
+        deadline = time.monotonic() + WAIT_S
+        while True:
+            found = rows(self.slurm, *self.numbers.values())
+            named = {name: found[number] for name, number in self.numbers.items()}
+            if all(named[name]["verdict"] == verdict for name, verdict in wanted.items()):
+                return named
+            assert time.monotonic() < deadline, json.dumps(named, indent=1)
+            time.sleep(1.0)
+
+
+@pytest.fixture(scope="module")
+def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
+    import yaml
+
+    from tests.training.runs import ADAMW, LLAMA, config
+
+    folder = tmp_path_factory.mktemp("eight")
+
+    def write(name: str, **keys: Any) -> Path:
+        path = folder / name
+        path.write_text(yaml.safe_dump(config(LLAMA, ADAMW, checkpoint_factor=100000, **keys)))
+        return path
+
+    make_site(accounted, folder)
+    made = Eight(accounted, folder, write)
+    one = "--nodes=1"
+    made.submit("pending", one, "--begin=now+1hour")
+    made.submit("finished", one, train_iters=3)
+    made.submit("failed", one, data_path=str(folder / "absent_text_document"))
+    made.submit("training", one, hold="Slow")
+    made.submit("evaluating", one, hold="Evaluating", eval_iters=1, eval_interval=3)
+    made.submit("saving", one, hold="Saving", extra_save_iters=[3])
+    made.submit("crashed", one, hold="Complaining")
+    made.submit("stopped", one, hold="Slow")
+    yield made
+    end(accounted, list(made.numbers.values()))
+
+
+def test_the_sites_nodes_and_folders_are_used(
+    accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The first job of a site submits the one with the site's nodes, and says so."""
+    make_site(accounted, tmp_path)
+    path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
+    first = accounted.submit(
+        "--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight"
+    )
+    accounted.wait(first)
+    row = rows(accounted, first)[first]
+    number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
+    assert row["verdict"] == "FINISHED" and number is not None, row
+    accounted.wait(number[1])
+    second = rows(accounted, number[1])[number[1]]
+    assert (second["verdict"], second["nodes"]) == ("FINISHED", 2), second
+    assert second["log"] == f"{tmp_path}/logs/neox-training-{number[1]}.out"
+    assert (second["iteration"], second["total"], second["experiment"]) == (3, 3, "two")
+
+
+def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight, accounted: Submitter) -> None:
+    found = eight.wait(
+        pending="pending", training="training", evaluating="evaluating", saving="saving", finished="FINISHED",
+        failed="CRASHED", crashed="CRASHED", stopped="training",
+    )  # fmt: skip
+    eight.wait(training="training", stopped="training")
+    while (found["stopped"]["iteration"] or 0) < 3 or (found["training"]["iteration"] or 0) < 3:
+        time.sleep(1.0)
+        found = eight.wait(training="training", stopped="training")
+    status = json.loads(Path(found["stopped"]["save"], "status.json").read_text())
+    for pid in (status["launcher_pid"], status["pid"]):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        log = found["stopped"]["log"]
+        os.utime(log, (time.time() - 700, time.time() - 700))
+        done = jobs(accounted, "list", *eight.numbers.values())
+        assert done.returncode == 3, done.stderr
+        found = eight.wait(stopped="STALE")
+        assert 700 <= found["stopped"]["silent_s"] < 730 and found["stopped"]["state"] == "RUNNING"
+        assert re.search(rf"^{eight.numbers['stopped']} .*STALE 7\d\d s", done.stdout, re.MULTILINE)
+        assert bash(STALE, log)[0] == 0
+    finally:
+        for pid in (status["launcher_pid"], status["pid"]):
+            os.kill(pid, signal.SIGKILL)
+
+    for name in ("training", "evaluating", "saving", "crashed", "finished"):
+        row, log = found[name], found[name]["log"]
+        seen = (bash(ITERATION, log)[1], bash(TOTAL, log)[1], bash(LOSS, log)[1])
+        row = rows(accounted, row["id"])[row["id"]] if name == "training" else row
+        if name == "training":  # it goes on
+            assert int(seen[0]) <= row["iteration"] <= int(seen[0]) + 5
+        else:
+            assert (row["iteration"], row["total"], row["loss"]) == (int(seen[0]), int(seen[1]), float(seen[2]))
+        assert bash(EXPERIMENT, log)[1] == f"sf_model_organisms/{row['experiment']}" == f"sf_model_organisms/exp_{name}"
+        assert (bash(CRASHED, log)[0] == 0) == (row["verdict"] == "CRASHED")
+        assert (bash(TROUBLE, log)[0] == 0) == (row["verdict"] == "CRASHED"), bash(TROUBLE, log)
+        assert bash(STALE, log)[0] == 1
+        assert (bash(BAR, log)[0] == 0 and bash(HARNESS, log)[0] == 0) == (name == "evaluating")
+        assert row["tokens_per_s"] > 0 and (row["eta_s"] is None) == (name in ("finished", "crashed"))
+    shown = accounted.cluster.run("sacct", "-X", "-n", "-P", "--format=JobID,State")
+    states = dict(line.split("|") for line in shown.splitlines())
+    for name in ("training", "evaluating", "saving", "crashed", "finished", "failed"):
+        assert states[found[name]["id"]] == found[name]["state"]
+    assert found["failed"]["state"] == "FAILED" and found["crashed"]["state"] == "RUNNING"
+    assert bash(CRASHED, found["failed"]["log"])[0] == 0
+    assert any("absent_text_document" in line for line in found["failed"]["error_lines"])
+    assert any("RuntimeError: a kernel hangs" in line for line in found["crashed"]["error_lines"])
+    assert len(found["crashed"]["error_lines"]) <= 3 and found["pending"]["iteration"] is None
+
+
+def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
+    number = eight.numbers["training"]
+    listed = rows(accounted, "--name", "train*")
+    assert list(listed) == [number]
+    assert list(rows(accounted, "--experiment", "exp_saving")) == [eight.numbers["saving"]]
+    assert jobs(accounted, "list", number).returncode == 0
+    assert "lm_loss" in jobs(accounted, "logs", number, "-n", "3").stdout
+    assert "lm_loss" in jobs(accounted, "logs", number, "-n", "3", "--rank", "0").stdout
+    done = jobs(accounted, "logs", "999999")
+    assert done.returncode == 1 and done.stderr == "jobs.py: error: job 999999: Slurm knows no such job\n"
+    done = jobs(accounted, "cancel", eight.numbers["pending"], number)
+    assert done.returncode == 0, done.stderr
+    eight.wait(pending="CANCELLED", training="CANCELLED")
+
+
+def test_without_accounting_the_verdicts_are_the_same(
+    slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path
+) -> None:
+    make_site(slurm, tmp_path)
+    path = write_config(train_iters=2, save=str(tmp_path / "sf_model_organisms" / "a"))
+    words = ("--gres=none", "--nodes=1", "--output=other/%x_%j.log")
+    (slurm.clone / "other").mkdir(exist_ok=True)
+    good = slurm.submit(*words, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
+    waiting = slurm.submit("--begin=now+1hour", *words, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
+    bad = slurm.submit(*words, "pretrain_neox.sbatch", "/nowhere/a.yml", NEOX_SITE="eight")
+    for job in (good, bad):
+        slurm.wait(job)
+    done = jobs(slurm, "list", "--json", good, waiting, bad)
+    assert done.returncode == 3 and len(done.stderr.splitlines()) == 1
+    assert re.match(r"jobs.py: sacct: .*disabled.*; scontrol is asked", done.stderr), done.stderr
+    found = {row["id"]: row for row in json.loads(done.stdout)}
+    assert [found[job]["verdict"] for job in (good, waiting, bad)] == ["FINISHED", "pending", "CRASHED"]
+    assert found[good]["log"] == f"{slurm.clone}/other/neox-training_{good}.log" and found[good]["iteration"] == 2
+    assert found[waiting]["detail"] == "BeginTime" and any("nowhere" in line for line in found[bad]["error_lines"])
+    subprocess.run(["scancel", waiting], env=slurm.cluster.environment, check=True)

@@ -1,0 +1,193 @@
+"""tools/jobs.py submit in a real Slurm: its success, and what it makes of failures that are real too."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm.conftest import Submitter
+from tests.slurm.test_jobs import HELD, OPTIONS, make_site
+
+pytestmark = pytest.mark.slurm
+HOLD_LOCK = """\
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+class Submitted:
+    """A running `jobs.py submit`: its exit code, and the lines of both streams with the moments they came."""
+
+    def __init__(self, slurm: Submitter, words: Sequence[str], options: Sequence[str], **variables: str) -> None:
+        env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone)}
+        command = [sys.executable, "tools/jobs.py", "submit", *words, "--interval", "0.5", "--", *OPTIONS, *options]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, cwd=slurm.clone, env={**env, **variables}, text=True, **pipes)
+        self.out: list[str] = []
+        self.err: list[str] = []
+        self._threads = [
+            threading.Thread(target=self._read, args=pair)
+            for pair in ((self.process.stdout, self.out), (self.process.stderr, self.err))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _read(self, stream: Any, lines: list[str]) -> None:
+        for line in stream:
+            lines.append(line.rstrip("\n"))
+
+    def until(self, pattern: str) -> "re.Match[str]":
+        """What a line on stderr says, once it is there."""
+        deadline = time.monotonic() + 120
+        while True:
+            for line in list(self.err):
+                if match := re.search(pattern, line):
+                    return match
+            assert self.process.poll() is None and time.monotonic() < deadline, "\n".join(self.err)
+            time.sleep(0.1)
+
+    def end(self) -> int:
+        code = self.process.wait(240)
+        for thread in self._threads:
+            thread.join()
+        return code
+
+
+@pytest.fixture
+def submit(accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path):
+    make_site(accounted, tmp_path)
+    started: list[Submitted] = []
+
+    def run(*options: str, watch: int = 5, variables: dict[str, str] | None = None, **keys: Any) -> Submitted:
+        save = str(tmp_path / "sf_model_organisms" / "exp")
+        path = write_config(**{"train_iters": 8, "save": save, **keys})
+        before = path.read_bytes()
+        one = Submitted(accounted, [str(path), "--nodes", "1", "--watch", str(watch)], options, **(variables or {}))
+        one.config, one.config_before = path, before  # type: ignore[attr-defined]
+        started.append(one)
+        return one
+
+    yield run
+    for one in started:
+        one.process.kill()
+        assert one.config.read_bytes() == one.config_before, "a configuration was edited"  # type: ignore[attr-defined]
+    subprocess.run(["scancel", "--user=root"], env=accounted.cluster.environment, capture_output=True)
+
+
+def iterations(folder: Path) -> int:
+    texts = [path.read_text() for path in (folder / "logs").glob("*.out")]
+    return max([0, *(int(number) for text in texts for number in re.findall(r"iteration +(\d+)/", text))])
+
+
+def test_success_is_said_after_the_fiftieth_iteration(submit, tmp_path):
+    run = submit(watch=50, train_iters=200, callbacks=[f"{HELD}:Slow"], peak_theoretical_tflops=1e-3)
+    while not run.out and run.process.poll() is None:
+        seen = iterations(tmp_path)
+        time.sleep(0.05)
+    assert iterations(tmp_path) >= 50, "the line came too early"
+    assert seen >= 45, "and is not late"
+    assert run.end() == 0, run.err
+    (line,) = run.out
+    assert re.fullmatch(
+        r"\d+: success: iteration 5\d/200: loss \d\.\d{4}, [\d,]+ tokens/s, \d+\.\d% of peak "
+        rf"\(peak_theoretical_tflops\), \d+ (s|min) to go; log {tmp_path}/logs/neox-training-\d+\.out", line,
+    ), line  # fmt: skip
+
+
+def test_a_port_in_use_is_changed(submit):
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        run = submit(variables={"MASTER_PORT": str(taken.getsockname()[1])})
+        assert run.end() == 0, run.err
+    assert any(re.search(r"\d+: port in use: .*port", line) for line in run.err), run.err
+    assert any(re.search(r"submitted again with MASTER_PORT=30\d\d\d", line) for line in run.err)
+    assert run.out and "success: iteration" in run.out[0]
+
+
+def test_a_lock_that_outlives_its_job_is_waited_for(submit, accounted, tmp_path):
+    save = tmp_path / "sf_model_organisms" / "exp"
+    save.mkdir(parents=True)
+    ended = accounted.submit("--gres=none", "--oversubscribe", "--mem=10", "--wrap", "true")
+    accounted.wait(ended)
+    (save / "status.json").write_text(json.dumps({"status": "running", "job": ended, "host": "elsewhere"}))
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(save / ".lock")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    run = submit()
+    run.until(r"\d+: stale lock: .*another run is writing there")
+    holder.kill()
+    holder.wait()
+    assert run.end() == 0, run.err
+    assert any(re.search(r"\.lock was free again after \d+ s", line) for line in run.err), run.err
+
+
+def test_a_lock_of_a_run_that_goes_on_is_left_alone(submit, tmp_path):
+    save = tmp_path / "sf_model_organisms" / "exp"
+    save.mkdir(parents=True)
+    (save / "status.json").write_text(json.dumps({"status": "running", "job": None, "host": socket.gethostname()}))
+    holder = subprocess.Popen([sys.executable, "-c", HOLD_LOCK, str(save / ".lock")], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+    try:
+        run = submit()
+        assert run.end() == 4, run.err
+    finally:
+        holder.kill()
+        holder.wait()
+    assert any(f"the lock is not stale: process {holder.pid} of this machine holds it" in line for line in run.err)
+    assert (save / ".lock").exists() and len(list((tmp_path / "logs").glob("*.report.txt"))) == 1
+
+
+def test_a_node_that_fails_is_left_out(submit, accounted):
+    run = submit("--no-requeue", watch=30, train_iters=100, callbacks=[f"{HELD}:Slow"])
+    job = run.until(r"submitted job (\d+) for 1 node$")[1]
+    accounted.wait(job, lambda: accounted.state(job) == "RUNNING")
+    node = re.search(r" NodeList=(\S+)", accounted.cluster.run("scontrol", "show", "job", job))[1]  # type: ignore[index]
+    time.sleep(3)
+    accounted.cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+    try:
+        again = run.until(rf"submitted again without node {node}")
+        assert again and run.end() == 0, run.err
+    finally:
+        resume = ["scontrol", "update", f"nodename={node}", "state=resume"]  # refused where it is back by itself
+        subprocess.run(resume, env=accounted.cluster.environment, capture_output=True)
+    assert any(re.search(rf"{job}: node failure: ", line) for line in run.err), run.err
+    second = run.out[0].partition(":")[0]
+    assert f"ExcNodeList={node}" in accounted.cluster.run("scontrol", "show", "job", second)
+
+
+def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
+    run = submit(f"--output={tmp_path}/absent/deep/%x-%j.out")
+    assert run.end() == 0, run.err
+    assert f"jobs.py: made the folder {tmp_path}/absent/deep" in run.err
+    assert any("missing output folder" in line for line in run.err)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says", "keys"),
+    [
+        ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
+        ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
+        ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
+    ],
+)
+def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, says, keys):
+    run = submit(**keys)
+    assert run.end() == 4, run.err
+    assert not run.out and sum("submitted job" in line for line in run.err) == 1, "it was not tried again"
+    (report,) = (tmp_path / "logs").glob("*.report.txt")
+    text = report.read_text()
+    assert text.splitlines()[0] == f"run of {run.config}: {kind}" and says in text and len(text.splitlines()) < 60
+    assert "nothing: this is not repaired by trying again" in text and "what to look at next" in text
+    assert os.path.basename(report) in "\n".join(run.err) and text.strip().splitlines()[-1] in run.err

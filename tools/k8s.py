@@ -1,0 +1,91 @@
+#!/usr/bin/env python
+"""Render a run as manifests for Kubernetes, for Kubeflow's operators; nothing here talks to a cluster.
+
+    python tools/k8s.py render configs/container_setup.yml --site kubernetes/sites/openshift.yml | oc apply -f -
+    python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --kind TrainJob --output manifests
+    python tools/k8s.py render MODEL.yml RECIPE.yml --site my-cluster.yml --set train_iters=100
+
+The files are what `deepy.py train.py` takes; they are checked for the number of ranks that the site has, and
+go into the pods as they are: `${NAME}` gets its value there. The keys of a site file: --help-site.
+docs/kubernetes.md goes from an image to a checkpoint.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.launch import install_root  # noqa: E402
+from megatron.launch.kubernetes import KINDS, Site, as_yaml, pod_config, read_site, render  # noqa: E402
+from megatron.neox_arguments import UserError, yaml_value  # noqa: E402
+from megatron.neox_arguments.keys.declaration import keys_of  # noqa: E402
+
+
+class _HelpSite(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        print(help_site())
+        parser.exit()
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True)
+    made = commands.add_parser("render", help="print or write the manifests", description=__doc__, formatter_class=raw)
+    made.add_argument("config", nargs="+", metavar="CONFIG", help="configuration files of the run, or presets by name")
+    made.add_argument("--site", required=True, metavar="FILE", help="what the cluster has: kubernetes/sites/*.yml")
+    made.add_argument(
+        "--kind", choices=[*KINDS, "both"], default="PyTorchJob",
+        help="PyTorchJob (default) of the Training Operator, TrainJob of Kubeflow Trainer v2; both: to choose from",
+    )  # fmt: skip
+    made.add_argument("--output", type=Path, metavar="DIR", help="a file for each document; unset: all are printed")
+    made.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="override keys, as with deepy.py"
+    )
+    made.add_argument("--help-site", nargs=0, action=_HelpSite, help="print the keys of a site file and exit")
+    return parser.parse_args(argv)
+
+
+def help_site() -> str:
+    """The keys of a site file, with their defaults."""
+    lines = []
+    for name, key in keys_of(Site).items():
+        default = "required" if key.required else yaml_value(key.default)
+        lines.append(f"{name} ({default})\n    {key.meaning}")
+    return "\n".join(lines)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the manifests, or write them."""
+    site = read_site(options.site)
+    config = pod_config(options.config, site, options.set, install_root())
+    manifests = render(site, config, tuple(KINDS) if options.kind == "both" else (options.kind,))
+    if options.output is None:
+        sys.stdout.write("".join(map(as_yaml, manifests)))
+        return
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+        for number, manifest in enumerate(manifests):
+            file = options.output / f"{number:02d}-{manifest.file_name}"  # apply takes a folder's files by name
+            file.write_text(as_yaml(manifest), encoding="utf-8")
+            print(file)
+    except OSError as problem:
+        raise UserError(f"--output: {options.output}: cannot be written ({problem.strerror})") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit code."""
+    options = parse(argv)
+    try:
+        run(options)
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines("k8s.py"))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
