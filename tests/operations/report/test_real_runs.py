@@ -65,6 +65,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.more
 def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     page = failed / "run" / "report.html"
     assert titles(page) == [
