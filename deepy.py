@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Start a script on the ranks of this machine, or of several: python deepy.py train.py a.yml b.yml."""
 
+import logging
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.process import begin_process, exit_code
@@ -24,6 +26,18 @@ def build_tokenizer(args: "NeoXArgs") -> object:
     from megatron.tokenizer import build_tokenizer
 
     return build_tokenizer(args)
+
+
+def report_of_failed(args: "NeoXArgs") -> None:
+    """The page of `report: true` of a run whose rank 0 may have been ended before it could write it."""
+    from megatron.launch.run import log_dir_of
+    from megatron.operations.report import report_at_end
+    from megatron.process.metrics_file import METRICS_FILE
+
+    logs = log_dir_of(args)
+    if (logs / METRICS_FILE).is_file():  # written by rank 0, which may be on another machine
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        report_at_end(args, logs, logging.getLogger("deepy"))
 
 
 def main() -> int:
@@ -51,7 +65,10 @@ def main() -> int:
         said = set_arch_list(os.environ)
         if said:
             print(said, file=sys.stderr)
-        return launch(command.user_script, command.args, (), command.node_rank, command.hosts)
+        code = launch(command.user_script, command.args, (), command.node_rank, command.hosts)
+        if code and command.args.report and Path(command.user_script).name == "train.py":
+            report_of_failed(command.args)
+        return code
     except UserError as problem:
         sys.stderr.write(problem.error_lines("deepy.py"))
         return 1

@@ -3,9 +3,12 @@ and a report when it is over."""
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron.callbacks import Callback
 from megatron.neox_arguments import NeoXArgs, require_report
+
+if TYPE_CHECKING:  # it imports torch, which --help and a mistake in a configuration need not wait for
+    from megatron.callbacks import Callback
 
 
 def check_operations(args: NeoXArgs) -> None:
@@ -17,7 +20,7 @@ def check_operations(args: NeoXArgs) -> None:
         hub_repository(args)
 
 
-def operation_callbacks(args: NeoXArgs, rank: int) -> list[Callback]:
+def operation_callbacks(args: NeoXArgs, rank: int) -> "list[Callback]":
     """Callbacks of `push_to_hub` and `metrics_port`. They are made before a model is loaded, so that a port
     that is taken is said at once (ConfigError)."""
     callbacks: list[Callback] = []

@@ -36,6 +36,7 @@ EVENTS: dict[Kind, tuple[str, str, str]] = {
 }
 """What the page calls them, colour, dashes. A first start is in the table alone."""
 MOST_EVENTS = 400  # of a kind and run in the plots
+MANY_EVENTS = 40  # which would hide curves if they were not pale
 FEW = 60  # points, which are drawn as such, since a line of one is not seen
 POINT = (("iteration", "@x{0,0}"), ("tokens", "@tokens{0.00a}"), ("value", "@y{%.6g}"))
 EVENT = (("iteration", "@x{0,0}"), ("", "@text"))  # of what is pointed at
@@ -64,7 +65,7 @@ def draw(plots: Sequence[Plot], events: Sequence[Sequence[Event]]) -> list[Drawn
     of_events, drawn = list(_event_sources(events)), []
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]
-        has_log = plot.title.startswith("Loss") and all((curve.values > 0).all() for curve in plot.curves)
+        has_log = plot.title.partition(":")[0] == "Loss" and all((curve.values > 0).all() for curve in plot.curves)
         models = []
         scales: tuple[Scale, ...] = ("linear", "log") if has_log else ("linear",)
         for scale in scales:
@@ -114,8 +115,9 @@ def _figure(
     for run, kind, source in events:
         _, color, dash = EVENTS[kind]
         color = COLORS[run % len(COLORS)] if several else color
-        span = made.vspan(x="x", source=source, line_color=color, line_dash=dash, line_width=1.2, line_alpha=0.7)
-        span.name = f"event {kind}"
+        alpha = 0.7 if len(source.data["x"]) <= MANY_EVENTS else 0.25
+        span = made.vspan(x="x", source=source, line_color=color, line_dash=dash, line_width=1.2, line_alpha=alpha)
+        span.level, span.name = "underlay", f"event {kind}"  # curves lie over them
         spans.append(span)
     lines: dict[str, list[Any]] = {}
     for position, (curve, source) in enumerate(zip(plot.curves, sources, strict=True)):
@@ -125,7 +127,8 @@ def _figure(
             parts[0].glyph.update(line_alpha=0.35, line_width=1.0)
             columns = {"x": curve.mean.iterations.astype(np.float32), "y": curve.mean.values.astype(np.float32)}
             mean = ColumnDataSource(columns, name="mean")
-            parts.insert(0, made.line("x", "y", source=mean, line_color=color, line_width=2))
+            over_all_bands = made.line("x", "y", source=mean, line_color=color, line_width=2, level="annotation")
+            parts.insert(0, over_all_bands)
         if len(curve.values) <= FEW:
             parts.append(made.scatter("x", "y", source=source, size=5, color=color))
         lines.setdefault(curve.label, []).extend(parts)

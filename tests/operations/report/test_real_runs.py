@@ -65,6 +65,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.more
 def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     page = failed / "run" / "report.html"
     assert titles(page) == [
@@ -98,6 +99,27 @@ def test_a_run_that_goes_on_and_finishes_writes_it_anew(failed: Path) -> None:
     starts = [event for event in events if event[1] == "restart"]
     assert starts == [("5", "restart", "started again, goes on after its row of iteration 5")]
     assert "(not asked)" not in page.read_text(), "answered before and after"
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way", ["raise RuntimeError('here')", "os.kill(os.getpid(), 9)"])
+def test_a_run_whose_rank_1_fails_has_its_page(tmp_path: Path, way: str) -> None:
+    (tmp_path / "trouble.py").write_text(
+        "import os\nfrom megatron.callbacks import Callback\n\n\nclass Trouble(Callback):\n"
+        "    def on_step_end(self, run, step):\n"
+        f"        if step.iteration == 4 and os.environ['RANK'] == '1':\n            {way}\n"
+    )
+    values = config(
+        LLAMA, ADAMW, num_layers=1, train_iters=4000, checkpoint_factor=5000, save="run", report=True, num_gpus=2,
+        train_batch_size=4, callbacks=["trouble.py:Trouble"],
+    )  # fmt: skip
+    (tmp_path / "model.yml").write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
+    done = train(tmp_path)
+    assert done.returncode in (1, 137), done.stderr
+    page = tmp_path / "run" / "report.html"
+    assert done.stderr.endswith(f"report: {page}\n")
+    assert points(figures(page)[0])[0]["x"].tolist()[:2] == [1, 2]
+    assert [row[1] for row in table(page, "events")][-1] == "stop"
 
 
 @pytest.mark.more
