@@ -12,17 +12,17 @@ from megatron.launch.watch import Outcome, watch_ranks
 from megatron.process import say
 
 
-def run_local(run: Run, restarts: int = 0) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. Raises LaunchError for a port
-    that is taken."""
+def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcome:
+    """Start all ranks of a run on this machine alone, watch them to the end. will_restart: a failure is followed
+    by another start. Raises LaunchError for a port that is taken."""
     assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
-    again = restarts < run.args.max_restarts
-    return watch_ranks(run.command, environments(run, assignment, restarts), run.log_dir, will_restart=again)
+    ranks_env = environments(run, assignment, restarts)
+    return watch_ranks(run.command, ranks_env, run.log_dir, will_restart=will_restart)
 
 
-def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Outcome:
+def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False) -> Outcome:
     """Start this machine's ranks once the launchers of all machines are here, watch them until the run has
-    ended everywhere. Raises LaunchError for a machine that does not come, ConfigError for a layout that does
+    ended everywhere. will_restart: as for `run_local`. Raises LaunchError for a machine that does not come, ConfigError for a layout that does
     not fit."""
     assignment = rendezvous.assemble(restarts)
     try:
@@ -36,9 +36,8 @@ def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0) -> Out
             f"deepy.py: node {run.node_rank}: ranks {ranks} of {assignment.world_size}, their output is in "
             f"{run.log_dir}; that of rank 0 is shown on node 0"
         )
-    again = restarts < run.args.max_restarts
     ranks_env = environments(run, assignment, restarts)
-    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart=again))
+    return rendezvous.leave(watch_ranks(run.command, ranks_env, run.log_dir, rendezvous, will_restart))
 
 
 def environments(run: Run, assignment: RankAssignment, restarts: int = 0) -> list[dict[str, str]]:

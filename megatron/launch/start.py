@@ -63,7 +63,8 @@ def launch(
     while True:
         if rendezvous is None:
             write_args_file(run)
-        outcome = run_local(run, restarts) if rendezvous is None else run_node(run, rendezvous, restarts)
+        again = restarts < args.max_restarts
+        outcome = run_local(run, restarts, again) if rendezvous is None else run_node(run, rendezvous, restarts, again)
         if not outcome.repeatable or restarts == args.max_restarts:
             return _exit_code(args, outcome)
         restarts += 1

@@ -291,7 +291,7 @@ def _report_failure(culprit: Rank, ranks: list[Rank], screen: _Screen, asked_for
     outcome = Outcome(
         128 - code if code < 0 else code, reason, not refused and not asked_for, str(culprit.log.path.resolve())
     )
-    if screen.quiet and outcome.repeatable:
+    if screen.quiet and outcome.repeatable and culprit.log.is_whole:
         if code < 0 or culprit.is_overdue():
             _write_stacks(ranks)
         return _end_before_restart(outcome, ranks, screen)
@@ -320,7 +320,7 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_
         f"rank {culprit.index} of {culprit.world_size} was stopped (SIGSTOP) and did not go on for {STOPPED_S:.0f} s"
     )
     outcome = Outcome(128 + signal.SIGSTOP, reason, not stop_was_asked, str(culprit.log.path.resolve()))
-    if screen.quiet and outcome.repeatable:
+    if screen.quiet and outcome.repeatable and culprit.log.is_whole:
         _write_stacks(ranks)
         return _end_before_restart(outcome, ranks, screen, politely=False)
     _show_stacks(culprit, ranks, screen)

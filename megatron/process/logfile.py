@@ -25,6 +25,11 @@ class LogFile:
         self._told = False
         self.write(b"")  # it is there from the beginning
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything is in the file."""
+        return not self._waiting
+
     def write(self, data: bytes) -> None:
         """Add something; never raises OSError."""
         self._waiting += data

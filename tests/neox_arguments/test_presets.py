@@ -85,7 +85,7 @@ OPTIMIZATION = ("min_lr", "weight_decay", "gradient_clipping", "train_iters", "l
 
 @pytest.fixture(autouse=True)
 def _own_environment(monkeypatch):
-    for name in ("DATA_DIR", "OUTPUT_DIR", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "HOSTFILE", "MINUTES"):
+    for name in ("DATA_DIR", "OUTPUT_DIR", "MODEL", "EPOCHS", "BATCH_SIZE", "LEARNING_RATE", "HOSTFILE", "MINUTES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(ROOT)
 
@@ -166,24 +166,31 @@ def test_environment_files_go_after_any_preset():
 
 def test_a_container_is_configured_by_its_environment(monkeypatch):
     args = load(["configs/container_setup.yml"]).check_training()
-    assert args.refusals() == {} and args.startup_notes() == [] and (args.train_epochs, args.lr) == (1, 6e-4)
-    for name, value in {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "64"}.items():
+    assert args.refusals() == {} and args.startup_notes() == [] and (args.train_epochs, args.lr) == (4, 5e-5)
+    assert (args.train_micro_batch_size_per_gpu, args.save) == (8, "/shared/models")
+    assert args.train_data_paths == ("/shared/data/chat_messages_document",)
+    for name, value in {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "2", "MODEL": "/m"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LEARNING_RATE", "3e-4")
-    args = load(["configs/container_setup.yml"])
-    assert (args.data_path, args.vocab_file, args.save) == ("/d/text_document", "/d/tokenizer.json", "/o")
-    assert (args.train_epochs, args.train_batch_size, args.lr) == (3, 64, 3e-4)
+    args = load(["configs/container_setup.yml"]).for_world(4)
+    assert (args.train_data_paths, args.valid_data_paths) == (
+        ("/d/chat_messages_document",), ("/d/chat-valid_messages_document",)
+    )  # fmt: skip
+    assert (args.load, args.vocab_file, args.save) == ("/m", "/m/tokenizer.json", "/o")
+    assert (args.train_epochs, args.train_micro_batch_size_per_gpu, args.train_batch_size) == (3, 2, 16)
+    assert args.lr == 3e-4 and args.lr_scaling == "linear"
     assert preset("125M").save == "/o/125M"
 
 
 def test_the_container_says_how_a_preset_takes_these():
     text = (CONFIGS / "container_setup.yml").read_text()
     shown = re.findall(r"(\w[\w.]*)=(\S+)", "".join(re.findall(r"#  +--set.*\n(?:#  +.*\n)*", text)))
-    assert len(shown) == 6
-    values = {"$DATA_DIR": "/d", "$BATCH_SIZE": "64", "$LEARNING_RATE": "1e-4", "$EPOCHS": "2"}
+    assert len(shown) == 7
+    values = {"$MODEL": "/m", "$OUTPUT_DIR": "/o", "$BATCH_SIZE": "2", "$LEARNING_RATE": "1e-4", "$EPOCHS": "2"}
     texts = [f"{key}={re.sub(r'[$][A-Z_]+', lambda found: values[found.group()], value)}" for key, value in shown]
     args = load(["configs/pythia/70M.yml", "configs/local_setup.yml"], texts).check_training()
-    assert (args.train_epochs, args.train_iters, args.lr, args.train_batch_size) == (2, None, 1e-4, 64)
+    assert (args.train_epochs, args.train_iters, args.lr, args.lr_scaling) == (2, None, 1e-4, "linear")
+    assert (args.load, args.save, args.train_micro_batch_size_per_gpu) == ("/m", "/o", 2)
 
 
 def _words():
