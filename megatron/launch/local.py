@@ -13,8 +13,8 @@ from megatron.process import say
 
 
 def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcome:
-    """Start all ranks of a run on this machine alone, watch them to the end. will_restart: a failure is followed
-    by another start. Raises LaunchError for a port that is taken."""
+    """Start all ranks of a run on this machine alone, watch them to the end. will_restart: a failure is
+    followed by another start. Raises LaunchError for a port that is taken."""
     assignment = RankAssignment(0, run.world_size, _port(run.master_port, os.environ))
     ranks_env = environments(run, assignment, restarts)
     return watch_ranks(run.command, ranks_env, run.log_dir, will_restart=will_restart)
@@ -22,8 +22,8 @@ def run_local(run: Run, restarts: int = 0, will_restart: bool = False) -> Outcom
 
 def run_node(run: Run, rendezvous: LauncherRendezvous, restarts: int = 0, will_restart: bool = False) -> Outcome:
     """Start this machine's ranks once the launchers of all machines are here, watch them until the run has
-    ended everywhere. will_restart: as for `run_local`. Raises LaunchError for a machine that does not come, ConfigError for a layout that does
-    not fit."""
+    ended everywhere. will_restart: as for `run_local`. Raises LaunchError for a machine that does not come,
+    ConfigError for a layout that does not fit."""
     assignment = rendezvous.assemble(restarts)
     try:
         write_args_file(run.for_world(assignment.world_size))

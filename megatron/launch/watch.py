@@ -148,7 +148,7 @@ class _Screen:
 
     def show_until_traceback(self, rank: Rank) -> None:
         """Write what is held back of a rank's output as far as it speaks of no failure."""
-        at = min((place for mark in FATAL if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
+        at = min((place for mark in (*FATAL, STACK) if (place := rank.held.find(mark)) >= 0), default=len(rank.held))
         rank.held = rank.held[: rank.held.rfind(b"\n", 0, at) + 1]
         self.show(rank)
 
