@@ -49,6 +49,9 @@ def hub_repository(args: NeoXArgs) -> str:
     key = "hub_model_id" if args.hub_model_id is not None else "push_to_hub"
     try:
         require_token()
+    except HubError as problem:
+        raise args.error("push_to_hub", str(problem)) from None
+    try:
         if args.hub_model_id is not None:
             repository = checked_id(args.hub_model_id, "the repository")
         else:

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import tenacity
-
+from megatron.neox_arguments.optional_packages import import_optional
 from megatron.operations.hub.errors import HubError
+
+if TYPE_CHECKING:
+    from tenacity import RetryCallState
 
 Result = TypeVar("Result")
 Say = Callable[[str], None]
@@ -90,13 +92,14 @@ def call(patience: Patience, what: str, function: Callable[[], Result], say: Say
 
     say: told why and how long is waited. Raises HubError for what stays, and for what would not change.
     """
+    tenacity = import_optional("tenacity", HubError("tenacity is not installed: pip install 'neox[hf]'"))
     by_clock = tenacity.wait_exponential(multiplier=patience.min_wait_s, max=patience.max_wait_s)
 
-    def wait(state: tenacity.RetryCallState) -> float:
+    def wait(state: "RetryCallState") -> float:
         busy = _busy(state)
         return by_clock(state) if busy is None or busy.retry_after is None else busy.retry_after
 
-    def tell(state: tenacity.RetryCallState) -> None:
+    def tell(state: "RetryCallState") -> None:
         assert state.outcome is not None and state.next_action is not None
         busy, reason = _busy(state), one_line(_cause(state.outcome.exception()))
         asked = ", as the Hub says" if busy is not None and busy.retry_after is not None else ""
@@ -119,7 +122,7 @@ def call(patience: Patience, what: str, function: Callable[[], Result], say: Say
         raise HubError(f"{what}: {_advice(problem, patience)}") from None
 
 
-def _busy(state: tenacity.RetryCallState) -> HubBusyError | None:
+def _busy(state: "RetryCallState") -> HubBusyError | None:
     problem = None if state.outcome is None else state.outcome.exception()
     return next((each for each in _chain(problem) if isinstance(each, HubBusyError)), None)
 
