@@ -15,8 +15,13 @@ from megatron.operations.hub.retrying import Patience, Say, call, watch_answers
 MAIN = "main"
 _ALONE = 1 << 20  # bytes from which on a file is sent by itself, before the commit
 _OF_GIT = 64 << 20  # bytes up to which the Hub may keep a file in git itself
-# Weights as uploads name them: those left of another checkpoint would be read with the new ones, or for them.
-_WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|global_step\d+/.*")
+# What uploads of one format write and a loader finds by name: left of another checkpoint, it would be read
+# with the new one, or for it. Of adapters there is one file, which is written anew.
+_HF = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
+_NEOX = re.compile(
+    r"global_step\d+/((layer|optim_layer|mp_rank|(bf16_)?zero_pp_rank)_[^/]+\.pt|manifest\.json"
+    r"|(configs|tokenizer|huggingface)/.+)"
+)
 _BLOCK = 1 << 20
 
 Content = Path | bytes
@@ -47,17 +52,17 @@ class Repository:
         call(self.patience, self.name, lambda: self._make(MAIN), self.say)
 
     def lacks(self, revision: str, files: Mapping[str, FileDigest]) -> list[str]:
-        """The files that a revision lacks or has otherwise, and weights of another checkpoint; [] where it is
-        as it should be."""
+        """The files that a revision lacks or has otherwise, and those of another checkpoint of their format;
+        [] where it is as it should be."""
         there = call(self.patience, f"{self.name}@{revision}: listing", lambda: self._list(revision), self.say)
         return _difference(files, there)
 
     def publish(
         self, revision: str, files: Mapping[str, LocalFile], message: str, sent: Callable[[str], None]
     ) -> str | None:
-        """Make a revision hold these files and no other weights, in one commit, whose name is returned; None
-        where it did already. What else people have put there stays. sent: told the name of each large file
-        once the Hub has it."""
+        """Make a revision hold these files and no other weights of their format, in one commit, whose name is
+        returned; None where it did already. What else people have put there stays. sent: told the name of
+        each large file once the Hub has it."""
         digests = {name: file.digest for name, file in files.items()}
         where = f"{self.name}@{revision}"
         call(self.patience, f"{where}: making it", lambda: self._make(revision), self.say)
@@ -164,7 +169,8 @@ def _addition(name: str, file: LocalFile) -> Any:
 
 def _difference(wanted: Mapping[str, FileDigest], there: Mapping[str, FileDigest]) -> list[str]:
     changed = [name for name, file in wanted.items() if name not in there or not _same(file, there[name])]
-    return changed + [name for name in there if name not in wanted and _WEIGHTS.fullmatch(name)]
+    ours = [format for format in (_HF, _NEOX) if any(map(format.fullmatch, wanted))]
+    return changed + [name for name in there if name not in wanted and any(one.fullmatch(name) for one in ours)]
 
 
 def _same(ours: FileDigest, theirs: FileDigest) -> bool:

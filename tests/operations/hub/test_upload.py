@@ -17,7 +17,7 @@ from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished, open_journal
 from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
-from megatron.operations.hub.upload import Upload, publish_checkpoint
+from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
 from tests.operations.hub.conftest import COMMAND, ROOT
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
 
@@ -101,16 +101,50 @@ def check_card(files: dict[str, bytes]) -> None:
     assert json.loads(files["training_config.json"])["train_iters"] == 5
 
 
-def test_of_what_people_have_put_there_only_other_weights_are_removed(hub: LoopbackHub, client: None) -> None:
+THEIRS = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
+SHARDS = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
+OLD_STEP = {
+    f"global_step1/{name}": b"old"
+    for name in ("layer_00-model_00-model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "manifest.json")
+}
+BESIDE = {"adapter_model.safetensors": b"mine", "mine.safetensors": b"mine", "global_step1/NOTES.md": b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("sent", "stale", "kept"),
+    [
+        ("model.safetensors", SHARDS, OLD_STEP),
+        ("global_step2/layer_00-model_00-model_states.pt", OLD_STEP, SHARDS),
+        ("adapter_config.json", {}, {**SHARDS, **OLD_STEP}),
+    ],
+)
+def test_only_weights_of_the_format_that_is_sent_are_removed(
+    hub: LoopbackHub, client: None, sent: str, stale: dict[str, bytes], kept: dict[str, bytes]
+) -> None:
+    """On main of a repository that people use."""
     hub.repos[MODEL] = Repo()
-    there = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
-    stale = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"", "global_step1/a.pt": b""}
-    hub.repos[MODEL].branches["main"] |= {**there, **stale}
-    contents = {"README.md": b"new", "config.json": b"same", "model.safetensors": b"new"}
+    theirs = {**THEIRS, **BESIDE, **kept}
+    hub.repos[MODEL].branches["main"] |= {**theirs, **stale}
+    contents = {"README.md": b"new", "config.json": b"same", sent: b"new"}
     files = {name: LocalFile(content, digest(content)) for name, content in contents.items()}
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None)
-    assert hub.content(MODEL, "main") == {**there, **contents}
+    assert (
+        hub.content(MODEL, "main") == {**theirs, **contents} and ".gitattributes" in hub.repos[MODEL].branches["main"]
+    )
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None) is None
+
+
+@pytest.mark.parametrize("format", ["hf", "neox"])
+def test_another_checkpoint_takes_the_place_of_the_last_one(
+    last: Upload, save: Path, hub: LoopbackHub, format: Formats, tmp_path: Path
+) -> None:
+    """main, after a run that was made longer: of the checkpoint that it was before nothing is left."""
+    before = replace(last, step=4, formats=format)
+    assert publish_checkpoint(before, print) and publish_checkpoint(replace(before, step=5), print)
+    name = MODEL if format == "hf" else NEOX
+    assert hub.content(name, "main") == hub.content(name, "global_step5") != hub.content(name, "global_step4")
+    if format == "neox":
+        assert not [file for file in hub.content(name, "main") if file.startswith("global_step4/")]
 
 
 @pytest.mark.more
