@@ -134,6 +134,7 @@ def test_a_run_ends_with_them(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("train.py: error: ")]
+    assert len(lines) == 3, done.stdout[-2000:] + done.stderr[-2000:]
     assert lines[0].startswith("train.py: error: rank 0: out of memory in step 2: 20.0 MiB asked, ")
     assert " holds weights " in lines[1] and "optimizer states" in lines[1]
     assert lines[2].startswith("train.py: error: what helps, in this order: ") and "false -> true (default)" in lines[2]
