@@ -81,7 +81,7 @@ def open_run(path: str | Path) -> RunFolder:
         raise RunFolderError(f"{path}: no such folder; name the `save` of a run, or its log folder")
     if (path / STATUS).is_file():
         logged = _read_object(path / STATUS).get("log_dir")
-        return RunFolder(path, Path(logged) if logged is not None and Path(logged).is_dir() else path / "logs")
+        return RunFolder(path, Path(logged) if isinstance(logged, str) and Path(logged).is_dir() else path / "logs")
     if (path / "logs" / METRICS_FILE).is_file():
         return RunFolder(path, path / "logs")
     if (path / METRICS_FILE).is_file():

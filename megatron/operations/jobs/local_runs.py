@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import pwd
 import signal
 import socket
 import struct
@@ -22,15 +23,16 @@ _FLOCK = "hhqqi4x"  # struct flock of Linux
 
 
 def find_runs(root: Path, since_s: float) -> list[Job]:
-    """The runs below a folder of checkpoints that go on or have ended in the last `since_s` seconds, the
-    oldest first; those that Slurm started are left to it."""
+    """The runs below a folder of checkpoints that go on here, or have written or ended in the last `since_s`
+    seconds, the oldest first; those that Slurm started are left to it."""
     recent, runs = time.time() - since_s, []
     for path in sorted({path for depth in _DEPTH for path in root.glob(f"{depth}/{STATUS}")}):
         with suppress(RunFolderError, OSError):
             status = open_run(path.parent).status()
             if status.get("job") is None:
                 run = _job(path.parent, status)
-                if run.is_active or path.stat().st_mtime >= recent:
+                # Of one on another machine, which may have died unseen, the last word is all that is known.
+                if (run.is_active and is_here(status)) or _written(run, path) >= recent:
                     runs.append(run)
     return sorted(runs, key=lambda run: run.started or 0.0)
 
@@ -76,9 +78,14 @@ def launcher_is_alive(status: Mapping[str, Any]) -> bool:
     """Whether the deepy.py that started a run of this machine is there: it may start the ranks again."""
     try:
         words = Path(f"/proc/{int(status.get('launcher_pid') or 0)}/cmdline").read_bytes()
-    except OSError:
+    except (OSError, ValueError, TypeError):
         return False
     return b"deepy.py" in words
+
+
+def _written(run: Job, status: Path) -> float:
+    """When a run last wrote anything, in seconds of the clock."""
+    return max(path.stat().st_mtime for path in (status, run.log) if path is not None and path.exists())
 
 
 def _job(save: Path, status: Mapping[str, Any]) -> Job:
@@ -87,7 +94,7 @@ def _job(save: Path, status: Mapping[str, Any]) -> Job:
     at = _seconds(status)
     state = _state(save, status)
     return Job(
-        shown if not shown.startswith("..") else str(save), save.name, _owner(save), state, started=at,
+        shown if not shown.startswith("..") else str(save), save.name, user_name(save.stat().st_uid), state, started=at,
         submitted=at, ended=at if state not in ("RUNNING",) else None, work_dir=Path.cwd(),
         log=log if log.is_file() else run.metrics_file, save=save, local=True,
     )  # fmt: skip
@@ -105,12 +112,12 @@ def _state(save: Path, status: Mapping[str, Any]) -> str:
     return {"running": "RUNNING", "failed": "FAILED"}.get(str(said), "COMPLETED")
 
 
-def _owner(path: Path) -> str:
-    """The name of the user, or the number where it has none, as in a container."""
+def user_name(number: int) -> str:
+    """The name of a user; the number where it has none, as in a container."""
     try:
-        return path.owner()
+        return pwd.getpwuid(number).pw_name
     except KeyError:
-        return str(path.stat().st_uid)
+        return str(number)
 
 
 def _seconds(status: Mapping[str, Any]) -> float | None:

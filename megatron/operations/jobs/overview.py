@@ -1,5 +1,7 @@
 """One row for each job: what Slurm, its log, its status.json and its metrics say, together."""
 
+import math
+import os
 import pwd
 import re
 import time
@@ -11,7 +13,7 @@ from typing import Any
 
 from megatron.launch.environment import LaunchError
 from megatron.operations.jobs.joblog import LogFacts, Progress, read_log
-from megatron.operations.jobs.local_runs import find_runs, local_run
+from megatron.operations.jobs.local_runs import find_runs, local_run, user_name
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.verdict import EVALUATING, NEEDS_A_PERSON, SAVING, TRAINING, Verdict, judge
 from megatron.operations.run_folder import RunFolder, RunFolderError, experiment_of, last_rows, open_run
@@ -79,8 +81,8 @@ class Row:
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
     """The rows of the jobs and local runs that are wanted, the oldest first.
 
-    Raises LaunchError for a number that Slurm does not know, a user that there is not, and where Slurm does
-    not answer; RunFolderError for a folder that holds no run.
+    Where Slurm never answers, local runs are shown alone, with a warning. Raises LaunchError for a number that
+    Slurm does not know, a user that there is not, and where Slurm does not answer and nothing else is known; RunFolderError for a folder that holds no run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
     return [row for row in rows if _matches(row, choice)]
@@ -137,15 +139,25 @@ def _jobs(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Job]:
             pwd.getpwnam(choice.user)
         except KeyError:
             raise LaunchError(f"--user {choice.user}: this machine knows no such user") from None
-    jobs = slurm.jobs(choice.user, choice.since_s) if slurm.is_here else []
     runs = find_runs(_checkpoints(site, Path.cwd()) or Path("checkpoints"), choice.since_s)
+    runs = [run for run in runs if run.user == (choice.user or _me())]
+    try:
+        jobs = slurm.jobs(choice.user, choice.since_s) if slurm.is_here else []
+    except LaunchError as problem:
+        if slurm.has_answered or not runs:
+            raise
+        slurm.do_without(problem)
+        jobs = []
     return [*(job for job in jobs if choice.every or job.trains), *runs]
+
+
+def _me() -> str:
+    """Whoever asks, by name as `Job.user` is."""
+    return user_name(os.getuid())
 
 
 def _matches(row: Row, choice: Choice) -> bool:
     wanted = ((choice.name, row.job.name), (choice.experiment, row.experiment or ""))
-    if choice.user is not None and row.job.local and row.job.user != choice.user:
-        return False
     return all(pattern is None or fnmatchcase(value, pattern) for pattern, value in wanted)
 
 
@@ -173,11 +185,13 @@ def _status(job: Job, run: RunFolder | None) -> Mapping[str, Any]:
 
 def _progress(metrics: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Progress | None:
     """Of a run whose output is in no log that is known."""
-    last = next((one for one in reversed(metrics) if "train/lm_loss" in one), None)
-    if last is None or "train_iters" not in status:
+    total = status.get("train_iters")
+    last = next((one for one in reversed(metrics) if isinstance(one.get("train/lm_loss", ""), float | None)), None)
+    if last is None or not isinstance(total, int):
         return None
-    seconds = last.get("runtime/iteration_time")
-    return Progress(last["iteration"], int(status["train_iters"]), float(last["train/lm_loss"] or "nan"), seconds)
+    loss, seconds = last["train/lm_loss"], last.get("runtime/iteration_time")
+    loss, seconds = math.nan if loss is None else loss, seconds if isinstance(seconds, float) else None
+    return Progress(last["iteration"], total, loss, seconds)
 
 
 def _eta(done: Progress | None, verdict: Verdict) -> float | None:

@@ -1,18 +1,18 @@
 """What is done about a failure before the same run is submitted again. Nothing here changes a configuration
 file."""
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.operations.jobs.failures import FOLDER, LOCK, PORT, Failure, bad_node
 from megatron.operations.jobs.local_runs import is_here, lock_holder
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.scheduler import Slurm
-from megatron.operations.run_folder import RunFolder, RunFolderError
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -54,20 +54,13 @@ def remedy(
 def free_lock(
     save: Path, slurm: Slurm | None, wait_s: float = _FREED_S, alive: Callable[[int], bool] | None = None
 ) -> Remedy:
-    """Wait for the lock of a folder of checkpoints, or remove it where the job that had it has ended and no
-    process of this machine holds it: a file system keeps the lock of a machine that went away.
+    """Wait for the lock of a folder of checkpoints, or remove it where who has it is known to have ended: a
+    file system keeps the lock of a machine that went away.
 
-    alive: whether there is a process of this number on this machine.
+    Known: by Slurm, of the job that the lock names, or on the machine that it names, where no such process is
+    left. alive: whether there is a process of this number on this machine.
     """
     alive = alive or (lambda pid: Path(f"/proc/{pid}").exists())
-    try:
-        status = RunFolder(save, save / "logs").status()
-    except RunFolderError:
-        status = {}
-    number = status.get("job")
-    job = slurm.job(str(number)) if slurm is not None and number is not None else None
-    if job is not None and job.is_active:
-        return Remedy(f"{save}: the lock is not stale: job {number} ({job.state}) trains there", helps=False)
     began = time.monotonic()
     while (pid := lock_holder(save)) is not None and time.monotonic() - began < wait_s:
         time.sleep(0.5)
@@ -75,12 +68,34 @@ def free_lock(
         return Remedy(f"{save}/.lock was free again after {time.monotonic() - began:.0f} s")
     if pid > 0 and alive(pid):
         return Remedy(f"{save}: the lock is not stale: process {pid} of this machine holds it", helps=False)
-    if number is None and not is_here(status):
-        host = status.get("host", "another machine")
-        return Remedy(f"{save}: whether the lock is stale cannot be seen from here: look on {host}", helps=False)
+    holder = _holder(save)
+    host, number = holder.get("host", "another machine"), holder.get("job")
+    unknown = f"{save}: whether the lock is stale cannot be seen from here"
+    if is_here(holder):
+        if alive(int(holder["pid"])):
+            text = f"{save}: the lock is not stale: process {holder['pid']} of this machine holds it"
+            return Remedy(text, helps=False)
+        whose = "the process of this machine that had it is gone"
+    elif number is None or slurm is None:
+        return Remedy(f"{unknown}: look on {host}", helps=False)
+    else:
+        job = slurm.job(str(number))
+        if job is None:
+            return Remedy(f"{unknown}: Slurm does not know job {number} any more: look on {host}", helps=False)
+        if job.is_active:
+            return Remedy(f"{save}: the lock is not stale: job {number} ({job.state}) trains there", helps=False)
+        whose = f"job {number}, which had it on {host}, has ended ({job.state})"
     (save / ".lock").unlink(missing_ok=True)
-    whose = f"job {number}, which had it, has ended" if number is not None else "the process that had it is gone"
-    return Remedy(f"removed the stale lock {save}/.lock: {whose}, and no process of this machine holds it")
+    return Remedy(f"removed the stale lock {save}/.lock: {whose}")
+
+
+def _holder(save: Path) -> Mapping[str, Any]:
+    """Who took the lock last, as it wrote into it: host, pid, job; {} where that cannot be read."""
+    try:
+        holder = json.loads((save / ".lock").read_text(encoding="utf-8"))
+        return holder if isinstance(int(holder["pid"]), int) and isinstance(holder["host"], str) else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _another_port(number: str, in_files: bool) -> Remedy:

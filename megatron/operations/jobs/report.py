@@ -47,7 +47,7 @@ def write_report(
     if row.progress is not None:
         parts.append(f"came to  iteration {row.progress.iteration} of {row.progress.total}")
     if job.is_active:
-        parts.append(f"it still runs: python tools/jobs.py cancel {job.id}")
+        parts.append(f"it still runs: {_how_to_end(row)}")
     parts += ["", "it says"]
     parts += [f"  {line[:_WIDTH]}" for line in failure.lines or verdict.error_lines or ("nothing: there is no log",)]
     parts += ["", "what was tried"]
@@ -64,3 +64,9 @@ def write_report(
         except OSError:
             continue
     return Path("(written nowhere)"), text
+
+
+def _how_to_end(row: Row) -> str:
+    if row.job.local and row.save is None:  # it has not come to its folder
+        return f"kill {row.job.id}"
+    return f"python tools/jobs.py cancel {row.save if row.job.local else row.job.id}"

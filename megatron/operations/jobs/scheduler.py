@@ -70,18 +70,25 @@ class Job:
 
 class Slurm:
     """The jobs of this machine's Slurm. say: is told once which of Slurm's commands are used, where it is not
-    sacct. site: variables of the site file."""
+    sacct. site: variables of the site file. has_answered: whether it ever did."""
 
     def __init__(
         self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ
     ) -> None:
         self._site, self._say, self._env = site, say, dict(env)
         self._has_accounting = True
+        self.has_answered = False
+        self._is_left_out = False
 
     @property
     def is_here(self) -> bool:
         """Whether this machine can ask Slurm at all."""
-        return shutil.which("scontrol", path=self._env.get("PATH")) is not None
+        return not self._is_left_out and shutil.which("scontrol", path=self._env.get("PATH")) is not None
+
+    def do_without(self, problem: LaunchError) -> None:
+        """From here on this machine is taken for one without Slurm, which is said."""
+        self._is_left_out = True
+        self._say(f"{problem}; only runs that no scheduler started are shown")
 
     def jobs(self, user: str | None = None, since_s: float = 86400.0, ids: Sequence[str] = ()) -> list[Job]:
         """Jobs of a user (None: of whoever asks) that wait, run, or have ended in the last `since_s` seconds;
@@ -93,6 +100,7 @@ class Slurm:
             jobs = self._by_scontrol(user, since_s, ids)
         elif new := [number for number in ids if not any(job.is_called(number) for job in jobs)]:
             jobs += self._by_scontrol(user, since_s, new)  # accounts come a moment late
+        self.has_answered = True
         return [self._with_log(job) for job in sorted(jobs, key=lambda job: (job.submitted or 0.0, job.id))]
 
     def job(self, number: str) -> Job | None:

@@ -99,8 +99,11 @@ class SlurmStarter:
 class LocalStarter:
     """Starts deepy.py in the background; it goes on when this program ends."""
 
-    def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str]) -> None:
-        self._configs, self._pairs = configs, tuple(pairs)
+    def __init__(
+        self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str], save: str | None
+    ) -> None:
+        """save: of the run, by which `tools/jobs.py` finds it."""
+        self._configs, self._pairs, self._save = configs, tuple(pairs), save
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()
         self._processes: dict[str, tuple[subprocess.Popen[bytes], Path, float]] = {}
 
@@ -118,7 +121,8 @@ class LocalStarter:
         return str(process.pid)
 
     def announce(self, number: str) -> str:
-        return f"started process {number}"
+        ending = f"python tools/jobs.py cancel {self._save}" if self._save is not None else f"kill {number}"
+        return f"started process {number}; this ends it: {ending}"
 
     def job(self, number: str) -> Job:
         process, log, started = self._processes[number]

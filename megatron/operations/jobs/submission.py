@@ -105,7 +105,7 @@ def _starter(
     if request.local:
         if request.sbatch_options or request.nodes not in (None, 1):
             raise LaunchError("--local runs on this machine alone: leave out --nodes and what stands behind --")
-        return LocalStarter(configs, request.pairs, site)
+        return LocalStarter(configs, request.pairs, site, args.save_dir)
     if not slurm.is_here:
         raise LaunchError(
             "this machine has no Slurm (scontrol): submit on a login node, or add --local to run deepy.py here"

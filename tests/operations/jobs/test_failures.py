@@ -1,6 +1,7 @@
 """Classes of failures by what programs really write, what is done about the safe ones, and the report."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from megatron.operations.jobs.submission import _target
 from megatron.operations.jobs.verdict import CRASHED, Verdict
 from tests.training.runs import BASE
 
+ROOT = Path(__file__).resolve().parents[3]
 JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/nowhere/a.out"))
 ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 
@@ -125,21 +127,70 @@ def test_another_port_and_a_folder(tmp_path: Path, slurm: Slurm) -> None:
     assert "cannot be made" in remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).did
 
 
-def test_a_lock_is_removed_only_where_it_is_stale(tmp_path: Path) -> None:
+class Knows(Slurm):
+    """Knows one job, in this state; None: no job any more."""
+
+    def __init__(self, state: str | None) -> None:
+        self.state = state
+
+    def job(self, number: str) -> Job | None:
+        return replace(JOB, id=number, state=self.state) if self.state is not None else None
+
+
+HOLDS = """
+import sys
+from pathlib import Path
+from megatron.training.checkpoint.lock import lock_folder
+held = lock_folder(Path(sys.argv[1]))
+print(1, flush=True)
+input()
+"""
+
+
+def test_a_lock_is_removed_only_where_it_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that a file system keeps for a machine that went away has a holder that is no process here."""
     assert free_lock(tmp_path, None, 0).helps, "there is none"
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    env = {**os.environ, "SLURM_JOB_ID": "12"}
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT
+    )  # fmt: skip
+    assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
+    lock = tmp_path / ".lock"
+    try:
+        assert json.loads(lock.read_text()) == {"host": socket.gethostname(), "pid": holder.pid, "job": "12"}
+        # status.json is an earlier run's, which has ended: the lock is older than this one's first step.
+        (tmp_path / "status.json").write_text(json.dumps({"status": "finished", "job": "7"}))
+        found = free_lock(tmp_path, Knows("COMPLETED"), 0)
+        assert not found.helps and f"process {holder.pid} of this machine" in found.did
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "gethostname", lambda: "another")
+            for slurm, said in (
+                (None, f"cannot be seen from here: look on {os.uname().nodename}"),
+                (Knows(None), "Slurm does not know job 12 any more: look on "),
+                (Knows("RUNNING"), "job 12 (RUNNING) trains there"),
+            ):
+                found = free_lock(tmp_path, slurm, 0, alive=lambda pid: False)
+                assert not found.helps and said in found.did and lock.exists()
+            text = lock.read_text()
+            lock.write_text("")
+            found = free_lock(tmp_path, Knows("COMPLETED"), 0, alive=lambda pid: False)
+            assert not found.helps and "look on another machine" in found.did and lock.exists()
+            lock.write_text(text)
+            found = free_lock(tmp_path, Knows("NODE_FAIL"), 0, alive=lambda pid: False)
+            assert found.helps and "has ended (NODE_FAIL)" in found.did and not lock.exists()
+    finally:
+        holder.communicate(b"\n")
+
+
+def test_a_lock_of_a_process_of_this_machine_that_is_gone(tmp_path: Path) -> None:
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
+    (tmp_path / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "job": None}))
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
     try:
-        found = free_lock(tmp_path, None, 0)
-        assert not found.helps and f"process {holder.pid} of this machine" in found.did
-        found = free_lock(tmp_path, None, 0, alive=lambda pid: pid != holder.pid)
-        assert not found.helps and "look on another machine" in found.did and (tmp_path / ".lock").exists()
-        (tmp_path / "status.json").write_text(json.dumps({"status": "running", "host": socket.gethostname()}))
-        found = free_lock(tmp_path, None, 0, alive=lambda pid: pid != holder.pid)
-        assert found.helps and "removed the stale lock" in found.did and not (tmp_path / ".lock").exists()
+        found = free_lock(tmp_path, None, 0, alive=lambda pid: False)
+        assert found.helps and "is gone" in found.did and not (tmp_path / ".lock").exists()
     finally:
         holder.communicate(b"\n")
 

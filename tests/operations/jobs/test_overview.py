@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pwd
 import re
 import socket
 import subprocess
@@ -158,6 +159,50 @@ def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
     assert (row.verdict.kind, row.verdict.detail) == ("STOPPED", "SIGTERM")
     with pytest.raises(LaunchError, match="4711: this machine has no Slurm"):
         listed(none, tmp_path, ids=["4711"])
+
+
+def test_local_runs_of_other_machines_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    none = Slurm({}, lambda text: None, {"PATH": ""})
+    write_run(tmp_path, tmp_path / "log", None, host="elsewhere", time="2026-11-24T04:00:00+0000")
+    save = tmp_path / "sf" / "exp,a=1" / "run"
+    assert len(listed(none, tmp_path)) == 1
+    assert not listed(none, tmp_path, user="nobody") and len(listed(none, tmp_path, user=me())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: os.stat(save).st_uid + 1)
+        assert not listed(none, tmp_path), "somebody else's"
+    for path in (save / "status.json", save / "logs" / "rank_0.log", save / "logs" / "metrics.jsonl"):
+        if path.exists():
+            os.utime(path, (0, 0))
+    assert not listed(none, tmp_path), "dead, or it would have written"
+    assert len(listed(none, tmp_path, since_s=2 * time.time())) == 1
+
+
+def test_damaged_files_of_a_run(tmp_path: Path) -> None:
+    none = Slurm({}, lambda text: None, {"PATH": ""})
+    here = {"host": socket.gethostname(), "time": "2026-11-24T04:00:00+0000"}
+    write_run(tmp_path, tmp_path / "log", None, **here, launcher_pid="abc", log_dir=7, pid=[1])
+    save = tmp_path / "sf" / "exp,a=1" / "run"
+    (save / "logs" / "metrics.jsonl").write_text('{"iteration": 3, "train/lm_loss": [1, 2]}\n')
+    (row,) = listed(none, tmp_path).values()
+    assert row.progress is None and row.verdict.kind == "CRASHED"
+
+
+def test_a_client_of_slurm_without_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("scontrol", "squeue", "sacct"):
+        (tmp_path / "bin" / name).write_text("#!/bin/sh\necho 'error: resolve_ctls_from_dns_srv' >&2\nexit 1\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    said: list[str] = []
+    slurm = Slurm({}, said.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
+    with pytest.raises(LaunchError, match="resolve_ctls"):
+        listed(slurm, tmp_path)
+    write_run(tmp_path, tmp_path / "log", None, host=socket.gethostname())
+    assert len(listed(slurm, tmp_path)) == 1 == len(listed(slurm, tmp_path))
+    assert len([line for line in said if "only runs that no scheduler started are shown" in line]) == 1, said
+
+
+def me() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
