@@ -62,6 +62,7 @@ def run(options: argparse.Namespace) -> None:
     """Print the manifests, or write them."""
     site = read_site(options.site)
     config = pod_config(options.config, site, options.set, install_root())
+    sys.stderr.write("".join(f"k8s.py: note: {note}\n" for note in config.notes))
     manifests = render(site, config, tuple(KINDS) if options.kind == "both" else (options.kind,))
     if options.output is None:
         sys.stdout.write("".join(map(as_yaml, manifests)))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from megatron.launch.kubernetes.site import Site
@@ -16,6 +16,7 @@ FOLDER = PurePosixPath("/etc/neox")
 """Where the pods find the files."""
 _MOST_BYTES = 1_000_000  # of a ConfigMap, which has a place in etcd
 _PATIENCE_S = 1800  # for pods that wait for a node, or for their image
+_READ = ("load", "vocab_file", "merge_file", "system_prompt_file", "data_path")
 # How ranks are started: in pods the operator says it.
 _STARTING = (
     "hostfile", "include", "exclude", "num_gpus", "num_nodes", "master_addr", "master_port", "launcher",
@@ -26,11 +27,13 @@ _STARTING = (
 @dataclass(frozen=True)
 class PodConfig:
     """files: the text of each configuration file by its name in FOLDER, in the order in which they are
-    merged; settings: KEY=VALUE over them; metrics_port: that of rank 0, None without one."""
+    merged; settings: KEY=VALUE over them; metrics_port: that of rank 0, None without one. notes: the folders
+    that a run reads and no claim has, a line each."""
 
     files: Mapping[str, str]
     settings: tuple[str, ...]
     metrics_port: int | None
+    notes: tuple[str, ...] = ()
 
     @property
     def command(self) -> list[str]:
@@ -68,7 +71,7 @@ def pod_config(
     if port is not None:
         more += [f"metrics_port={port}"] if args.metrics_port is None else []
         more += ["metrics_host=0.0.0.0"] if args.origin("metrics_host") == "default" else []
-    return PodConfig(_named(texts), (*settings, *more), port)
+    return PodConfig(_named(texts), (*settings, *more), port, tuple(_in_the_image(args, site)))
 
 
 def _read(path: str) -> str:
@@ -92,15 +95,34 @@ def _named(texts: Mapping[str, str]) -> dict[str, str]:
     }
 
 
+def _in_the_image(args: NeoXArgs, site: Site) -> Iterator[str]:
+    """What the run reads and no claim has. An image of target `baked` has it, or a claim was forgotten."""
+    keys: dict[str, list[str]] = {}
+    for key in (*_READ, *(key.name for key in fields(args) if key.name.endswith("data_paths"))):
+        value = getattr(args, key)
+        for path in [value] if isinstance(value, str) else value or ():
+            if path.startswith("/") and not _on_a_claim(path, site):
+                keys.setdefault(str(PurePosixPath(path).parent), []).append(key)
+    for folder, names in keys.items():
+        yield (
+            f"{folder} ({', '.join(dict.fromkeys(names))}) is on no claim of the site: either it is in the image "
+            f"(--target baked), or add a claim that has it"
+        )
+
+
+def _on_a_claim(path: str, site: Site) -> bool:
+    return is_remote(path) or any(PurePosixPath(path).is_relative_to(folder) for folder in site.volumes().values())
+
+
 def _not_for_pods(args: NeoXArgs, site: Site) -> Iterator[str]:
     """What would lose a run's work, or begin it anew, when a pod is lost."""
-    folders = site.volumes().values()
+    folders = ", ".join(site.volumes().values()) or "it has none"
     if args.save is None:
         yield "save: is not set, so a lost pod would lose the run; set it to a folder of a claim, as ${OUTPUT_DIR}"
-    elif not is_remote(args.save) and not any(PurePosixPath(args.save).is_relative_to(folder) for folder in folders):
+    elif not _on_a_claim(args.save, site):
         yield (
             f"{args.origin('save')}: save: {args.save} is in no claim of the site "
-            f"({', '.join(folders) or 'it has none'}), "
+            f"({folders}), "
             "so it would be lost with its pod"
         )
     for key in ("restart", "iteration"):

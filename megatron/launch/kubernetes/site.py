@@ -34,11 +34,15 @@ _UNSET: Mapping[str, Mapping[str, Any]] = {
 }
 # Another value for each pod or rank: one for all of them would make every rank the same.
 _OF_EACH_POD = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "LOCAL_WORLD_SIZE", "NODE_RANK")
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
+_SECRET = re.compile(r"(^|_)(\w*KEY|TOKEN|SECRET|PASSWORD)$")
+# Tokens of the Hub, Weights & Biases, GitHub and AWS, whatever the variable is called.
+_SECRET_VALUE = re.compile(r"hf_\w{20,}|\b[0-9a-f]{40}\b|gh[pousr]_\w{20,}|\bAKIA[A-Z0-9]{16}\b")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # of RFC 1123, a part of a host's name
 _DOTTED_NAME = re.compile(rf"{_NAME.pattern}(\.{_NAME.pattern})*")
 _QUANTITY = re.compile(r"[1-9]\d*(\.\d+)?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?")
+_LABEL = re.compile(r"([A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?)?", re.ASCII)  # the value of one
+_LABEL_NAME = re.compile(rf"({_DOTTED_NAME.pattern}/)?[A-Za-z0-9]([-\w.]{{0,61}}[A-Za-z0-9])?", re.ASCII)
 _NAME_LENGTH = 45  # of a job: operators add as much as `-node-0-0-xxxxx` to it, and a name has at most 63
 
 
@@ -171,10 +175,23 @@ def _check(site: Site, problems: ErrorCollector) -> None:
             problems.add(f"claims.{name}.path", "is to be absolute, as /shared/models")
         if claim["size"] is not None:
             _check_quantity(f"claims.{name}.size", claim["size"], problems)
+        others = [other for other, path in site.volumes().items() if other != name and path == claim["path"]]
+        if others and name > min(others):
+            problems.add(f"claims.{name}.path", f"is that of {min(others)} too; a folder has one claim")
+    if not _LABEL_NAME.fullmatch(site.gpu_resource):
+        problems.add("gpu_resource", "is no name of a resource, as nvidia.com/gpu")
+    if site.queue is not None and not _NAME.fullmatch(site.queue):
+        problems.add("queue", "is no name of Kubernetes: small letters, digits and hyphens")
     for key in ("labels", "annotations", "node_selector"):
         for name, value in getattr(site, key).items():
             if not isinstance(value, str):
                 problems.add(f"{key}.{name}", f'is to be text: write "{str(value).lower()}" in quotes')
+            elif not _LABEL_NAME.fullmatch(name):
+                problems.add(f"{key}.{name}", "is no name of a label, as example.com/team")
+            elif key != "annotations" and not _LABEL.fullmatch(value):
+                problems.add(f"{key}.{name}", "at most 63 letters, digits, hyphens, points and underscores")
+            elif _SECRET_VALUE.search(value):
+                problems.add(f"{key}.{name}", "looks like a secret, which whoever reads the manifest would know")
     _check_variables(site, problems)
 
 
@@ -191,7 +208,7 @@ def _check_variables(site: Site, problems: ErrorCollector) -> None:
             problems.add(path, f"replicas {site.replicas} x gpus {site.gpus} is {site.world_size}; remove it")
         elif name == "MASTER_PORT" and not (str(value).isdecimal() and 0 < int(value) < 65536):
             problems.add(path, "is no number of a port")
-        elif _SECRET.search(name.upper()):
+        elif _SECRET.search(name.upper()) or _SECRET_VALUE.search(str(value)):
             problems.add(path, "looks like a secret, which whoever reads the manifest would know; name it in secrets")
     for name, place in site.secrets.items():
         secret, _, key = str(place).partition("/")

@@ -237,9 +237,20 @@ def test_the_command_writes_a_file_for_each(tmp_path: Path, capsys: pytest.Captu
     ]  # fmt: skip
     (tmp_path / "taken").write_text("")
     assert main([*words[:-1], str(tmp_path / "taken")]) == 1
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err.count("k8s.py: error: ") == 1
 
 
 def test_rendering_imports_no_torch() -> None:
     code = "import sys, tools.k8s; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_what_no_claim_has_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", CONTAINER, "--site", str(SITES[1])]) == 0
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("k8s.py: note: ")]
+    assert "/shared/data (system_prompt_file, train_data_paths" in note and "--target baked" in note
+    site = tmp_path / "site.yml"
+    data = "claims:\n  datasets-pvc: {path: /shared/data, size: 100Gi}"
+    site.write_text(re.sub(r"^claims:.*", data, SITES[1].read_text(), flags=re.MULTILINE))
+    assert main(["render", CONTAINER, "--site", str(site)]) == 0
+    assert not capsys.readouterr().err

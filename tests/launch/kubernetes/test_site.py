@@ -74,6 +74,11 @@ def test_what_a_site_need_not_say(tmp_path: Path) -> None:
     assert read_site(write(tmp_path, LEAST + "claims: {}\nsecrets: {}\n")).secrets == {}
 
 
+def test_variables_that_only_look_like_secrets(tmp_path: Path) -> None:
+    site = read_site(write(tmp_path, LEAST + "variables: {TOKENIZERS_PARALLELISM: false, KEYBOARD: us}\n"))
+    assert set(site.variables) == {"TOKENIZERS_PARALLELISM", "KEYBOARD"}
+
+
 def misspelt(name: str) -> str:
     return name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
 
@@ -110,6 +115,13 @@ def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, t
         ({"variables": {"PET_NNODES": 4}}, "variables.PET_NNODES: differs"),
         ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: replicas 4 x gpus 1 is 4; remove it"),
         ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: looks like a secret"),
+        ({"variables": {"NOTE": "hf_abc" + 20 * "x"}}, "variables.NOTE: looks like a secret"),
+        ({"annotations": {"note": "token hf_abc" + 20 * "x"}}, "annotations.note: looks like a secret"),
+        ({"labels": {"team": "a b"}}, "labels.team: at most 63 letters"),
+        ({"labels": {"my team": "a"}}, "labels.my team: is no name of a label"),
+        ({"queue": "my queue"}, "queue: is no name of Kubernetes"),
+        ({"gpu_resource": "nvidia gpu"}, "gpu_resource: is no name of a resource"),
+        ({"claims": {"a": {"path": "/models"}, "b": {"path": "/models"}}}, "claims.b.path: is that of a too"),
         ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: is no number of a port"),
         ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: expected SECRET/KEY"),
         ({"labels": {"team": True}}, 'labels.team: is to be text: write "true" in quotes'),
