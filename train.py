@@ -60,7 +60,7 @@ def main(
 
             answer = answers_of(training)
         try:
-            train(training, [*evaluations, *operations], answer)
+            train(training, evaluations, answer, operations)
         finally:
             if process.rank == 0:
                 report_at_end(training.args, log_directory(training.args), training.logger)

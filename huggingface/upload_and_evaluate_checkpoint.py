@@ -81,8 +81,11 @@ def run(options: argparse.Namespace) -> int:
     chosen = experiment_of_flags(options, may_be_empty=options.background)
     patience, tasks = patience_of(options), tasks_of(options, chosen.site)
     for step in chosen.steps:
+        last = last_step(chosen.save / f"global_step{step}")
+        if last is None:
+            _say(f"global_step{step}: train_iters of its run is not known: it does not become main")
         upload = Upload(
-            save=chosen.save, step=step, repository=chosen.repository, is_last=step == last_step(chosen.save, [step]),
+            save=chosen.save, step=step, repository=chosen.repository, is_last=step == last,
             formats=formats_of(options), scratch=options.local_hf_checkpoints_path,
             keep_converted=options.keep_converted, patience=patience, tasks=tasks,
             include=tuple(options.task_include_path or ()), eval_limit=options.eval_limit,

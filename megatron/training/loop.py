@@ -62,10 +62,16 @@ def batches_of(training: Training) -> Iterator[list[Batch]]:
     return unlearning_steps(args, progress, training.engine, steps, forget, retain)
 
 
-def train(training: Training, evaluations: Sequence[Callback] = (), answer: Answer | None = None) -> None:
+def train(
+    training: Training,
+    evaluations: Sequence[Callback] = (),
+    answer: Answer | None = None,
+    operations: Sequence[Callback] = (),
+) -> None:
     """Train to `train_iters`, or until the run is to stop. evaluations: callbacks of the program, called
     after validation and before saving; the user's own are in `training`. answer: writes the answers of steps
-    on policy (`distillation.lmbda`), by the model as it is then.
+    on policy (`distillation.lmbda`), by the model as it is then. operations: callbacks called after
+    evaluations, and begun and closed also where nothing is left to do: a checkpoint may be to publish.
 
     Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
     in place of storing weights or optimizer state that are not finite.
@@ -74,10 +80,12 @@ def train(training: Training, evaluations: Sequence[Callback] = (), answer: Answ
     if progress.iteration >= args.train_iters:
         training.logger.info(f"nothing left to do: train_iters is {args.train_iters}")
         write_ending(training, "finished", None)
-        for callback in training.user_callbacks:
+        for callback in operations:
+            callback.on_train_start(training)
+        for callback in (*training.user_callbacks, *operations):
             callback.close()
         return
-    callbacks = build_callbacks(training, results, evaluations)
+    callbacks = build_callbacks(training, results, [*evaluations, *operations])
     try:
         for callback in callbacks:
             callback.on_train_start(training)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.neox_arguments import UserError
 from megatron.operations.hub.errors import HubError
 from megatron.operations.run_folder import STATUS
 
@@ -16,12 +17,10 @@ _TAG = re.compile(r"global_step(\d+)")
 
 @dataclass(frozen=True)
 class Experiment:
-    """A folder of checkpoints. steps: of those that are kept, the newest first. last: the step that is
-    `train_iters`, None where the run's length is not known."""
+    """A folder of checkpoints. steps: of those that are kept, the newest first."""
 
     save: Path
     steps: tuple[int, ...]
-    last: int | None
 
 
 def find_experiment(name: str, checkpoint_dir: str | Path | None) -> Path:
@@ -43,7 +42,7 @@ def read_experiment(save: Path) -> Experiment:
     steps = sorted((step for path in save.iterdir() if (step := _step(path)) is not None), reverse=True)
     if not steps:
         raise HubError(f"{save}: holds no checkpoint global_step<N>")
-    return Experiment(save, tuple(steps), last_step(save, steps))
+    return Experiment(save, tuple(steps))
 
 
 def _step(path: Path) -> int | None:
@@ -52,11 +51,17 @@ def _step(path: Path) -> int | None:
     return int(match[1]) if match and path.is_dir() and not (path / EPHEMERAL).exists() else None
 
 
-def last_step(save: Path, steps: list[int]) -> int | None:
-    """`train_iters` of the run: as status.json says, else as the newest checkpoint was configured."""
-    known: Any = _object(save / STATUS).get("train_iters")
-    if known is None and steps:
-        known = _object(save / f"global_step{steps[0]}" / MANIFEST).get("config", {}).get("train_iters")
+def last_step(checkpoint: Path) -> int | None:
+    """`train_iters` of the run that wrote a checkpoint: as status.json says, else as the checkpoint was
+    configured (GPT-NeoX's have their files in `configs`); None where neither is known."""
+    known: Any = _object(checkpoint.parent / STATUS).get("train_iters")
+    if known is None and checkpoint.is_dir():
+        from megatron.checkpointing.saved_config import checkpoint_args
+
+        try:
+            known = checkpoint_args(checkpoint).train_iters
+        except UserError:
+            return None
     return known if isinstance(known, int) else None
 
 

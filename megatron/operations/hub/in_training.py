@@ -87,8 +87,9 @@ class PushToHub(Callback):
             self._run = run
             # Other ranks wait for this one as long as they do for a first step.
             self.wait_s = min(self.wait_s, 0.5 * 60.0 * run.args.first_step_timeout_mins)
-            if not self.only_last:
-                self._waiting = self._unpublished()
+            self._waiting = [
+                step for step in self._unpublished() if not self.only_last or step == run.args.train_iters
+            ]  # fmt: skip
             self._go_on()
         else:
             self._other = run
@@ -124,6 +125,10 @@ class PushToHub(Callback):
             self._wait(run)
         left = self._left()
         self._end()
+        if self.only_last and run.iteration < run.args.train_iters:
+            run.logger.info(
+                f"push_to_hub: nothing was published: hub_strategy end waits for iteration {run.args.train_iters}"
+            )
         if left:
             tags = ", ".join(f"global_step{step}" for step in left)
             run.logger.warning(f"push_to_hub: not published yet: {tags}; this goes on: {self.command(left)}")

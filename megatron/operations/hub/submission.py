@@ -63,13 +63,36 @@ class Chosen:
 
 
 def target_repository(save: Path, organisation: str | None, site: Mapping[str, str]) -> str:
-    """The repository of the experiment that saves in `save`, as the site names it. Raises HubError."""
+    """The repository of the experiment that saves in `save`, as the site names it. Raises HubError, also
+    where another experiment of the site would have the same."""
     organisation = organisation or site.get("NEOX_HUB_ORG")
     if not organisation:
         raise HubError("no organisation of the Hub is known: name it, or set NEOX_HUB_ORG (slurm/sites)")
-    experiment = run_name(save, site.get("NEOX_CHECKPOINT_DIR"))
-    names = read_names(site.get("NEOX_HUB_NAMES"))
-    return repository_id(organisation, model_name(experiment, site.get("NEOX_HUB_PREFIX"), names))
+    root, names = site.get("NEOX_CHECKPOINT_DIR"), read_names(site.get("NEOX_HUB_NAMES"))
+
+    def name(folder: Path) -> str:
+        return model_name(run_name(folder, root), site.get("NEOX_HUB_PREFIX"), names)
+
+    def name_or_none(folder: Path) -> str | None:
+        try:
+            return name(folder)
+        except HubError:  # one that cannot be published
+            return None
+
+    chosen = name(save)
+    for other in _runs_below(root):
+        if other != save.absolute() and name_or_none(other) == chosen:
+            text = f"{save.absolute()} and {other} would both be {chosen!r} on the Hub"
+            raise HubError(f"{text}; give one of them another name in the mapping file of NEOX_HUB_NAMES")
+    return repository_id(organisation, chosen)
+
+
+def _runs_below(root: str | None) -> list[Path]:
+    """The folders of checkpoints of the site, as deep as experiments are nested."""
+    if root is None:
+        return []
+    places = Path(root).expanduser().absolute()
+    return [path.parent for depth in ("*", "*/*", "*/*/*") for path in sorted(places.glob(f"{depth}/latest"))]
 
 
 def hub_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:

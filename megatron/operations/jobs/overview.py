@@ -81,8 +81,9 @@ class Row:
 def overview(choice: Choice, slurm: Slurm, site: Mapping[str, str]) -> list[Row]:
     """The rows of the jobs and local runs that are wanted, the oldest first.
 
-    Where Slurm never answers, local runs are shown alone, with a warning. Raises LaunchError for a number that
-    Slurm does not know, a user that there is not, and where Slurm does not answer and nothing else is known; RunFolderError for a folder that holds no run.
+    Where Slurm never answers, local runs are shown alone, with a warning. Raises LaunchError for a number
+    that Slurm does not know, a user that there is not, and where Slurm does not answer and nothing else is
+    known; RunFolderError for a folder that holds no run.
     """
     rows = [row_of(job, site) for job in _jobs(choice, slurm, site)]
     return [row for row in rows if _matches(row, choice)]

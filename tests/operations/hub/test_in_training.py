@@ -78,9 +78,13 @@ def test_a_run_is_not_concerned_by_a_hub_that_refuses(
     (warning,) = [line for line in said.splitlines() if "the run goes on, and this later: " in line]
     assert "global_step2: ended with code 1: " in warning and "the token may not do this (403)" in warning
     hub.may_create = True
+    run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and "nothing left to do" in said, said
+    assert sorted(hub.repos["org/run"].branches) == ["global_step2", "main"], "the start that follows takes it up"
     command = warning.partition("this later: ")[2].replace("python ", f"{sys.executable} ", 1)
-    subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120, capture_output=True)
-    assert sorted(hub.repos["org/run"].branches) == ["global_step2", "main"]
+    done = subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120, capture_output=True)
+    assert b"has it already" in done.stdout
 
 
 class Run:
@@ -90,7 +94,7 @@ class Run:
         self.args, self.groups, self.lines = args, SimpleNamespace(world_rank=0), list[str]()
         self.logger = SimpleNamespace(info=self.lines.append, warning=self.lines.append)
         self.watchdog = SimpleNamespace(now=lambda doing: None, phase=lambda doing: nullcontext())
-        self.stop = False
+        self.stop, self.iteration = False, args.train_iters
 
     def stopping(self) -> bool:
         return self.stop
@@ -159,6 +163,15 @@ def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) ->
         callback.close()
         assert started == saved and not run.lines[1:]
         started.clear()
+
+
+def test_a_run_that_stops_early_says_that_nothing_was_published(save: Path) -> None:
+    given = args(save, train_iters=9, hub_strategy="end")
+    callback, run = PushToHub(given, "org/run"), Run(given)
+    run.iteration = 5
+    callback.on_train_start(run)  # type: ignore[arg-type]
+    callback.close()
+    assert run.lines == ["push_to_hub: nothing was published: hub_strategy end waits for iteration 9"]
 
 
 @pytest.mark.parametrize(

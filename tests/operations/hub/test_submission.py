@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron.operations.hub import submission
-from megatron.operations.hub.checkpoints import read_experiment
-from megatron.operations.hub.submission import delay_minutes, experiment_of_flags, parse, sbatch_lines
+from megatron.operations.hub.checkpoints import last_step
+from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.submission import (
+    delay_minutes,
+    experiment_of_flags,
+    parse,
+    sbatch_lines,
+    target_repository,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +52,31 @@ def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path) -> None:
         "--experiment_name", str(experiment), "--repository", "site-org/sfm-lr-1_x", "--skip-eval",
         "--max-retries", "20", "--retry-min-wait", "120", "--retry-max-wait", "3600",
     ]  # fmt: skip
-    assert read_experiment(experiment).last == 100
+    assert last_step(experiment / "global_step9") == 100
+
+
+def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
+    other = experiment.with_name("lr-1") / "x" / "a"
+    other.mkdir(parents=True)
+    experiment = experiment.with_name("lr=1") / "x,a"
+    (experiment / "global_step1").mkdir(parents=True)
+    (other / "latest").write_text("global_step1")
+    site = {"NEOX_CHECKPOINT_DIR": str(experiment.parents[1]), "NEOX_HUB_ORG": "org"}
+    assert target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
+    (other.parent / "latest").write_text("global_step1")
+    alike = experiment.with_name("x")
+    with pytest.raises(HubError, match="lr=1/x and .*/lr-1/x would both be 'lr-1-x' on the Hub; give one of them"):
+        target_repository(alike, None, site)
+    names = experiment / "names.json"
+    names.write_text(json.dumps({"lr=1-x": "mine"}))
+    assert target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
+
+
+def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
+    """It has no manifest and no status.json, but the files that its run was given."""
+    golden = ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3"
+    assert last_step(golden) == 3
+    assert last_step(tmp_path / "global_step3") is None, "it is not written yet"
 
 
 def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
