@@ -56,6 +56,10 @@ class InputFile:
         """About how many bytes of the file are read."""
         return self.size if self.rows is None else self.size * (self.rows.last - self.rows.first) // self.rows.total
 
+    def version(self) -> list[Any]:
+        """What tells the file from another version of itself, as JSON values."""
+        return [str(self.path), self.size, self.modified, self.rows]
+
     def shards(self, columns: Sequence[str] | None) -> Iterator[Shard]:
         """The shards of the file. columns: those that are needed of a table; None for all."""
         whole = _shards(self.path, columns)

@@ -8,8 +8,6 @@ While it runs, everything lies in `.<name>.parts-<digest of the job>/` beside th
   part-<pid>-<n>.*   of shards that are finished but not yet appended
 """
 
-import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -19,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +31,7 @@ from megatron.data.indexed_dataset import DocumentBlock, data_path, documents_of
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.encode_job import Job
 from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.work_folder import digest, os_error, work_folder
 from megatron.data.preprocessing.workers import BadRow, ShardCounts, encode_shard, in_order
 
 FORMAT = 1  # of the journal and its files
@@ -113,7 +112,7 @@ def preprocess(
             except BrokenProcessPool:
                 raise DataError(f"a worker process died (out of memory?){run.how_to_go_on()}") from None
             except OSError as problem:
-                raise DataError(f"{_os_error(problem, folder)}{run.how_to_go_on()}") from None
+                raise DataError(f"{os_error(problem, folder)}{run.how_to_go_on()}") from None
             except BadRow as problem:
                 raise DataError(f"{problem}{run.how_to_go_on(' with --on-error skip')}") from None
             finally:
@@ -241,7 +240,7 @@ class _JobRun:
                 if metadata_file:
                     _write(self.folder / "metadata.json", self._metadata(result, arguments))
             except OSError as problem:
-                raise DataError(f"{_os_error(problem, self.folder)}{self.how_to_go_on()}") from None
+                raise DataError(f"{os_error(problem, self.folder)}{self.how_to_go_on()}") from None
             self.journal["published"] = True
             self._save()
         for i, prefix in enumerate(self.prefixes):
@@ -302,61 +301,14 @@ def _documents(path: Path) -> Iterator[DocumentBlock]:
             yield documents_of(np.frombuffer(block, "<i4"))
 
 
-@contextmanager
-def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Iterator[Path]:
-    """The folder of this very job (same input, same description), as an earlier run left it or new; gone when
-    done.
-
-    Where nothing in it is worth keeping it goes after a failure too. Folders of other jobs for this output go
-    first.
-    """
-    versions = [[str(file.path), file.size, file.modified, file.rows] for file in files]
-    identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), versions]
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> AbstractContextManager[Path]:
+    """The folder of this very job: same input, same description."""
+    identity = [FORMAT, shards.CHUNK_BYTES, prefixes, job.describe(), [file.version() for file in files]]
     target = data_path(prefixes[0]).absolute()
-    folder = target.with_name(f".{Path(prefixes[0]).name}.parts-{digest}")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        for other in target.parent.glob(f".{Path(prefixes[0]).name}.parts-*"):
-            with _locked(other, prefixes[0]):
-                if other != folder:
-                    _remove(other)
-        folder.mkdir(exist_ok=True)
-        lock = _locked(folder, prefixes[0])
-    except OSError as problem:
-        raise DataError(f"{_os_error(problem, folder)}; choose another --output-prefix") from None
-    done = False
-    try:
-        yield folder
-        done = True
-    finally:
-        if done or not (folder / "journal.json").exists():
-            _remove(folder)
-        lock.close()
-
-
-def _locked(folder: Path, prefix: str) -> IO[str]:
-    """A record lock: unlike others it dies with this process, whatever its workers do."""
-    lock = open(folder / "lock", "w")
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise DataError(f"{prefix}: another process is writing it ({folder})") from None
-    return lock
-
-
-def _remove(folder: Path) -> None:
-    """A worker of a killed run may write one more file while this goes on."""
-    for _ in range(10):
-        shutil.rmtree(folder, ignore_errors=True)
-        if not folder.exists():
-            return
-        time.sleep(0.1)
-
-
-def _os_error(problem: OSError, folder: Path) -> str:
-    return f"{problem.filename or folder.parent}: {problem.strerror}"
+    return work_folder(
+        target.with_name(f".{Path(prefixes[0]).name}.parts-{digest(identity)}"), f".{Path(prefixes[0]).name}.parts-*",
+        prefixes[0], "choose another --output-prefix", lambda folder: (folder / "journal.json").exists(),
+    )  # fmt: skip
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

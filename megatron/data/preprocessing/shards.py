@@ -140,9 +140,9 @@ class TextFile(Shard):
         return self.source
 
 
-def row_texts(row: InputRow, keys: Sequence[str]) -> tuple[str, ...]:
+def row_texts(row: InputRow, keys: Sequence[str], flag: str = "--jsonl-keys") -> tuple[str, ...]:
     """The text under each key; a list of texts is joined by empty lines (NeoX); a bare text serves a single
-    key.
+    key. flag: by which a user names keys.
 
     Raises DataError, naming the row, for a key that is missing or holds no text.
     """
@@ -153,7 +153,7 @@ def row_texts(row: InputRow, keys: Sequence[str]) -> tuple[str, ...]:
     for key in keys:
         if not isinstance(value, dict) or key not in value:
             present = ", ".join(map(str, value)) if isinstance(value, dict) else type(value).__name__
-            raise DataError(f'{row.where()}: no key "{key}" (found: {present}); name the right one with --jsonl-keys')
+            raise DataError(f'{row.where()}: no key "{key}" (found: {present}); name the right one with {flag}')
         text = value[key]
         if isinstance(text, list) and text and all(isinstance(part, str) for part in text):
             text = "\n\n".join(text)
