@@ -99,9 +99,7 @@ class SlurmStarter:
 class LocalStarter:
     """Starts deepy.py in the background; it goes on when this program ends."""
 
-    def __init__(
-        self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str], save: str | None
-    ) -> None:
+    def __init__(self, configs: Sequence[str], pairs: Sequence[str], site: Mapping[str, str], save: str | None) -> None:
         """save: of the run, by which `tools/jobs.py` finds it."""
         self._configs, self._pairs, self._save = configs, tuple(pairs), save
         self._folder = Path(site.get("NEOX_LOG_DIR", "logs")).absolute()

@@ -37,8 +37,10 @@ async function painted() {
 }
 async function ask() {
   const found = {title: document.title, width: document.documentElement.scrollWidth};
-  while (!Bokeh.documents.length) await wait(50);  // embedding goes on beside
-  if (Bokeh.documents[0].roots().length) {
+  found.text = document.body.innerText;
+  const drawn = typeof Bokeh !== "undefined";
+  while (drawn && !Bokeh.documents.length) await wait(50);  // embedding goes on beside
+  if (drawn && Bokeh.documents[0].roots().length) {
     await painted();
     found.plots = visible();
     for (const box of document.querySelectorAll("[data-plots], [data-event]")) box.click();
@@ -64,7 +66,8 @@ ask().catch(problem => { document.title = "FAILED " + problem.stack; });
 def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside
     the frame, points); `clicked`: the same after a click on every box; `zoomed`: where the ranges end after
-    half of one was chosen; `problems` of the console; `loaded`: what was fetched beside the page."""
+    half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`: what was fetched
+    beside the page."""
     chromium = shutil.which("chromium")
     assert chromium is not None, "make test-browser installs it"
     copy = page.with_name(f"{page.stem}.asked.html")

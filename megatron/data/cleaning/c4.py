@@ -1,0 +1,101 @@
+"""The rules of C4 (Raffel et al. 2020, https://arxiv.org/abs/1910.10683) and FineWeb (Penedo et al. 2024,
+https://arxiv.org/abs/2406.17557), with the thresholds, the words and the names of reasons of datatrove."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron.data.cleaning.gopher import duplicates
+from megatron.data.cleaning.words import TERMINAL_PUNCTUATION, Document
+
+_CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
+_ENDS, _ELLIPSIS = (".", "?", "!", '"', "'"), "..."
+_POLICY = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
+_STOPS = tuple(TERMINAL_PUNCTUATION)
+
+
+@dataclass(frozen=True)
+class C4:
+    """Lines that are no sentences, speak of JavaScript or cookies, or hold a word without end are taken out;
+    documents with too few sentences left, with `{` or lorem ipsum are dropped. -1 turns a threshold off."""
+
+    remove_citations: bool = True
+    filter_no_terminal_punct: bool = True
+    min_num_sentences: int = 5
+    min_words_per_line: int = 3
+    max_word_length: int = 1000
+    filter_lorem_ipsum: bool = True
+    filter_javascript: bool = True
+    filter_curly_bracket: bool = True
+    filter_policy: bool = True
+
+    def check(self, document: Document, lines_out: Counter[str]) -> tuple[str | None, str]:
+        """The reason to drop a document (None to keep it), and its text without the lines that are taken out.
+
+        lines_out: gets how many lines were taken out, by reason.
+        """
+        kept: list[str] = []
+        out: Counter[str] = Counter()
+        sentences = 0
+        for line in document.text.splitlines():
+            reason = None
+            words, line = line.split(), line.strip()
+            if self.max_word_length != -1 and any(len(word) > self.max_word_length for word in words):
+                out["too_long_word"] += 1
+                continue
+            if self.remove_citations and "[" in line:
+                line = _CITATION.sub("", line)
+            lower = line.lower()
+            if self.filter_no_terminal_punct and (not line.endswith(_ENDS) or line.endswith(_ELLIPSIS)):
+                reason = "no_terminal_punct"
+            elif len(words) < self.min_words_per_line:
+                reason = "too_few_words"
+            elif self.filter_lorem_ipsum and "lorem ipsum" in lower:
+                return "lorem_ipsum", document.text
+            elif self.filter_javascript and "javascript" in lower:
+                reason = "javascript"
+            elif self.filter_curly_bracket and "{" in line:
+                return "curly_bracket", document.text
+            elif self.filter_policy and any(phrase in lower for phrase in _POLICY):
+                reason = "policy"
+            if reason is not None:
+                out[reason] += 1
+                continue
+            if self.min_num_sentences != -1:
+                sentences += document.splitter.sentences(line)
+            kept.append(line)
+        if sentences < self.min_num_sentences:
+            return "too_few_sentences", document.text
+        lines_out.update(out)
+        return None, "\n".join(kept).strip()
+
+
+@dataclass(frozen=True)
+class FineWeb:
+    """Documents whose lines seldom end as sentences do, are short, stand twice, or make a list."""
+
+    line_punct_thr: float = 0.12
+    line_punct_exclude_zero: bool = False
+    short_line_thr: float = 0.67
+    short_line_length: int = 30
+    char_duplicates_ratio: float = 0.01
+    new_line_ratio: float = 0.3
+
+    def check(self, document: Document) -> str | None:
+        """The reason to drop a document; None to keep it."""
+        text = document.text
+        lines = [line for line in text.split("\n") if line.strip()]
+        if not lines:
+            return "empty"
+        ends = sum(line.endswith(_STOPS) for line in lines) / len(lines)
+        if ends < self.line_punct_thr and not (ends == 0 and self.line_punct_exclude_zero):
+            return "line_punct_ratio"
+        if sum(len(line) <= self.short_line_length for line in lines) / len(lines) > self.short_line_thr:
+            return "short_line_ratio"
+        breaks = text.count("\n")
+        if duplicates(lines)[1] / (len(text) - breaks) > self.char_duplicates_ratio:
+            return "char_dup_ratio"
+        count = sum(len(chunk.words) for chunk in document.chunks)
+        if count and breaks / count > self.new_line_ratio:
+            return "list_ratio"
+        return None

@@ -1,0 +1,168 @@
+"""The rules of Gopher (Rae et al. 2021, https://arxiv.org/abs/2112.11446, appendix A), with the thresholds,
+the words and the names of reasons of datatrove."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+
+from megatron.data.cleaning.shingles import mixed
+from megatron.data.cleaning.words import Document
+
+_PARAGRAPHS, _LINES = re.compile(r"\n{2,}"), re.compile(r"\n+")
+_BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that its powers differ; of hashes of runs of characters
+
+
+@dataclass(frozen=True)
+class GopherQuality:
+    """Documents of too few or too many words, of words too short or too long, of signs and lists, or without
+    the words that English has everywhere. 0 or empty turns a threshold off."""
+
+    min_doc_words: int = 50
+    max_doc_words: int = 100_000
+    min_avg_word_length: float = 3
+    max_avg_word_length: float = 10
+    max_symbol_word_ratio: float = 0.1
+    max_bullet_lines_ratio: float = 0.9
+    max_ellipsis_lines_ratio: float = 0.3
+    min_alpha_words_ratio: float = 0.8
+    min_stop_words: int = 2
+    stop_words: tuple[str, ...] = ("the", "be", "to", "of", "and", "that", "have", "with")
+
+    def check(self, document: Document) -> str | None:
+        """The reason to drop a document; None to keep it."""
+        text, chunks = document.text, document.chunks
+        count, plain = sum(len(chunk.words) for chunk in chunks), sum(chunk.plain for chunk in chunks)
+        if self.min_doc_words and plain < self.min_doc_words:
+            return "gopher_short_doc"
+        if self.max_doc_words and plain > self.max_doc_words:
+            return "gopher_long_doc"
+        if plain:
+            length = sum(chunk.plain_chars for chunk in chunks) / plain
+            if self.min_avg_word_length and length < self.min_avg_word_length:
+                return "gopher_below_avg_threshold"
+            if self.max_avg_word_length and length > self.max_avg_word_length:
+                return "gopher_above_avg_threshold"
+        if not count:
+            return None
+        if self.max_symbol_word_ratio and text.count("#") / count > self.max_symbol_word_ratio:
+            return "gopher_too_many_hashes"
+        if self.max_symbol_word_ratio and (text.count("...") + text.count("…")) / count > self.max_symbol_word_ratio:
+            return "gopher_too_many_ellipsis"
+        lines = text.splitlines()
+        if self.max_bullet_lines_ratio:
+            bullets = sum(line.lstrip().startswith(("•", "-")) for line in lines)
+            if bullets / len(lines) > self.max_bullet_lines_ratio:
+                return "gopher_too_many_bullets"
+        if self.max_ellipsis_lines_ratio:
+            open_ends = sum(line.rstrip().endswith(("...", "…")) for line in lines)
+            if open_ends / len(lines) > self.max_ellipsis_lines_ratio:
+                return "gopher_too_many_end_ellipsis"
+        if self.min_alpha_words_ratio and sum(chunk.alpha for chunk in chunks) / count < self.min_alpha_words_ratio:
+            return "gopher_below_alpha_threshold"
+        if self.min_stop_words and len(set(self.stop_words).intersection(document.words)) < self.min_stop_words:
+            return "gopher_enough_stop_words"
+        return None
+
+
+@dataclass(frozen=True)
+class GopherRepetition:
+    """Documents that repeat themselves: paragraphs, lines, the most frequent n words, all runs of n words."""
+
+    dup_line_frac: float = 0.3
+    dup_para_frac: float = 0.3
+    dup_line_char_frac: float = 0.2
+    dup_para_char_frac: float = 0.2
+    top_n_grams: tuple[tuple[int, float], ...] = ((2, 0.2), (3, 0.18), (4, 0.16))
+    dup_n_grams: tuple[tuple[int, float], ...] = ((5, 0.15), (6, 0.14), (7, 0.13), (8, 0.12), (9, 0.11), (10, 0.1))
+
+    def check(self, document: Document) -> str | None:
+        """The reason to drop a document; None to keep it."""
+        text = document.text
+        if not text:
+            return "empty"
+        for name, parts, frac, char_frac in (
+            ("para", _PARAGRAPHS.split(text.strip()), self.dup_para_frac, self.dup_para_char_frac),
+            ("line", _LINES.split(text), self.dup_line_frac, self.dup_line_char_frac),
+        ):
+            count, chars = duplicates(parts)
+            if frac and count / len(parts) > frac:
+                return f"dup_{name}_frac"
+            if char_frac and chars / len(text) > char_frac:
+                return f"dup_{name}_char_frac"
+        runs = _Runs(document.words)
+        for n, frac in self.top_n_grams:
+            if runs.top_chars(n) / len(text) > frac:
+                return f"top_{n}_gram"
+        for n, frac in self.dup_n_grams:
+            if runs.repeated_chars(n) / len(text) > frac:
+                return f"duplicated_{n}_n_grams"
+        return None
+
+
+def duplicates(parts: Sequence[str]) -> tuple[int, int]:
+    """How many parts have stood before in the list, and their characters."""
+    if len(set(parts)) == len(parts):
+        return 0, 0
+    seen: set[str] = set()
+    again = [part for part in parts if part in seen or seen.add(part)]  # type: ignore[func-returns-value]
+    return len(again), sum(map(len, again))
+
+
+class _Runs:
+    """Runs of n of the words of a document, known by numbers."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        numbers: dict[str, int] = {}
+        self._numbers = np.array([numbers.setdefault(word, len(numbers)) for word in words], np.uint64)
+        self._ends = np.array([0, *accumulate(map(len, words))], np.int64)  # of words that stand without spaces
+        self._joined = "".join(words)
+        self._hashes: tuple[np.ndarray, np.ndarray] | None = None
+
+    def top_chars(self, n: int) -> int:
+        """Characters of the most frequent run, with spaces between its words, times how often it stands; of
+        the first of several; 0 where there is no run."""
+        count = len(self._numbers) - n + 1
+        if count < 1:
+            return 0
+        keys = self._numbers[:count].copy()
+        for i in range(1, n):
+            keys = mixed(keys * _BASE + self._numbers[i : count + i])
+        _, first, times = np.unique(keys, return_index=True, return_counts=True)
+        at = int(first[times == times.max()].min())
+        return int(self._ends[at + n] - self._ends[at] + n - 1) * int(times.max())
+
+    def repeated_chars(self, n: int) -> int:
+        """Characters of runs, words without spaces, that have stood before; after such a run the count goes
+        on behind it."""
+        count = len(self._numbers) - n + 1
+        if count < 2:
+            return 0
+        keys = self._substrings(n, count)
+        if len(np.unique(keys)) == count:
+            return 0
+        listed, seen, repeated, at = keys.tolist(), set[int](), 0, 0
+        lengths = (self._ends[n : count + n] - self._ends[:count]).tolist()
+        while at < count:
+            if listed[at] in seen:
+                repeated += lengths[at]
+                at += n
+            else:
+                seen.add(listed[at])
+                at += 1
+        return repeated
+
+    def _substrings(self, n: int, count: int) -> np.ndarray:
+        """A number for each run of n words by its characters alone: `ab c` and `a bc` have the same."""
+        if self._hashes is None:
+            codes = np.frombuffer(self._joined.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+            powers = np.cumprod(np.full(len(codes) + 1, _BASE, np.uint64))
+            # Every character mixed, as sums of products with powers alone would know small differences.
+            sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed(codes) * powers[:-1])])
+            inverse = np.uint64(pow(int(_BASE), -1, 1 << 64))
+            self._hashes = sums, np.cumprod(np.full(len(codes) + 1, inverse, np.uint64))
+        sums, inverses = self._hashes
+        starts, ends = self._ends[:count], self._ends[n : count + n]
+        return (sums[ends] - sums[starts]) * inverses[starts]

@@ -1,0 +1,69 @@
+"""Repairs of a text before it is judged, and personal data taken out of it."""
+
+import ipaddress
+import re
+import unicodedata
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from megatron.data.errors import DataError
+from megatron.neox_arguments.optional_packages import import_optional
+
+# C0 and C1 without tab and line feed, and the marks that a file may begin with. What parts lines or pages
+# ends a line.
+_CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x9f\ufeff\ufff9-\ufffb]")
+_BREAKS = re.compile(r"\r\n?|[\x0b\x0c\x1c-\x1e\x85]")
+
+
+def fix_encoding(text: str) -> str:
+    """What ftfy repairs of text that was decoded wrongly. Quotes, widths and ligatures stay as they are: a
+    model is to know them."""
+    return import_optional("ftfy", _missing("ftfy")).fix_text(text, config=_config()) if not text.isascii() else text
+
+
+@cache
+def _config() -> Any:
+    ftfy = import_optional("ftfy", _missing("ftfy"))
+    return ftfy.TextFixerConfig(
+        unescape_html=False, uncurl_quotes=False, fix_character_width=False, fix_latin_ligatures=False,
+        fix_line_breaks=False, remove_control_chars=False, remove_terminal_escapes=False, normalization=None,
+        explain=False,
+    )  # fmt: skip
+
+
+def _missing(package: str) -> DataError:
+    return DataError(f"--normalize {package} needs the {package} package: pip install 'neox[clean]'")
+
+
+def compose(text: str) -> str:
+    """Unicode's form C, in which an accent and its letter are one character."""
+    return unicodedata.normalize("NFC", text)
+
+
+def remove_control(text: str) -> str:
+    """Without control characters; a line ends with a line feed alone."""
+    return _CONTROL.sub("", _BREAKS.sub("\n", text))
+
+
+NORMALIZATIONS: dict[str, Callable[[str], str]] = {"ftfy": fix_encoding, "control": remove_control, "nfc": compose}
+"""By the words of --normalize, in the order in which they are done."""
+
+_EMAIL = re.compile(r"(?<![A-Za-z0-9._%+-])[A-Za-z0-9._%+-]{1,64}@(?:[A-Za-z0-9-]{1,63}\.){1,8}[A-Za-z]{2,63}\b")
+_IP = re.compile(r"(?<![\d.])(?:(?:25[0-5]|2[0-4]\d|1?\d?\d)\.){3}(?:25[0-5]|2[0-4]\d|1?\d?\d)(?![\d.]*\d)")
+
+
+def mask_personal(text: str) -> tuple[str, int]:
+    """The text with every e-mail address and every public IPv4 address replaced by one that belongs to
+    nobody (RFC 2606, RFC 5737), and how many there were."""
+    text, emails = _EMAIL.subn("email@example.com", text) if "@" in text else (text, 0)
+    addresses = 0
+
+    def replaced(match: re.Match[str]) -> str:
+        nonlocal addresses
+        if not ipaddress.ip_address(match[0]).is_global:
+            return match[0]
+        addresses += 1
+        return "192.0.2.1"
+
+    return _IP.sub(replaced, text), emails + addresses

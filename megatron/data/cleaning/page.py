@@ -1,0 +1,79 @@
+"""The page that shows what a job of cleaning did: what went, why, and samples of it."""
+
+import json
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatron.data.cleaning.accounts import Account
+
+_SHOWN = 1200  # characters of a document that stays
+_INPUTS = 200
+
+
+def write_page(path: Path, metadata: Mapping[str, Any], account: Account, kept: Mapping[int, str]) -> None:
+    """Write the page. metadata: of the job. kept: the texts of documents that stay in the place of samples,
+    by number."""
+    from jinja2 import Environment  # torch brings it
+
+    text = files("megatron.data.cleaning").joinpath("page.html").read_text(encoding="utf-8")
+    page = Environment(autoescape=True).from_string(text)
+    path.write_text(page.render(**_values(metadata, account, kept)), encoding="utf-8")
+
+
+def _values(metadata: Mapping[str, Any], account: Account, kept: Mapping[int, str]) -> dict[str, Any]:
+    stay = {name: count for name, count in metadata["document_counts"].items() if count}
+    timing, read = metadata["timing"], max(account.read, 1)
+    facts = [
+        ("documents read", f"{account.read:,}"), ("characters read", f"{account.chars:,}"),
+        *((f"documents in {name}", f"{count:,} ({count / read:.2%})") for name, count in stay.items()),
+        *((f"characters in {name}", f"{metadata['chars'][name]:,}") for name in stay),
+        ("seconds", f"{timing['seconds']:,.1f}"),
+        ("documents a second", f"{account.read / max(timing['seconds'], 1e-9):,.0f}"),
+    ]  # fmt: skip
+    if "minhash" in metadata:
+        facts.append(("clusters of near-duplicates", f"{metadata['minhash']['clusters']:,}"))
+    anchors = {reason: f"reason-{number}" for number, reason in enumerate(account.dropped)}
+    rows = [
+        _row(reason, count, account.dropped_chars[reason], read, anchors[reason])
+        for reason, count in account.dropped.most_common()
+    ]
+    rows += [_row(f"stays in {name}", count, metadata["chars"][name], read, None) for name, count in stay.items()]
+    details = [
+        (name.replace("_", " "), ", ".join(f"{key} {count:,}" for key, count in counts.most_common()))
+        for name, counts in account.details.items() if counts
+    ]  # fmt: skip
+    if "minhash" in metadata:
+        sizes = ", ".join(f"{count:,} of {size}" for size, count in metadata["minhash"]["sizes"].items())
+        details.append(("clusters of near-duplicates by documents", sizes or "none"))
+    samples = [
+        {
+            "name": reason, "anchor": anchors[reason], "count": f"{count:,}",
+            "samples": [
+                {"text": one.text, "kept": kept[one.kept][:_SHOWN] if one.kept is not None else None}
+                for one in account.samples[reason]
+            ],
+        }
+        for reason, count in account.dropped.most_common()
+    ]  # fmt: skip
+    samples += [
+        {
+            "name": name, "anchor": name.replace(" ", "-"), "count": f"{len(shown)} of them",
+            "samples": [{"text": one.text, "kept": None} for one in shown],
+        }
+        for name, shown in account.samples.items() if name not in account.dropped
+    ]  # fmt: skip
+    return {
+        "read": f"{account.read:,}", "kept": f"{sum(stay.values()):,}", "made": timing["finished"],
+        "notes": metadata["notes"], "facts": facts, "rows": rows, "details": details, "samples": samples,
+        "options": [(name, json.dumps(value, ensure_ascii=False)) for name, value in metadata["options"].items()],
+        "inputs": [{**one, "bytes": f"{one['bytes']:,}"} for one in metadata["inputs"][:_INPUTS]],
+    }  # fmt: skip
+
+
+def _row(name: str, documents: int, chars: int, read: int, anchor: str | None) -> dict[str, Any]:
+    return {
+        "name": name, "documents": f"{documents:,}", "share": f"{documents / read:.2%}", "chars": f"{chars:,}",
+        "width": f"{100 * documents / read:.3f}", "anchor": anchor, "kept": anchor is None,
+    }  # fmt: skip

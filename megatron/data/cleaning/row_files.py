@@ -1,0 +1,148 @@
+"""Files of rows: JSONL, compressed or not, and Parquet. The same rows always give the same bytes."""
+
+import base64
+import contextlib
+import gzip
+import io
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.data.errors import DataError
+from megatron.data.files import temporary
+from megatron.data.preprocessing.compression import decompressed
+from megatron.neox_arguments.optional_packages import import_optional
+
+FORMATS = ("jsonl", "jsonl.zst", "jsonl.gz", "parquet")
+_ROWS_OF_A_GROUP = 10_000
+Write = Callable[[Mapping[str, Any]], None]
+
+
+class _Sink(Protocol):
+    def write(self, data: bytes, /) -> Any: ...
+
+
+@contextlib.contextmanager
+def row_writer(path: Path, kind: str, schema: bytes | None = None) -> Iterator[Write]:
+    """Write rows of JSON values into a file, which appears whole when the block is over.
+
+    kind: of FORMATS. schema: of Parquet, as `unified_schema` gives it. Raises DataError where a package is
+    missing or a row does not fit the schema.
+    """
+    unfinished = temporary(path)
+    try:
+        with _parquet(unfinished, schema) if kind == "parquet" else _json_lines(unfinished, kind) as write:
+            yield write
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl.zst file."""
+    with open(path, "rb") as raw, decompressed(raw, ".zst", str(path)) as stream:
+        for line in io.BufferedReader(stream, 1 << 20):
+            yield json.loads(line)
+
+
+def as_json(row: Mapping[str, Any]) -> bytes:
+    """A row as a line of JSON. What JSON does not have becomes text (dates, decimals; bytes in base64),
+    numbers that are none become null."""
+    try:
+        return json.dumps(row, ensure_ascii=False, default=_text, allow_nan=False).encode()
+    except UnicodeEncodeError:  # half of a surrogate pair beside the text
+        return json.dumps(row, default=_text).encode()
+    except ValueError:  # NaN or infinite
+        return as_json(_finite(row))
+
+
+def _text(value: Any) -> str:
+    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def schema_of(rows: list[dict[str, Any]]) -> bytes:
+    """The Arrow schema of rows, as it is sent between processes; a field that only some have is null in the
+    others. Raises DataError."""
+    import pyarrow
+
+    names = dict.fromkeys(name for row in rows for name in row)
+    with _refused():  # of a list Arrow asks the first for its fields
+        table = pyarrow.Table.from_pylist([{**dict.fromkeys(names), **rows[0]}, *rows[1:]])
+        return table.schema.serialize().to_pybytes()
+
+
+def unified_schema(schemas: list[bytes]) -> bytes:
+    """One schema for all rows; a column of whole and other numbers gets the wider kind. Raises DataError."""
+    import pyarrow
+
+    with _refused():
+        read = [pyarrow.ipc.read_schema(pyarrow.py_buffer(one)) for one in dict.fromkeys(schemas)]
+        return pyarrow.unify_schemas(read, promote_options="permissive").serialize().to_pybytes()
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """What Arrow cannot make a table of is a DataError."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError, RecursionError, OSError) as problem:
+        if isinstance(problem, OSError) and problem.errno is not None:  # of the disk
+            raise
+        reason = str(problem).strip().splitlines()[0]
+        raise DataError(f"--format parquet: rows make no table ({reason}); write jsonl") from None
+
+
+@contextlib.contextmanager
+def _json_lines(path: Path, kind: str) -> Iterator[Write]:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, "wb"))
+        sink: _Sink = file
+        if kind == "jsonl.gz":  # no time and no name in it
+            sink = stack.enter_context(gzip.GzipFile("", "wb", 6, file, mtime=0))
+        elif kind == "jsonl.zst":
+            missing = DataError("writing .zst needs the zstandard package: pip install 'neox[clean]'")
+            zstandard = import_optional("zstandard", missing)
+            sink = stack.enter_context(zstandard.ZstdCompressor(3).stream_writer(file, closefd=False))
+
+        def write(row: Mapping[str, Any]) -> None:
+            sink.write(as_json(row) + b"\n")
+
+        yield write
+
+
+@contextlib.contextmanager
+def _parquet(path: Path, schema: bytes | None) -> Iterator[Write]:
+    pyarrow = import_optional("pyarrow", DataError("--format parquet needs the pyarrow package: pip install pyarrow"))
+    from pyarrow import parquet
+
+    assert schema is not None
+    columns = pyarrow.ipc.read_schema(pyarrow.py_buffer(schema))
+    rows: list[Mapping[str, Any]] = []
+    with _refused(), parquet.ParquetWriter(path, columns, compression="zstd") as file:
+
+        def flush() -> None:
+            if rows:
+                with _refused():
+                    file.write_table(pyarrow.Table.from_pylist(rows, schema=columns))
+                rows.clear()
+
+        def write(row: Mapping[str, Any]) -> None:
+            rows.append(row)
+            if len(rows) == _ROWS_OF_A_GROUP:
+                flush()
+
+        yield write
+        flush()

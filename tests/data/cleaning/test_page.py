@@ -1,0 +1,31 @@
+"""The page of a job of cleaning, opened in Chromium: every reason with its count and its samples, nothing
+fetched."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.data.cleaning.test_clean import ALL, clean, rows, write
+from tests.operations.report.chromium import open_page
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("width", [1200, 500])
+def test_it_shows_what_went(tmp_path: Path, width: int) -> None:
+    given = [*rows(150, seed=3), {"id": "x", "text": "<script>document.title = 'broken'</script>"}]
+    flags = [*ALL[:4], "--exact", "document", "--minhash"]
+    metadata = clean(tmp_path / "out", write(tmp_path / "raw.jsonl", given), *flags)
+    found = open_page(tmp_path / "out" / "report.html", width)
+    assert found["problems"] == [] and found["console"] == [] and found["loaded"] == []
+    assert found["width"] <= width, "nothing reaches over the edge"
+    kept = sum(metadata["document_counts"].values())
+    assert found["title"] == "Cleaning: 151 documents" and f"{kept} of 151 documents stay" in found["text"]
+    lines = found["text"].splitlines()
+    for reason, count in metadata["counts"].items():
+        assert any(line.split()[:2] == [reason, str(count)] for line in lines), (reason, count)
+    page = (tmp_path / "out" / "report.html").read_text()
+    for reason, samples in metadata["account"]["samples"].items():
+        assert len(samples) == min(8, metadata["counts"][reason]) and f"<summary>{reason}: " in page
+    twins = metadata["account"]["samples"]["exact/document"]
+    assert twins and all(json.dumps(sample[3]) != "null" for sample in twins)

@@ -1,0 +1,256 @@
+"""Clean and deduplicate raw text before it is tokenised: repairs, quality rules, exact and near duplicates,
+contamination, a split. Every document that goes is counted by reason.
+
+    python tools/datasets/clean.py raw/*.jsonl.zst clean --recipe gopher,c4,fineweb --workers 8
+    python tools/datasets/clean.py raw clean --language en --recipe gopher,fineweb --set c4.min_num_sentences=3 \\
+        --exact document,line --minhash --keep longest --decontaminate piqa.jsonl arc/ --validation 0.005
+    python tools/datasets/preprocess_data.py --input clean --split train --output-prefix data/mine ...
+
+Without --recipe, --exact and --minhash texts are repaired and nothing else. OUT gets train-*-of-* (and
+validation-*), report.html and metadata.json. The result does not depend on --workers, on how the input lies in
+files, or on --device. A job that was interrupted goes on when the same command is given again.
+docs/cleaning.md says what each rule is.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.data import DataError  # noqa: E402
+from megatron.data.cleaning.exact import SCOPES  # noqa: E402
+from megatron.data.cleaning.job import CleaningResult, PassProgress, Resources, clean  # noqa: E402
+from megatron.data.cleaning.language import Language  # noqa: E402
+from megatron.data.cleaning.minhash import MinHash  # noqa: E402
+from megatron.data.cleaning.normalization import NORMALIZATIONS  # noqa: E402
+from megatron.data.cleaning.plan import CleaningOptions  # noqa: E402
+from megatron.data.cleaning.recipe import RULES, Recipe, rules_of  # noqa: E402
+from megatron.data.cleaning.row_files import FORMATS  # noqa: E402
+from megatron.data.preprocessing.inputs import resolve  # noqa: E402
+from tools.datasets.run_job import INPUT_HELP, add_choice_flags  # noqa: E402
+
+_TELL_S = 5.0
+_MB = 1 << 20
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("input", nargs="+", metavar="IN", help=INPUT_HELP.replace("separated by commas", "several"))
+    parser.add_argument("output", type=Path, metavar="OUT", help="a folder, which is made")
+    parser.add_argument(
+        "--text-key", default="text", metavar="KEY", help="the key or column that holds the text (text)"
+    )
+    add_choice_flags(parser)
+    one = parser.add_argument_group("each document by itself")
+    one.add_argument(
+        "--normalize", type=_names, default=tuple(NORMALIZATIONS), metavar="NAMES",
+        help=f"of {','.join(NORMALIZATIONS)} (all): wrongly decoded text, Unicode's form C, control characters; none",
+    )  # fmt: skip
+    one.add_argument("--language", type=_names, metavar="CODES", help="drop other languages than these, as en,de")
+    one.add_argument(
+        "--language-threshold", type=_share, default=Language().threshold, metavar="P",
+        help=f"drop where the model is less sure ({Language().threshold})",
+    )  # fmt: skip
+    one.add_argument(
+        "--recipe", type=_names, default=(), metavar="NAMES",
+        help=f"rules, in this order: gopher (both of its), {', '.join(RULES)}",
+    )  # fmt: skip
+    one.add_argument("--set", nargs="+", action="extend", default=[], metavar="RULE.KEY=VALUE", help="other thresholds")
+    one.add_argument("--word-language", default="en", metavar="CODE", help="whose rules of spaCy split words (en)")
+    one.add_argument("--mask-personal", action="store_true", help="replace e-mail addresses and public IPv4 addresses")
+    one.add_argument(
+        "--decontaminate", nargs="+", metavar="IN", help="drop documents that share a run of words with these sets"
+    )
+    one.add_argument("--decontaminate-ngrams", type=_count, default=13, metavar="N", help="words of such a run (13)")
+    together = parser.add_argument_group("all documents together")
+    together.add_argument("--exact", type=_names, default=(), metavar="SCOPES", help=f"of {','.join(SCOPES)}")
+    together.add_argument(
+        "--exact-min-chars", type=_count, default=20, metavar="N",
+        help="paragraphs and lines of fewer characters are no duplicates (20)",
+    )  # fmt: skip
+    together.add_argument("--minhash", action="store_true", help="near-duplicates by MinHash of runs of words")
+    method = MinHash()
+    for key, words in (
+        ("ngrams", "words of a run"), ("bands", "bands of a signature"), ("rows", "values of a band"),
+        ("seed", "of the hash functions"),
+    ):  # fmt: skip
+        value = getattr(method, key)
+        together.add_argument(f"--minhash-{key}", type=_count, default=value, metavar="N", help=f"{words} ({value})")
+    together.add_argument(
+        "--keep", choices=["first", "longest", "best"], default="first", help="which of a cluster stays (first)"
+    )
+    together.add_argument("--score", metavar="KEY", help="of --keep best: the number that is best when largest")
+    together.add_argument(
+        "--jaccard", type=_share, metavar="S", help="check pairs: below this true similarity they are no duplicates"
+    )
+    together.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="where signatures are computed: cpu (numpy), cuda, cuda:1 (torch)",
+    )
+    output = parser.add_argument_group("output")
+    output.add_argument("--validation", type=_share, default=0.0, metavar="P", help="this share into validation-* (0)")
+    output.add_argument("--seed", type=int, default=0, metavar="N", help="of that choice, by a hash of the text (0)")
+    output.add_argument("--format", choices=FORMATS, default="jsonl.zst", help="of the files (jsonl.zst)")
+    output.add_argument(
+        "--file-mb", type=_count, default=1024, metavar="N", help="text of a file, in 2^20 characters (1024)"
+    )
+    output.add_argument(
+        "--keep-rejected", action="store_true", help="write what goes into OUT/rejected, with its reason"
+    )
+    output.add_argument("--overwrite", action="store_true", help="replace the result of another job in OUT")
+    work = parser.add_argument_group("work")
+    work.add_argument("--workers", type=_count, default=1, metavar="N", help="processes (1)")
+    work.add_argument(
+        "--on-error", choices=["stop", "skip"], default="stop",
+        help="a row that cannot be read stops the job, or is left out and counted (stop)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part and part != "none")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a whole number from 1 on")
+    return int(text)
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number from 0 to 1")
+    return share
+
+
+def options_of(flags: argparse.Namespace) -> CleaningOptions:
+    """The options that flags describe. Raises DataError for those that do not fit together."""
+    for flag, given, known in (("normalize", flags.normalize, NORMALIZATIONS), ("exact", flags.exact, SCOPES)):
+        wrong = [name for name in given if name not in known]
+        if wrong:
+            raise DataError(f"--{flag}: no {', '.join(wrong)}; there are {', '.join(known)}")
+    if (flags.keep == "best") != (flags.score is not None):
+        raise DataError("--keep best needs --score KEY, and --score is for it alone")
+    if not flags.minhash and (flags.keep != "first" or flags.jaccard is not None or flags.device != "cpu"):
+        raise DataError("--keep, --jaccard and --device are for near-duplicates: add --minhash")
+    if flags.language is not None and not flags.language:
+        raise DataError("--language: names none; write en, or leave it out")
+    if flags.set and not flags.recipe:
+        raise DataError("--set changes thresholds of --recipe, and there is none")
+    if flags.minhash_seed >= 1 << 32 or flags.file_mb >= 1 << 20:
+        raise DataError("--minhash-seed is to be below 2^32, --file-mb below 2^20")
+    if flags.validation >= 1:
+        raise DataError("--validation 1: nothing would be left to train on")
+    minhash = None
+    if flags.minhash:
+        minhash = MinHash(
+            flags.minhash_ngrams, flags.minhash_bands, flags.minhash_rows, flags.minhash_seed, flags.keep, flags.score,
+            flags.jaccard,
+        )  # fmt: skip
+    return CleaningOptions(
+        recipe=Recipe(
+            normalize=tuple(name for name in NORMALIZATIONS if name in flags.normalize),
+            language=Language(flags.language, flags.language_threshold) if flags.language else None,
+            rules=rules_of(flags.recipe, flags.set),
+            word_language=flags.word_language,
+            mask_personal=flags.mask_personal,
+            decontaminate=flags.decontaminate_ngrams if flags.decontaminate else None,
+        ),
+        text_key=flags.text_key,
+        exact=tuple(scope for scope in SCOPES if scope in flags.exact),
+        exact_min_chars=flags.exact_min_chars,
+        minhash=minhash,
+        validation=flags.validation,
+        seed=flags.seed,
+        format=flags.format,
+        file_chars=flags.file_mb * _MB,
+        keep_rejected=flags.keep_rejected,
+        skip_bad_rows=flags.on_error == "skip",
+    )
+
+
+def resources_of(flags: argparse.Namespace) -> Resources:
+    """Workers and device. Raises DataError for a device that is not there."""
+    if flags.device == "cpu":
+        return Resources(flags.workers)
+    import torch
+
+    try:
+        torch.zeros(1, device=flags.device)
+    except (RuntimeError, AssertionError) as problem:
+        raise DataError(f"--device {flags.device}: torch cannot use it ({str(problem).splitlines()[0]})") from None
+    return Resources(flags.workers, flags.device)
+
+
+class Progress:
+    """A line every few seconds, rewritten in place on a terminal: rates and the time that is left."""
+
+    def __init__(self) -> None:
+        self._name, self._began, self._told = "", 0.0, 0.0
+        self._terminal = sys.stdout.isatty()
+
+    def __call__(self, progress: PassProgress) -> None:
+        now = time.monotonic()
+        if progress.name != self._name:
+            self._name, self._began, self._told = progress.name, now, now
+            return
+        ends = progress.done >= progress.total
+        if now - self._told < (0.2 if self._terminal else _TELL_S) and not ends:
+            return
+        self._told = now
+        seconds = max(now - self._began, 1e-9)
+        share, before = progress.done / max(progress.total, 1), progress.resumed_done / max(progress.total, 1)
+        left = max(1 - share, 0) * seconds / max(share - before, 1e-9)
+        parts = [f"{min(share, 1):.0%}"]
+        if progress.documents:
+            rate = (progress.documents - progress.resumed) / seconds
+            parts = [f"{progress.documents:,} documents", *parts, f"{rate:,.0f} documents/s"]
+        parts += [f"{time.strftime('%H:%M:%S', time.gmtime(left))} left"]
+        parts += [f"{progress.resumed:,} of an earlier run"] if progress.resumed else []
+        line = f"{progress.name}: {', '.join(parts)}"
+        print(f"\r{line}\033[K" if self._terminal else line, end="\n" if ends or not self._terminal else "", flush=True)
+
+
+def report(result: CleaningResult, output: Path) -> None:
+    """What is there now, in lines."""
+    if result.already:
+        print(f"{output}: made by this command before, nothing to do")
+    for name, count in result.documents.items():
+        if count:
+            print(f"{name}: {count:,} documents, {result.chars[name]:,} characters")
+    for reason, count in result.account.dropped.most_common():
+        print(f"dropped, {reason}: {count:,}")
+    for note in result.notes:
+        print(f"note: {note}", file=sys.stderr)
+    print(f"{output}/report.html shows what went")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    flags = parse(argv)
+    try:
+        options, resources = options_of(flags), resources_of(flags)
+        for item in (*flags.input, *(flags.decontaminate or ())):
+            if Path(item).is_dir() and flags.output.resolve().is_relative_to(Path(item).resolve()):
+                raise DataError(f"{flags.output}: lies in {item}, where it would be read next time; choose another OUT")
+        files = resolve(flags.input, flags.split, flags.subset)
+        evaluation = resolve(flags.decontaminate, "all") if flags.decontaminate else []
+        arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(flags).items()}
+        result = clean(files, flags.output, options, resources, evaluation, arguments, flags.overwrite, Progress())
+    except DataError as problem:
+        sys.exit(f"clean.py: error: {problem}")
+    except KeyboardInterrupt:
+        sys.exit("clean.py: stopped; the same command goes on from there")
+    report(result, flags.output)
+
+
+if __name__ == "__main__":
+    main()
