@@ -179,8 +179,8 @@ def measure(what: str, tool: str, count: int, chars: int) -> None:
     documents = list(texts(count, chars))
     work = MEASURES[what][tool](documents)
     began = time.process_time()
-    found = work()
-    print(json.dumps({"rate": count / (time.process_time() - began), "found": found}))
+    duplicates = work()
+    print(json.dumps({"rate": count / (time.process_time() - began), "duplicates": duplicates}))
 
 
 def table(rounds: int, counts: dict[int, int]) -> None:
@@ -206,8 +206,8 @@ def table(rounds: int, counts: dict[int, int]) -> None:
                     if done.returncode:
                         sys.stderr.write(f"{tool}: {done.stderr.strip().splitlines()[-1]}\n")
                         continue
-                    found = json.loads(done.stdout.splitlines()[-1])
-                    best[tool][chars] = max(best[tool].get(chars, (0.0, 0)), (found["rate"], found["found"]))
+                    measured = json.loads(done.stdout.splitlines()[-1])
+                    best[tool][chars] = max(best[tool].get(chars, (0.0, 0)), (measured["rate"], measured["duplicates"]))
         for tool, rates in best.items():
             cells = (f"{rates[chars][0]:,.0f} ({rates[chars][1]})" if chars in rates else "-" for chars in counts)
             print(f"| {tool} | " + " | ".join(cells) + " |")

@@ -10,6 +10,7 @@ import time
 import weakref
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -30,6 +31,14 @@ def temporary(path: str | Path) -> Path:
     """A name beside `path` (same file system, so that `os.replace` is atomic), different in every process."""
     path = Path(path)
     return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
+def write_json(path: str | Path, content: Any) -> None:
+    """Write a JSON value into a file, which appears whole and durable, in the place of an earlier one."""
+    unfinished = temporary(path)
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    sync(unfinished)
+    os.replace(unfinished, path)
 
 
 def sha256(path: str | Path) -> str:

@@ -21,7 +21,7 @@ from megatron.data.cleaning.minhash import (
 from megatron.data.cleaning.plan import Work
 from megatron.data.cleaning.row_files import read_rows
 from megatron.data.cleaning.shingles import WordHashes, shingles
-from megatron.data.cleaning.sorted_runs import document_numbers, merged, rows_of_part, write_run
+from megatron.data.cleaning.sorted_runs import document_numbers, groups, merged, rows_of_part, write_run
 from megatron.data.files import map_npy
 
 EXACT, MINHASH, PIECES = "exact", "minhash", "pieces"
@@ -32,7 +32,7 @@ _PAIRS_AT_ONCE = 100_000
 
 
 @dataclass
-class Kept:
+class Candidate:
     """A document after the passes so far. reason, kept: of one that goes, and the number of the one that
     stays in its place. removed: pieces that were taken out of its text, by scope."""
 
@@ -51,27 +51,27 @@ def find_later(work: Work, parts: int, stage: str, hashed: str, scope: str) -> d
     for stale in (work.folder / stage).glob(f"*.{scope}"):
         stale.unlink()
     count = sum(len(map_npy(path)) for path in work.all_files(hashed, parts, f"{scope}.own.npy"))
-    for found in later_ones(work.all_files(hashed, parts, f"{scope}.npy")):
-        count += len(found)
-        found = found[np.argsort(found["document"], kind="stable")]
-        of_part = (found["document"] >> np.uint64(32)).astype(np.int64)
+    for later in later_ones(work.all_files(hashed, parts, f"{scope}.npy")):
+        count += len(later)
+        later = later[np.argsort(later["document"], kind="stable")]
+        of_part = (later["document"] >> np.uint64(32)).astype(np.int64)
         numbers = np.unique(of_part)
         bounds = zip(np.searchsorted(of_part, numbers), np.searchsorted(of_part, numbers, "right"), strict=True)
         for part, (first, last) in zip(numbers.tolist(), bounds, strict=True):
             with open(work.file(stage, part, scope), "ab") as file:
-                file.write(found[first:last].tobytes())
+                file.write(later[first:last].tobytes())
     return {"pieces": count}
 
 
 def _later(work: Work, part: int, stage: str, hashed: str, scope: str) -> np.ndarray:
     """The rows of a part that have a piece which has stood before, its place, and where it stood."""
     own, path = map_npy(work.file(hashed, part, f"{scope}.own.npy")), work.file(stage, part, scope)
-    found = np.concatenate([own, np.fromfile(path, LATER)]) if path.exists() else np.array(own)
-    found["document"] &= np.uint64(0xFFFFFFFF)
-    return found
+    later = np.concatenate([own, np.fromfile(path, LATER)]) if path.exists() else np.array(own)
+    later["document"] &= np.uint64(0xFFFFFFFF)
+    return later
 
 
-def after_exact(work: Work, part: int) -> Iterator[Kept]:
+def after_exact(work: Work, part: int) -> Iterator[Candidate]:
     """The documents of a part, those that are exact duplicates marked."""
     firsts: dict[int, int] = {}
     if "document" in work.options.exact:
@@ -79,10 +79,10 @@ def after_exact(work: Work, part: int) -> Iterator[Kept]:
         firsts = dict(zip(later["document"].tolist(), later["first"].tolist(), strict=True))
     for row, values in enumerate(read_rows(work.file(FILTERED, part, "jsonl.zst"))):
         reason = SAME if row in firsts else None
-        yield Kept(part, row, values, values[work.options.text_key], reason, firsts.get(row))
+        yield Candidate(part, row, values, values[work.options.text_key], reason, firsts.get(row))
 
 
-def after_near(work: Work, part: int) -> Iterator[Kept]:
+def after_near(work: Work, part: int) -> Iterator[Candidate]:
     """The documents of a part, all that are duplicates marked."""
     near: dict[int, int] = {}
     if work.options.minhash is not None:
@@ -105,7 +105,7 @@ def write_pieces(work: Work, part: int) -> dict[str, Any]:
     return {}
 
 
-def after_all(work: Work, part: int) -> Iterator[Kept]:
+def after_all(work: Work, part: int) -> Iterator[Candidate]:
     """The documents of a part, duplicates marked, and the texts of others without paragraphs and lines that
     have stood before."""
     places: dict[str, dict[int, list[int]]] = {}
@@ -145,10 +145,10 @@ def write_bands(work: Work, part: int, sign: bool = True) -> dict[str, Any]:
     else:
         np.savez(work.file(MINHASH, part, "shingles.npz"), values=np.concatenate([np.empty(0, np.int32), *held]),
                  counts=counts, rows=numbers)  # fmt: skip
-    return {"documents": len(rows), "without": int((counts == 0).sum())}
+    return {"without": int((counts == 0).sum())}
 
 
-def sign_on_device(work: Work, part: int, device: str) -> dict[str, Any]:
+def sign_on_device(work: Work, part: int, device: str) -> None:
     """Write the keys of the bands of a part whose shingles are written, computed by torch."""
     method = work.options.minhash
     assert method is not None
@@ -158,12 +158,12 @@ def sign_on_device(work: Work, part: int, device: str) -> dict[str, Any]:
     keys = band_keys(torch_signatures(values, counts, method, device), method)
     _write_bands(work, part, rows, counts, keys)
     path.unlink()
-    return {}
 
 
 def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> None:
     """Write for each band a run of the first document with each key, and the pairs of the others with it: so
-    many copies of one document are few records."""
+    many copies of one document are few records. With a least Jaccard similarity all are in the runs, for
+    which pairs are compared must not depend on the parts."""
     method = work.options.minhash
     assert method is not None
     some, edges = counts > 0, [np.empty((0, 2), np.uint64)]
@@ -172,10 +172,12 @@ def _write_bands(work: Work, part: int, rows: np.ndarray, counts: np.ndarray, ke
         of_band = keys[some, band] if keys is not None else np.empty(0, np.uint64)
         order = np.argsort(of_band, kind="stable")
         of_band, numbers = of_band[order], documents[order]
-        edges.append(pairs_of(of_band, numbers, method.jaccard is not None))
-        begins = np.append(True, of_band[1:] != of_band[:-1]) if len(order) else np.empty(0, bool)
-        records = np.empty(int(begins.sum()), [("key", "<u8"), ("document", "<u8")])
-        records["key"], records["document"] = of_band[begins], numbers[begins]
+        if method.jaccard is None:
+            edges.append(pairs_of(of_band, numbers, False))
+            first, _ = groups(of_band)
+            of_band, numbers = of_band[first], numbers[first]
+        records = np.empty(len(of_band), [("key", "<u8"), ("document", "<u8")])
+        records["key"], records["document"] = of_band, numbers
         write_run(work.file(MINHASH, part, f"{band:02d}.npy"), records)
     np.save(work.file(MINHASH, part, "edges.npy"), np.unique(np.concatenate(edges), axis=0))
 
@@ -210,21 +212,19 @@ def _fewer(edges: np.ndarray, method: MinHash) -> np.ndarray:
     return np.stack([roots[apart], nodes[apart]], axis=1)
 
 
-def write_shingle_sets(work: Work, part: int) -> dict[str, Any]:
+def write_shingle_sets(work: Work, part: int) -> None:
     """Write the sets of shingles of the documents of a part that are in pairs."""
     method = work.options.minhash
     assert method is not None
     wanted = set(rows_of_part(map_npy(work.folder / MINHASH / "paired.npy"), part).tolist())
-    rows, sets = [], []
+    sets = []
     for one in after_exact(work, part) if wanted else ():
         if one.row in wanted:
             values, _ = shingles(*_hashes().of([one.text]), method.ngrams)
-            rows.append(one.row)
             sets.append(np.unique(values))
     np.save(work.file(MINHASH, part, "sets.npy"), np.concatenate([np.empty(0, np.uint64), *sets]))
     sizes = np.array(list(map(len, sets)), np.int64)
-    np.savez(work.file(MINHASH, part, "sets.npz"), rows=np.array(rows, np.int64), sizes=sizes)
-    return {}
+    np.savez(work.file(MINHASH, part, "sets.npz"), sizes=sizes)
 
 
 def similar_pairs(work: Work, pairs: np.ndarray, parts: int) -> np.ndarray:
@@ -265,8 +265,7 @@ def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
         kind = "chars.npy" if method.keep == "longest" else "worth.npy"
         worth[first : first + len(rows)] = map_npy(work.file(FILTERED, part, kind))[rows]
     order = np.lexsort((nodes, -worth, roots))
-    begins = np.append(True, roots[order][1:] != roots[order][:-1]) if len(order) else np.empty(0, bool)
-    heads = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    begins, heads = groups(roots[order])
     gone, kept = nodes[order][~begins], nodes[order][heads][~begins]
     again = np.argsort(gone)
     np.save(work.folder / MINHASH / "dropped.npy", gone[again])
@@ -276,8 +275,8 @@ def choose(work: Work, pairs: np.ndarray, parts: int) -> dict[str, Any]:
     return {"clusters": len(sizes), "sizes": dict(zip(map(str, by_size.tolist()), times.tolist(), strict=True))}
 
 
-def _batches(work: Work, part: int) -> Iterator[Sequence[Kept]]:
-    batch: list[Kept] = []
+def _batches(work: Work, part: int) -> Iterator[Sequence[Candidate]]:
+    batch: list[Candidate] = []
     for one in after_exact(work, part):
         if one.reason is None:
             batch.append(one)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.cleaning.sorted_runs import document_numbers, merged
+from megatron.data.cleaning.sorted_runs import document_numbers, groups, merged
 from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
@@ -57,13 +57,11 @@ def later_ones(paths: Sequence[Path]) -> Iterator[np.ndarray]:
     LATER."""
     for piece in merged(paths):
         piece = piece[np.lexsort((piece["rest"], piece["key"]))]  # stable: documents stay in their order
-        same = (piece["key"][1:] == piece["key"][:-1]) & (piece["rest"][1:] == piece["rest"][:-1])
-        begins = np.append(True, ~same)
-        heads = np.maximum.accumulate(np.where(begins, np.arange(len(piece)), 0))
-        found = np.empty(int((~begins).sum()), LATER)
-        found["document"], found["place"] = piece["document"][~begins], piece["place"][~begins]
-        found["first"] = piece["document"][heads[~begins]]
-        yield found
+        begins, heads = groups(piece["key"], piece["rest"])
+        later = np.empty(int((~begins).sum()), LATER)
+        later["document"], later["place"] = piece["document"][~begins], piece["place"][~begins]
+        later["first"] = piece["document"][heads[~begins]]
+        yield later
 
 
 def without(text: str, scope: str, places: Sequence[int]) -> str:

@@ -47,7 +47,7 @@ from megatron.data.cleaning.plan import EVALUATION, FORMAT, CleaningOptions, Wor
 from megatron.data.cleaning.publishing import PUBLISHED, SETS, file_name, kept_text, slices_of_files, write_files
 from megatron.data.cleaning.row_files import unified_schema
 from megatron.data.errors import DataError
-from megatron.data.files import sha256, temporary
+from megatron.data.files import sha256, write_json
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.inputs import InputFile
 from megatron.data.preprocessing.work_folder import digest, os_error, work_folder
@@ -72,6 +72,7 @@ class PassProgress:
 
 
 Show = Callable[[PassProgress], None]
+Task = Callable[[], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -199,19 +200,14 @@ class _Job:
         (self.work.folder / FILTERED).mkdir(exist_ok=True)
         progress = self._begin(PassProgress("filter", sum(file.bytes_read for file in self.files)))
 
-        def tasks() -> Iterator[tuple[Any, ...]]:
-            all_parts = parts_of(self.files)
-            for part, shards_of_part in enumerate(all_parts):
-                done = self.work.file(FILTERED, part, "json").exists()
-                yield (partial(filter_part, self.work, part, () if done else shards_of_part),)
-
-        found = []
-        for values, was_done in self._each(FILTERED, tasks()):
+        tasks = (partial(filter_part, self.work, part, some) for part, some in enumerate(parts_of(self.files)))
+        filtered = []
+        for values, was_done in self._each(FILTERED, tasks):
             part = FilteredPart.of_dict(values)
             account.add(part.account)
             self._step(progress, part.disk_bytes, part.account.read, was_done)
-            found.append(replace(part, account=Account()))  # samples of thousands of parts are not kept
-        return found
+            filtered.append(replace(part, account=Account()))  # samples of thousands of parts are not kept
+        return filtered
 
     def _later(self, stage: str, hashed: str, scopes: Sequence[str], parts: int) -> dict[str, Any]:
         """Find what has stood before, and how much that is by scope."""
@@ -226,7 +222,7 @@ class _Job:
     def _hash_pieces(self, filtered: Sequence[FilteredPart]) -> None:
         (self.work.folder / PIECES).mkdir(exist_ok=True)
         progress = self._begin(PassProgress("paragraphs and lines", sum(one.kept for one in filtered)))
-        tasks = ((partial(write_pieces, self.work, part),) for part in range(len(filtered)))
+        tasks = (partial(write_pieces, self.work, part) for part in range(len(filtered)))
         for part, (_, was_done) in enumerate(self._each(PIECES, tasks)):
             self._step(progress, filtered[part].kept, filtered[part].kept, was_done)
 
@@ -234,7 +230,7 @@ class _Job:
         work, parts = self.work, len(filtered)
         (work.folder / MINHASH).mkdir(exist_ok=True)
         progress = self._begin(PassProgress("minhash", sum(one.kept for one in filtered)))
-        tasks = ((partial(write_bands, work, part, self.resources.device is None),) for part in range(parts))
+        tasks = (partial(write_bands, work, part, self.resources.device is None) for part in range(parts))
         without = 0
         for part, (values, was_done) in enumerate(self._each(MINHASH, tasks)):
             if work.file(MINHASH, part, "shingles.npz").exists():  # maybe of an earlier run with a device
@@ -249,8 +245,7 @@ class _Job:
             pairs = find_pairs(work, parts, lambda done: self._step(bands, done - bands.done, 0, False))
             if method.jaccard is not None:
                 np.save(work.folder / MINHASH / "paired.npy", np.unique(pairs))
-                sets = ((partial(write_shingle_sets, work, part),) for part in range(parts))
-                for _ in in_order(_call, sets, self.resources.workers):
+                for _ in in_order(write_shingle_sets, ((work, part) for part in range(parts)), self.resources.workers):
                     pass
                 pairs = similar_pairs(work, pairs, parts)
             return choose(work, pairs, parts)
@@ -267,9 +262,7 @@ class _Job:
             schemas = [bytes.fromhex(one.schema) for one in filtered if one.schema is not None]
             schema = unified_schema(schemas).hex() if schemas else None
         progress = self._begin(PassProgress("write", len(files)))
-        tasks = (
-            (partial(write_files, work, number, len(files), slices, schema),) for number, slices in enumerate(files)
-        )
+        tasks = (partial(write_files, work, number, len(files), slices, schema) for number, slices in enumerate(files))
         documents, chars = dict.fromkeys(SETS, 0), dict.fromkeys(SETS, 0)
         for values, was_done in self._each(PUBLISHED, tasks):
             account.add(Account.of_dict(values["account"]))
@@ -279,18 +272,17 @@ class _Job:
             self._step(progress, 1, sum(values["documents"].values()), was_done)
         return documents, chars, len(files)
 
-    def _each(self, stage: str, tasks: Iterator[tuple[Any, ...]]) -> Iterator[tuple[dict[str, Any], bool]]:
+    def _each(self, stage: str, tasks: Iterator[Task]) -> Iterator[tuple[dict[str, Any], bool]]:
         """The result of each task of a pass, and whether it was there from before."""
-        numbered = (
-            (task, self.work.file(stage, number, "json"), self.work.file(stage, number, "json").exists())
-            for number, (task,) in enumerate(tasks)
-        )
-        yield from in_order(_remembered, numbered, self.resources.workers)
+        noted = ((task, self.work.file(stage, number, "json")) for number, task in enumerate(tasks))
+        # A task that is done is not sent to a worker: it may hold a part of the input.
+        todo = ((None if path.exists() else task, path) for task, path in noted)
+        yield from in_order(_remembered, todo, self.resources.workers)
 
-    def _once(self, stage: str, name: str, call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _once(self, stage: str, name: str, call: Task) -> dict[str, Any]:
         folder = self.work.folder / stage
         folder.mkdir(exist_ok=True)
-        return _remembered(call, folder / f"{name}.json", False)[0]
+        return _remembered(call, folder / f"{name}.json")[0]
 
     def _begin(self, progress: PassProgress) -> PassProgress:
         self.show(progress)
@@ -350,16 +342,10 @@ def _described(file: InputFile, digest_of_it: str) -> dict[str, Any]:
     return {"path": str(file.path), "bytes": file.size, "sha256": digest_of_it, **rows}
 
 
-def _call(task: Callable[[], Any]) -> Any:
-    return task()
-
-
-def _remembered(call: Callable[[], dict[str, Any]], path: Path, was_done: bool) -> tuple[dict[str, Any], bool]:
-    """What a call gave, noted in a file; a call whose note is there is not made."""
-    if was_done or path.exists():
+def _remembered(call: Task | None, path: Path) -> tuple[dict[str, Any], bool]:
+    """What a call gave, noted in a file, and whether the note was there: then the call is not made."""
+    if call is None or path.exists():
         return json.loads(path.read_text(encoding="utf-8")), True
     result = call()
-    unfinished = temporary(path)
-    unfinished.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(unfinished, path)
+    write_json(path, result)
     return result, False

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import numpy as np
 
 from megatron.data.cleaning.shingles import WordHashes, mixed, shingles
+from megatron.data.cleaning.sorted_runs import groups
 
 _BLOCK = 8192  # shingles at once: with all hash functions about the cache of a core
 _GPU_BLOCK = 1 << 18
@@ -57,8 +58,8 @@ def signatures(values: np.ndarray, counts: np.ndarray, method: MinHash) -> np.nd
         hashed = scratch[:, : stop - start[0]]
         np.multiply(values[None, start[0] : stop], factors, out=hashed)
         hashed += summands
-        found = np.minimum.reduceat(hashed, start - start[0], axis=1)
-        least[:, text] = np.minimum(least[:, text], found)
+        least_here = np.minimum.reduceat(hashed, start - start[0], axis=1)
+        least[:, text] = np.minimum(least[:, text], least_here)
     return np.ascontiguousarray(least.T)
 
 
@@ -109,8 +110,7 @@ def pairs_of(keys: np.ndarray, documents: np.ndarray, neighbours: bool) -> np.nd
 
     keys, documents: in order of keys, and of documents where keys are the same.
     """
-    begins = np.append(True, keys[1:] != keys[:-1]) if len(keys) else np.empty(0, bool)
-    heads = np.maximum.accumulate(np.where(begins, np.arange(len(keys)), 0))
+    begins, heads = groups(keys)
     later = np.flatnonzero(~begins)
     edges = np.stack([documents[heads[later]], documents[later]], axis=1)
     if neighbours:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import DataError
-from megatron.data.files import sync, temporary
+from megatron.data.files import write_json
 from megatron.data.preprocessing.inputs import InputFile
 
 METADATA, PAGE = "metadata.json", "report.html"
@@ -46,7 +46,7 @@ def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mappi
     marker = work / _MARKER
     if not marker.exists():
         old = _metadata(target) or {"output_files": []}
-        _write(marker, {"stale": [*old["output_files"], *old.get("rejected_files", [])]})
+        write_json(marker, {"stale": [*old["output_files"], *old.get("rejected_files", [])]})
     for name in json.loads(marker.read_text(encoding="utf-8"))["stale"]:
         if name not in files:
             (target / name).unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def publish(work: Path, target: Path, files: Mapping[str, Path], metadata: Mappi
         if path.exists():  # else it has its place since an earlier try
             (target / name).parent.mkdir(exist_ok=True)
             os.replace(path, target / name)
-    _write(target / METADATA, metadata)
+    write_json(target / METADATA, metadata)
 
 
 def _metadata(target: Path) -> dict[str, Any] | None:
@@ -68,10 +68,3 @@ def _metadata(target: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, KeyError, TypeError):
         pass
     raise DataError(f"{target / METADATA}: was not made by this command, or is damaged; choose another OUT")
-
-
-def _write(path: Path, content: Mapping[str, Any]) -> None:
-    unfinished = temporary(path)
-    unfinished.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    sync(unfinished)
-    os.replace(unfinished, path)

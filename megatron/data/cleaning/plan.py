@@ -1,4 +1,4 @@
-"""What a job of cleaning is: its options, and where its files are."""
+"""The options of a job of cleaning, the paths of its files, and how its input is cut into parts."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -40,7 +40,7 @@ class CleaningOptions:
 
     @property
     def piece_scopes(self) -> tuple[str, ...]:
-        """Those of `exact` that take pieces out of documents."""
+        """The scopes of `exact` that take pieces out of documents: paragraph, line."""
         return tuple(scope for scope in self.exact if scope != "document")
 
     def describe(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Work:
         return self.folder / stage / f"{part:06d}.{kind}"
 
     def all_files(self, stage: str, parts: int, kind: str) -> list[Path]:
-        """That file of every part, in order."""
+        """The paths of a pass's file of one kind, for every part in order."""
         return [self.file(stage, part, kind) for part in range(parts)]
 
 

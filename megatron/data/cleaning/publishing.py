@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.cleaning.accounts import Account
-from megatron.data.cleaning.deduplication import Kept, after_all
+from megatron.data.cleaning.deduplication import Candidate, after_all
 from megatron.data.cleaning.filtering import FILTERED, text_key
 from megatron.data.cleaning.plan import Work
 from megatron.data.cleaning.row_files import row_writer
@@ -69,10 +69,9 @@ def write_files(work: Work, number: int, files: int, slices: Sequence[Slice], sc
             path = folder / file_name("duplicates", number, files, "jsonl.zst")
             out = stack.enter_context(row_writer(path, "jsonl.zst"))
         for one in (one for piece in slices for one in _documents(work, piece)):
-            key = text_key(one.text)
             if one.reason is not None:
                 document = int(document_numbers(one.part, np.array([one.row]))[0])
-                account.drop(one.reason, one.text, key, document, one.kept)
+                account.drop(one.reason, one.text, text_key(one.text), document, one.kept)
                 if out is not None:
                     out({"reason": one.reason, "row": one.values})
                 continue
@@ -94,7 +93,7 @@ def kept_text(work: Work, document: int) -> str:
     return next(one.text for one in after_all(work, part) if one.row == row)
 
 
-def _documents(work: Work, piece: Slice) -> Iterator[Kept]:
+def _documents(work: Work, piece: Slice) -> Iterator[Candidate]:
     for one in after_all(work, piece.part):
         if one.row >= piece.last:
             return

@@ -54,7 +54,7 @@ def as_json(row: Mapping[str, Any]) -> bytes:
     try:
         return json.dumps(row, ensure_ascii=False, default=_text, allow_nan=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair beside the text
-        return json.dumps(row, default=_text).encode()
+        return json.dumps(_finite(row), default=_text).encode()
     except ValueError:  # NaN or infinite
         return as_json(_finite(row))
 
@@ -93,7 +93,7 @@ def unified_schema(schemas: list[bytes]) -> bytes:
 
 @contextlib.contextmanager
 def _refused() -> Iterator[None]:
-    """What Arrow cannot make a table of is a DataError."""
+    """Rows of which Arrow can make no table raise DataError inside the block."""
     import pyarrow
 
     try:

@@ -25,6 +25,16 @@ def rows_of_part(documents: np.ndarray, part: int) -> np.ndarray:
     return (mine[mine >> np.uint64(32) == part] & np.uint64(0xFFFFFFFF)).astype(np.int64)
 
 
+def groups(*columns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of records in order of some columns: which begin a group of equal ones, and where each one's group
+    begins."""
+    begins = np.zeros(len(columns[0]), bool)
+    begins[:1] = True
+    for column in columns:
+        begins[1:] |= column[1:] != column[:-1]
+    return begins, np.maximum.accumulate(np.where(begins, np.arange(len(begins)), 0))
+
+
 def write_run(path: Path, records: np.ndarray) -> None:
     """Write records, an array with a field `key` (uint64) and others, in order of keys; the file appears
     whole."""

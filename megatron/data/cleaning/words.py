@@ -149,10 +149,10 @@ class Document:
 
     @cached_property
     def chunks(self) -> list[_Chunk]:
-        """Its chunks between whitespace."""
+        """The text's chunks between whitespace, each with its words."""
         return self.splitter.chunks(self.text)
 
     @cached_property
     def words(self) -> list[str]:
-        """Its words in their order; each sign is one."""
+        """The text's words in their order; most signs are words of their own."""
         return [word for chunk in self.chunks for word in chunk.words]

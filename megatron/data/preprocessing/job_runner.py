@@ -26,7 +26,7 @@ from typing import IO, Any
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.files import sha256, sync, temporary
+from megatron.data.files import sha256, write_json
 from megatron.data.indexed_dataset import DocumentBlock, data_path, documents_of, publish, write_index
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.encode_job import Job
@@ -189,7 +189,7 @@ class _JobRun:
             os.fsync(handle.fileno())
         self.saved = time.monotonic()
         self.journal |= {"progress": asdict(self.state), "part": asdict(self.total)}
-        _write(self.folder / "journal.json", self.journal)
+        write_json(self.folder / "journal.json", self.journal)
 
     def check_space(self, first: bool = False) -> None:
         """Refuse a job that the disk cannot hold, judged by what was written so far."""
@@ -238,7 +238,7 @@ class _JobRun:
                 for i, dtype in enumerate(self.dtypes):
                     write_index(self.folder / f"{i}.idx", dtype, partial(_documents, self.folder / f"{i}.len"))
                 if metadata_file:
-                    _write(self.folder / "metadata.json", self._metadata(result, arguments))
+                    write_json(self.folder / "metadata.json", self._metadata(result, arguments))
             except OSError as problem:
                 raise DataError(f"{os_error(problem, self.folder)}{self.how_to_go_on()}") from None
             self.journal["published"] = True
@@ -309,10 +309,3 @@ def _work_folder(prefixes: list[str], job: Job, files: list[InputFile]) -> Abstr
         target.with_name(f".{Path(prefixes[0]).name}.parts-{digest(identity)}"), f".{Path(prefixes[0]).name}.parts-*",
         prefixes[0], "choose another --output-prefix", lambda folder: (folder / "journal.json").exists(),
     )  # fmt: skip
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    unfinished = temporary(path)
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    sync(unfinished)
-    os.replace(unfinished, path)

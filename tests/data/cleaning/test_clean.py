@@ -117,6 +117,24 @@ def test_workers_files_and_devices_change_nothing(source: Path, tmp_path: Path, 
     assert texts == others and max(map(len, texts.values())) == 8, "of more than eight the same eight"
 
 
+def test_which_pairs_are_compared_does_not_depend_on_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds of document in turn, which share most bands; only those of one kind are similar enough."""
+    given = []
+    for family in range(8):
+        words = ["".join(random.Random(1000 * family + n).choices("abcdef", k=6)) for n in range(404)]
+        for number in range(9):
+            kind = words[:400] if number % 2 else words[4:]  # a similarity of 0.98
+            given.append({"text": " ".join([*kind, "and", "abcdefghi"[number] * 3])})
+    source = write(tmp_path / "raw.jsonl", given)
+    left = []
+    for least in (1 << 20, 8 << 10):
+        monkeypatch.setattr(plan, "_LEAST", least)
+        monkeypatch.setattr("megatron.data.preprocessing.shards.CHUNK_BYTES", 1 << 10)
+        clean(tmp_path / str(least), source, "--minhash", "--jaccard", "0.99")
+        left.append(read(tmp_path / str(least)))
+    assert left[0] == left[1] and len(left[0]) >= 16, "two kinds of eight families"
+
+
 def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some have theirs, over another result too; nothing of what was dropped is lost."""
     flags = [*TOGETHER, "--keep-rejected"]
