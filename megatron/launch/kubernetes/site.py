@@ -6,12 +6,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from megatron.neox_arguments.errors import ConfigError, ErrorCollector
+from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import REQUIRED, keys_of, new_key
-from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
+from megatron.neox_arguments.reading.declared_file import read_declared
 from megatron.neox_arguments.validation.types import check_keys
 
 # The variables of a container and their values where the site says nothing; WORLD_SIZE is made.
@@ -103,7 +101,7 @@ def read_site(file: str | Path) -> Site:
     each mistake, unknown keys with the nearest known ones."""
     origins: dict[str, str] = {}
     problems = ErrorCollector(origins)
-    values = check_keys(Site, _read(str(file), origins, problems), problems)
+    values = check_keys(Site, read_declared(file, origins, problems), problems)
     problems.raise_if_any()
     for name, value in values.items():
         if value is None and keys_of(Site)[name].type == Mapping[str, Any]:
@@ -120,39 +118,6 @@ def read_site(file: str | Path) -> Site:
     _check(site, problems)
     problems.raise_if_any()
     return site
-
-
-def _read(file: str, origins: dict[str, str], problems: ErrorCollector) -> dict[str, Any]:
-    """What a file says, names as they are written (a claim's may have hyphens), the place of each dotted key
-    in `origins`."""
-    try:
-        loader = ConfigLoader(Path(file).expanduser().read_text(encoding="utf-8"))
-        root = loader.get_single_node()
-        if not isinstance(root, yaml.MappingNode):
-            raise ConfigError([f"{file}: expected `key: value` lines"])
-        _note_lines(root, file, "", origins, problems)
-        return dict(loader.construct_document(root))
-    except FileNotFoundError:
-        raise ConfigError([f"{file}: no such file"]) from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError([f"{file}: cannot be read: {problem}"]) from None
-    except yaml.MarkedYAMLError as problem:
-        mark = problem.problem_mark or problem.context_mark
-        raise ConfigError([f"{file}:{mark.line + 1 if mark else '?'}: not valid YAML: {problem.problem}"]) from None
-    except yaml.YAMLError as problem:
-        raise ConfigError([f"{file}: not valid YAML: {' '.join(str(problem).split())}"]) from None
-
-
-def _note_lines(
-    node: yaml.MappingNode, file: str, prefix: str, origins: dict[str, str], problems: ErrorCollector
-) -> None:
-    for key, value in node.value:
-        path, origin = f"{prefix}{key.value}", f"{file}:{key.start_mark.line + 1}"
-        if path in origins:
-            problems.lines.append(f"{origin}: {path}: already set at {origins[path]}; keep one of them")
-        origins[path] = origin
-        if isinstance(value, yaml.MappingNode):
-            _note_lines(value, file, f"{path}.", origins, problems)
 
 
 def _check(site: Site, problems: ErrorCollector) -> None:
