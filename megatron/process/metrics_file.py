@@ -1,5 +1,5 @@
 """`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, and reading
-it."""
+it; and the name of the file of `profile_memory` beside it."""
 
 import json
 from collections.abc import Iterator
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
+MEMORY_FILE = "memory_parts.json"
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
 

@@ -52,6 +52,12 @@ class LoggingKeys:
     profile_step_stop: int = key(12, "Last iteration of the trace", ge=1)
     memory_profiling: bool = key(False, "Record a memory snapshot of those iterations")
     memory_profiling_path: str | None = key(None, "Folder of the snapshots")
+    profile_memory: int | None = new_key(
+        None,
+        "The iteration whose peak of memory is taken apart (weights, gradients, optimizer states, activations, logits, "
+        "..) into memory_parts.json beside metrics.jsonl; tools/profile_memory.py shows it",
+        ge=2,
+    )
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megatron.training.callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.callbacks.gradient_probes import build_probes
 from megatron.training.callbacks.history import HistoryCallback
 from megatron.training.callbacks.log import LogCallback, ProgressBarCallback, build_bar
+from megatron.training.callbacks.memory_parts import MemoryParts
 from megatron.training.callbacks.packing_efficiency import PackingEfficiency
 from megatron.training.callbacks.profiling import StepProfiler
 from megatron.training.callbacks.saving import SaveCallback
@@ -52,6 +53,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
 
     loop.settle = settle
     callbacks += [
+        *([MemoryParts(training)] if args.profile_memory is not None else []),  # first: it sees a step and no more
         packing,  # counts the places of a step's rows
         gradients,  # shows gradients to those who measure them
         *([CompiledGraphs()] if args.compile else []),

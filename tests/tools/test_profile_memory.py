@@ -1,0 +1,98 @@
+"""What fills memory, from configurations and from runs: the table, the picture, and what is said of
+mistakes."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.training.runs import GOLDEN, LLAMA, config
+from tools.profile_memory import main
+
+MIB = 2**20
+RANKS = [
+    {"rank": 0, "peak": 4 * MIB, "parts": {"weights": MIB, "activations": 3 * MIB, "other": 0}},
+    {"rank": 1, "peak": 8 * MIB, "parts": {"weights": 2 * MIB, "activations": 5 * MIB, "other": MIB}},
+]
+TABLE = """\
+peak of iteration 7, rank 1 of 2, cpu
+part               memory    share         least          most
+weights          2.00 MiB    25.0%      1.00 MiB      2.00 MiB
+activations      5.00 MiB    62.5%      3.00 MiB      5.00 MiB
+other            1.00 MiB    12.5%      0.00 MiB      1.00 MiB
+peak             8.00 MiB   100.0%      4.00 MiB      8.00 MiB
+"""
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Path:
+    """The folder of a run that goes on, with what it has measured."""
+    logs = tmp_path / "save" / "logs"
+    logs.mkdir(parents=True)
+    points = {"weights": [2 * MIB, 2 * MIB], "activations": [0, 5 * MIB], "other": [0, MIB]}
+    timeline = {"rank": 1, "changes": 2, "moments": [0, 2], "parts": points}
+    content = {"iteration": 7, "device": "cpu", "compile": False, "ranks": RANKS, "timeline": timeline}
+    (logs / "memory_parts.json").write_text(json.dumps(content))
+    (logs / "metrics.jsonl").write_text(json.dumps({"iteration": 9}) + "\n")
+    (logs.parent / "status.json").write_text(json.dumps({"status": "running", "iteration": 8}))
+    return logs.parent
+
+
+def test_a_run(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for named in (save, save / "logs", save / "logs" / "memory_parts.json"):
+        assert main([str(named)]) == 0
+        assert capsys.readouterr() == (TABLE, f"picture: {save / 'logs' / 'memory_parts.png'}\n")
+    picture = save / "logs" / "memory_parts.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    picture.unlink()
+    assert main([str(save), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ranks"] == RANKS and not picture.exists()
+    assert main([str(save), "--output", str(tmp_path / "mine.svg")]) == 0
+    assert "<svg" in (tmp_path / "mine.svg").read_text()
+
+
+def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: object) -> str:
+        assert main([str(word) for word in words]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("profile_memory.py: ") and error.count("\n") == 1
+        return error
+
+    file = save / "logs" / "memory_parts.json"
+    assert "is a folder, which stands alone, without --set" in said(save, "--set", "precision=fp32")
+    for content in ("[]", "{}"):
+        file.write_text(content)
+        assert f"{file}: is none of the files that profile_memory writes" in said(save)
+    file.unlink()
+    assert f"{file}: not there; set profile_memory: N, an iteration after 9, the run's last so far" in said(save)
+    assert "holds no run: neither status.json nor metrics.jsonl" in said(tmp_path)
+    assert "nothing.yml: no such file" in said(tmp_path / "nothing.yml")
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "a.yml"), "--iterations", "1"])
+    assert "--iterations: at least 2; the first step makes the optimizer's states" in capsys.readouterr().err
+
+
+def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A long run that warms up, saves and validates; nothing is left of the short one, of whose
+    own settings --set wins."""
+    keys: dict[str, Any] = {
+        "num_layers": 2, "train_iters": 5000, "lr_decay_style": "cosine", "warmup": None, "warmup_iters": 100,
+        "save": str(tmp_path / "save"), "checkpoint_factor": 1, "extra_save_iters": [0], "eval_iters": 10,
+        "load": str(tmp_path / "save"), "tensorboard_dir": str(tmp_path / "board"), "index_cache_dir": None,
+        "train_micro_batch_size_per_gpu": 2, "num_gpus": 1,
+    }  # fmt: skip
+    data = sorted((GOLDEN / "dataset").rglob("*"))
+    (tmp_path / "conf.yml").write_text(yaml.safe_dump(config(LLAMA, keys)))
+    monkeypatch.chdir(tmp_path)
+    assert main(["conf.yml", "--set", "profile_memory=2"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "peak of iteration 2, rank 0 of 1, cpu" and printed[1].split() == ["part", "memory", "share"]
+    shares = {
+        line[: line.index(".")].rsplit(maxsplit=1)[0].strip(): float(line.split()[-1][:-1]) for line in printed[2:]
+    }
+    assert shares.pop("peak") == 100.0 and sum(shares.values()) == pytest.approx(100.0, abs=0.5)
+    assert shares["optimizer states"] == pytest.approx(2 * shares["weights"], rel=0.02)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["conf.yml", "memory_parts.png"]
+    assert sorted((GOLDEN / "dataset").rglob("*")) == data, "index maps"

@@ -1,0 +1,149 @@
+#!/usr/bin/env python
+"""Show what fills memory at the peak of a training step: weights, gradients, optimizer states, buffers,
+activations, logits, the rest; as a table, and as a picture with the course of the step.
+
+    python tools/profile_memory.py model.yml local_setup.yml                      # a tiny run of it, 3 steps
+    python tools/profile_memory.py model.yml --set train_micro_batch_size_per_gpu=8 checkpoint_activations=true
+    python tools/profile_memory.py checkpoints/mine                               # of a run with profile_memory: N
+    python tools/profile_memory.py checkpoints/mine --json
+
+Of configurations it starts deepy.py train.py with --iterations steps (3), of which the last is measured, on the
+configuration's data and devices. Weights are drawn anew, nothing is validated or saved, and all files go into a
+folder that is deleted; --set wins over these settings too (--set load=checkpoints/base).
+
+Of a folder, the `save` of a run or its log folder, it shows memory_parts.json, which a run writes at the
+iteration that its key `profile_memory` names; the run may be going on.
+
+A part's bytes are those of its storages. On a GPU the peak is the allocator's, and what it has over all that was
+counted has a row of its own. With `compile` most of what compiled blocks keep is in it: --set compile=false
+tells more, of another peak.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.operations.memory_parts import memory_file, plot, read_memory, table  # noqa: E402
+from megatron.process.metrics_file import MEMORY_FILE  # noqa: E402
+
+# What a run of three steps is not to do: go on with another's weights, validate, save, tell trackers, and
+# write anywhere but into its own folder
+QUIET: Mapping[str, str] = {
+    "load": "null",
+    "save": "null",
+    "iteration": "null",
+    "checkpoint_factor": "null",
+    "extra_save_iters": "null",
+    "save_interval_in_mins": "null",
+    "ephemeral_save_interval": "null",
+    "save_hf": "null",
+    "save_best": "null",
+    "push_to_hub": "false",
+    "report": "false",
+    "callbacks": "[]",
+    "train_epochs": "null",
+    "lr_decay_style": "constant",
+    "lr_decay_iters": "null",
+    "warmup": "0.0",
+    "warmup_iters": "null",
+    "exit_interval": "null",
+    "max_restarts": "0",
+    "eval_iters": "0",
+    "eval_tasks": "null",
+    "demo_prompts": "null",
+    "tensorboard_dir": "null",
+    "use_wandb": "false",
+    "use_comet": "false",
+    "profile": "false",
+    "memory_profiling": "false",
+    "reference_cache_dir": "null",
+}
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "what", nargs="+", metavar="CONF.yml|FOLDER", help="files of a configuration, or the folder of one run"
+    )
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="keys over those of the files"
+    )
+    parser.add_argument("--iterations", type=int, default=3, metavar="N", help="steps of the tiny run (3)")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help=f"picture ({Path(MEMORY_FILE).stem}.png in FOLDER's logs, or here)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON; a picture only with --output")
+    options = parser.parse_args(argv)
+    if options.iterations < 2:
+        parser.error("--iterations: at least 2; the first step makes the optimizer's states")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    first = Path(options.what[0]).expanduser()
+    is_run = first.is_dir() or first.name == MEMORY_FILE
+    try:
+        if is_run and (len(options.what) > 1 or options.set):
+            raise UserError(f"{first}: is a folder, which stands alone, without --set")
+        if is_run:
+            file = memory_file(first)
+            found, beside = read_memory(file), file.parent
+        else:
+            found, beside = measure(options.what, options.set, options.iterations), Path()
+        picture = options.output or (None if options.json else beside / f"{Path(MEMORY_FILE).stem}.png")
+        print(json.dumps(found) if options.json else table(found))
+        if picture is not None:
+            plot(found, picture)
+            sys.stderr.write(f"picture: {picture}\n")
+    except (UserError, OSError, ValueError) as problem:
+        sys.stderr.write(f"profile_memory.py: {problem}\n")
+        return 1
+    return 0
+
+
+def measure(configuration: Sequence[str], given: Sequence[str], iterations: int) -> dict[str, Any]:
+    """What a tiny run of a configuration wrote of its last step. given: `--set`.
+
+    Raises UserError where the run fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="profile-memory-") as folder:
+        steps = str(iterations)
+        places = {"log_dir": f"{folder}/logs", "index_cache_dir": f"{folder}/index_cache"}
+        settings = {**QUIET, **places, "train_iters": steps, "profile_memory": steps}
+        named = {word.partition("=")[0] for word in given}
+        words = [f"{key}={value}" for key, value in settings.items() if key not in named]
+        command = [
+            sys.executable,
+            str(ROOT / "deepy.py"),
+            str(ROOT / "train.py"),
+            *configuration,
+            "--set",
+            *words,
+            *given,
+        ]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            lines = done.stdout.strip().splitlines()
+            said = [line for line in lines if ": error: " in line and "its output is above" not in line]
+            raise UserError("\n".join(said or [f"the run ended with {done.returncode}; its log:", *lines[-15:]]))
+        file = Path(folder) / "logs" / MEMORY_FILE
+        if not file.is_file():
+            raise UserError(
+                f"{configuration[0]}: the run wrote no {MEMORY_FILE} here; was its rank 0 on another machine? set "
+                "profile_memory in the run itself, and name its folder"
+            )
+        return read_memory(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
