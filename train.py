@@ -13,6 +13,19 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
 
 
+def write_initial_weights(args: "NeoXArgs") -> int:
+    """`--init-only`: one process makes the weights of all ranks, on CPU."""
+    from megatron.checkpointing.initial_weights import write_initial_weights
+    from megatron.launch import process_info
+    from megatron.tokenizer import build_tokenizer, with_vocabulary
+    from tools.ckpts.flags import progress
+
+    if process_info().rank == 0:
+        tokenizer = build_tokenizer(args)
+        print(f"{write_initial_weights(with_vocabulary(args, tokenizer), tokenizer.fingerprint(), progress)}: written")
+    return 0
+
+
 def main(
     input_args: "Sequence[str] | NeoXArgs | MutableNeoXArgs | None" = None,
     overwrite_values: Mapping[str, Any] | None = None,
@@ -27,6 +40,8 @@ def main(
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
+        if args.init_only:
+            return write_initial_weights(args)
         require_lm_eval(args)
         check_operations(args)
         if args.demo_prompts is not None:

@@ -150,6 +150,9 @@ class CheckpointKeys:
         None, "Also save every so many iterations, each until the next checkpoint", ge=1
     )
     finetune: bool = key(False, "Take only the weights from `load` and start at iteration 0")
+    init_only: bool = new_key(
+        False, "train.py: write the weights that seed gives into `save`, as iteration 0, and end; no GPU is needed"
+    )
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
     no_save_optim: bool = key(
         False,

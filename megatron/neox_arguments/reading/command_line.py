@@ -23,7 +23,9 @@ examples:
   python deepy.py --num_nodes 2 --node_rank 1 --master_addr 10.0.0.1 --include localhost:2,3 train.py a.yml
   python deepy.py generate.py -d configs quickstart text_generation -i prompts.txt -o samples.jsonl
   python deepy.py train.py a.yml --print-config
+  python deepy.py train.py a.yml --init-only               (its weights at iteration 0, into save)
   python deepy.py doctor a.yml                             (can a run start here? more: doctor --help)
+  python deepy.py pipeline run FOLDER                      (stages with gates; more: pipeline --help)
   python deepy.py --help-config gradient_clipping          (or zero_optimization.stage, or 'lr_*')
   python deepy.py --diff-config a.yml b.yml                (layers with commas: a.yml,local.yml b.yml,local.yml)
 """
@@ -56,6 +58,11 @@ _FLAGS: tuple[tuple[tuple[str, ...], str, dict[str, Any]], ...] = (
         {"action": "store_const", "const": "auto", "help": "training: FP8, where the GPU has it"},
     ),
     (("--no-fp8", "--no_fp8"), "precision_fp8", {"action": "store_const", "const": "off", "help": "training: no FP8"}),
+    (
+        ("--init-only", "--init_only"),
+        "init_only",
+        {"action": "store_const", "const": True, "help": "train.py: write the weights of iteration 0 to save, and end"},
+    ),
     (("--wandb_group",), "wandb_group", {"metavar": "NAME", "help": "Weights & Biases group"}),
     (("--wandb_run_name",), "wandb_run_name", {"metavar": "NAME", "help": "Weights & Biases run name"}),
     (("--wandb_team",), "wandb_team", {"metavar": "NAME", "help": "Weights & Biases entity"}),

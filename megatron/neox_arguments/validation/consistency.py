@@ -171,9 +171,8 @@ def _logging(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
     factor = args.checkpoint_factor
-    if args.save is not None and not (
-        factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
-    ):
+    saves = factor or args.extra_save_iters is not None or args.save_interval_in_mins or args.ephemeral_save_interval
+    if args.save is not None and not (saves or args.init_only):
         problems.add("save", "needs checkpoint_factor, extra_save_iters or save_interval_in_mins: when to save")
     if factor is not None and args.checkpoint_scale == "linear" and factor != int(factor):
         problems.add(
