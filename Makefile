@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train test test-more test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
+.PHONY: help env train pipeline test test-more test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +45,10 @@ train: $(ENV)  ## train a small model on real English, plot its loss, let it wri
 	@echo "A sample of what it writes ($(SAVE)/sample.jsonl):"
 	@$(RUN) -c 'import json; print(json.loads(open("$(SAVE)/sample.jsonl").readline())["text"])'
 
+pipeline: $(ENV)  ## texts, cleaning, pre-training, SFT, DPO, LoRA with gates between them, on a CPU in minutes; again: goes on
+	@test -f pipelines/quickstart/pipeline.yml || $(RUN) deepy.py pipeline init pipelines/quickstart
+	$(RUN) deepy.py pipeline run pipelines/quickstart
+
 test: $(ENV)  ## every test, on two cores (WORKERS=N for others); GPU tests only where there is a GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests
 
@@ -60,10 +64,10 @@ test-slurm: $(ENV)  ## a real Slurm with two virtual nodes, pdsh and OpenMPI, in
 	apt-get install -y -qq --no-install-recommends slurmctld slurmd slurm-client slurmdbd mariadb-server munge pdsh openmpi-bin > /dev/null
 	$(RUN) -m pytest -m slurm tests
 
-test-browser: $(ENV)  ## reports of runs and of cleaning opened in Chromium, which apt-get installs (root) where it is missing
-	@command -v chromium > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0; } || { echo "make test-browser: needs Debian's apt-get and root; install chromium yourself, then: pytest -m browser tests/operations tests/data"; exit 1; }
+test-browser: $(ENV)  ## pages of runs, cleaning and pipelines opened in Chromium, which apt-get installs (root) where it is missing
+	@command -v chromium > /dev/null || { command -v apt-get > /dev/null && test "$$(id -u)" = 0; } || { echo "make test-browser: needs Debian's apt-get and root; install chromium yourself, then: pytest -m browser tests/operations tests/data tests/pipelines"; exit 1; }
 	command -v chromium > /dev/null || apt-get install -y -qq --no-install-recommends chromium > /dev/null
-	$(RUN) -m pytest -m browser tests/operations tests/data
+	$(RUN) -m pytest -m browser tests/operations tests/data tests/pipelines
 
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools
@@ -85,6 +89,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) -m mypy
 	$(RUN) tools/docs/config_reference.py --check
 	$(RUN) tools/docs/package_map.py --check
+	$(RUN) tools/docs/pipeline_reference.py --check
 	$(RUN) tools/docs/gpu_results.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
@@ -95,6 +100,7 @@ bench: $(ENV)  ## speed of a training step beside bare torch and transformers, a
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py
 	$(RUN) tools/docs/package_map.py
+	$(RUN) tools/docs/pipeline_reference.py
 	$(RUN) tools/docs/gpu_results.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay

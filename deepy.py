@@ -51,6 +51,10 @@ def main() -> int:
             from megatron.launch.doctor import main as doctor
 
             return doctor(sys.argv[2:], build_tokenizer)
+        if sys.argv[1:2] == ["pipeline"]:
+            from megatron.pipelines.command import main as pipeline
+
+            return pipeline(sys.argv[2:])
         command = parse_deepy(read_hf_model=hf_model_keys, preset_root=install_root())
         if command.presets:
             print(f"deepy.py: no files here, but presets: {', '.join(command.presets)}", file=sys.stderr)
@@ -62,6 +66,10 @@ def main() -> int:
             for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
                 print(line)
             return 0
+        if command.args.init_only and Path(command.user_script).name == "train.py":
+            import train
+
+            return train.main(command.args)
         said = set_arch_list(os.environ)
         if said:
             print(said, file=sys.stderr)

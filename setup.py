@@ -16,7 +16,7 @@ AROUND = (
     "tools/ckpts/*.py",
     "tools/datasets/*.py",
     "huggingface/*.py",
-    "configs/**/*.yml",
+    "configs/**/*",
     "post-training/**/*",
     "slurm/sites/*.sh",
 )

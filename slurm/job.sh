@@ -65,14 +65,20 @@ GO_ON=3     # of megatron.launch.submit: this job has the nodes that it is to ha
 # train CONFIG...: one launcher on every node of the job; passes signals on and queues the job again when it is due.
 # A job that was submitted without --nodes submits itself again with the site's, and ends.
 train() {
-    local again code
+    local code
     if [ -n "${NEOX_SITE:-}" ]; then
         "$PYTHON" -m megatron.launch.submit "$@"
         code=$?
         [ "$code" = "$GO_ON" ] || exit "$code"
     fi
     unset NEOX_SUBMITTED_BY # it is of this job, not of those submitted from within
-    "$PYTHON" -u deepy.py --launcher slurm train.py "$@" &
+    supervise --launcher slurm train.py "$@"
+}
+
+# supervise WORD...: deepy.py with these words, signals passed on; the job is queued again when it is due, and ends.
+supervise() {
+    local again code
+    "$PYTHON" -u deepy.py "$@" &
     local launcher=$!
     trap 'again=1; kill -USR1 "$launcher" 2>/dev/null' USR1
     trap 'again=1; kill -TERM "$launcher" 2>/dev/null' TERM
@@ -83,7 +89,7 @@ train() {
         [ "$again" = 1 ] # a signal has ended the waiting, not the run
     do :; done
     if [ "$code" = "$REQUEUE" ]; then
-        echo "pretrain_neox.sbatch: saved; job $SLURM_JOB_ID is queued again and goes on from there"
+        echo "job.sh: saved; job $SLURM_JOB_ID is queued again and goes on from there"
         scontrol requeue "$SLURM_JOB_ID"
         exit 0
     fi

@@ -40,9 +40,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _environment_is_put_back() -> Iterator[None]:
     """A command that runs as one rank in a test's own process sets MASTER_PORT and others, which the commands
-    that later tests start would take for their user's."""
-    before = dict(os.environ)
+    that later tests start would take for their user's; a command on pipelines works in their folder."""
+    before, folder = dict(os.environ), os.getcwd()
     yield
+    os.chdir(folder)
     for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
         del os.environ[name]
     os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})

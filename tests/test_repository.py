@@ -28,15 +28,18 @@ FLOORS = {
     "generation": 3,
     "evaluation": 3,
     "operations": 3,
+    "pipelines": 3,
 }
 # Rooms that may import less, or one neighbour more, than their floor says.
 ONLY = {
     "launch": {"neox_arguments", "process", "distributed"},
     "operations": {"neox_arguments", "process", "checkpointing", "callbacks"},
+    "pipelines": {"neox_arguments", "process", "data"},
 }
 NEIGHBOURS = {
     ("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation"),
     ("operations", "launch"),  # sites, and what is submitted to Slurm
+    ("pipelines", "launch"), ("pipelines", "operations"),  # commands that it starts; jobs, metrics and plots of runs
 }  # fmt: skip
 # The one package that knows the engine's library.
 ENGINE = Path("megatron/training/deepspeed")

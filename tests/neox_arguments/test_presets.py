@@ -104,7 +104,8 @@ def golden(name):
 
 def test_every_file_is_known():
     config_names = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
-    assert config_names == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS
+    of_pipelines = {name for name in config_names if name.startswith("pipelines/") or name == "promotion_gates"}
+    assert config_names - of_pipelines == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS  # those: tests/pipelines
 
 
 @pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))

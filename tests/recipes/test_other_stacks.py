@@ -10,11 +10,16 @@ import yaml
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import Key, keys_of
+from megatron.neox_arguments.reading.command_line import parse_deepy
 from megatron.neox_arguments.validation.types import check_value
+from megatron.pipelines.command import main as pipeline
+from megatron.pipelines.recipes import write_recipe
+from megatron.pipelines.state import State
 from tests.recipes.readme import ROOT
 
 PAGE = (ROOT / "docs/from-other-stacks.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
+STAGED = "A staged pipeline: its scripts"
 ROWS = [
     (section, cells[0], cells[1])
     for section, text in SECTIONS.items()
@@ -23,7 +28,7 @@ ROWS = [
     for cells in [[cell.strip() for cell in line.strip("|").split(" | ")]]
 ]
 VALUES = {"auto", "messages", "field_messages", "offload", "deepspeed_config", "mixed_precision", "num_processes",
-          "hf upload", "pt", "sft", "rm"}  # fmt: skip
+          "hf upload", "pt", "sft", "rm", "sources", "evaluation", "NEOX"}  # fmt: skip
 
 
 def ticked(cell: str) -> list[str]:
@@ -52,8 +57,11 @@ def problem(word: str) -> str | None:
     if word.startswith("--"):
         return None if set(re.findall(r"--[\w-]+", word)) <= options() else "no such flag"
     if word.startswith(("python ", "bash ", "sbatch ", "torchrun ", "CUDA_VISIBLE_DEVICES")):
-        scripts = re.findall(r"[\w/.-]+\.(?:py|yml|sh)", word.replace("MODEL.yml", "").replace("RECIPE.yml", ""))
-        return next((f"no {script}" for script in scripts if not (ROOT / script).exists()), None)
+        scripts = re.findall(r"[\w/.-]+\.(?:py|yml|sh)", re.sub(r"MODEL.yml|RECIPE.yml|\$NEOX/", "", word))
+        folders = (ROOT, ROOT / "configs/pipelines/7b")
+        return next((f"no {one}" for one in scripts if not any((folder / one).exists() for folder in folders)), None)
+    if word.startswith(("tail -f ", "tensorboard --logdir ")):
+        return None
     if "/" in word or word.endswith((".py", ".csv", ".yml")):
         places = [ROOT / word, ROOT / "post-training/olmo3" / word]
         if not re.match(r"[\w.]+:", word):
@@ -79,16 +87,44 @@ def test_what_is_named_here_is_here(section: str) -> None:
 
 
 def test_every_script_of_a_staged_pipeline_has_its_row() -> None:
-    rows = [
-        other_cell.split("`")[1]
-        for at, other_cell, _ in ROWS
-        if at == "A staged pipeline: its scripts" and "`" in other_cell
-    ]
-    assert [re.sub(r"scripts/|\.(py|sh)\b| .*", "", other_cell) for other_cell in rows] == [
+    rows = [there for at, there, _ in ROWS if at == STAGED]
+    scripts = [re.search(r"(\w+)\.(?:py|sh)", there) for there in rows[1:-1]]
+    assert [script[1] for script in scripts if script is not None] == [
         "run_full_pipeline", "resume_pipeline", "START_PRODUCTION_TRAINING", "production_pretrain", "01_download_data",
         "02_clean_deduplicate_optimized", "03_tokenize_and_pack", "04_init_model", "05_pretrain", "07_sft", "09_dpo",
         "10_lora_finetune", "11_evaluate", "12_check_gates", "verify_gpu", "profile_memory",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", range(1, len([row for row in ROWS if row[0] == STAGED]) - 1))
+def test_every_script_of_a_staged_pipeline_has_an_answer(row, tmp_path, monkeypatch, capsys) -> None:
+    """Each command of the right column, typed: what it would do is said, of the 7B recipe as it stands."""
+    write_recipe("7b", tmp_path / "pipelines/7b")
+    _, there, here = [row for row in ROWS if row[0] == STAGED][row]
+    commands = [word for word in ticked(here) if word.startswith("python ")]
+    assert commands, there
+    for command in commands:
+        words = command.replace("MODEL.yml", "configs/1-3B.yml").split()
+        monkeypatch.chdir(tmp_path)
+        if words[1:3] == ["deepy.py", "pipeline"]:
+            State(tmp_path / "pipelines/7b").write()
+            is_run = words[3] in ("run", "resume")
+            code = pipeline(words[3:] + ["--dry-run"] * is_run)
+            said = capsys.readouterr()
+            if is_run:
+                fp8 = next((flag for flag in ("--fp8", "--no-fp8") if flag in words), "")
+                assert code == 0 and ": would run (" in said.out and fp8 in said.out, said.err
+            else:
+                assert code == 1 and "has no result to judge" in said.err
+        elif words[1] == "deepy.py" and words[2] == "train.py":
+            monkeypatch.chdir(ROOT)
+            assert parse_deepy(words[2:]).args.init_only
+        elif "eval.py" in command:
+            monkeypatch.chdir(tmp_path / "pipelines/7b")
+            args = parse_deepy([word.replace("$NEOX", str(ROOT)) for word in words[2:]]).args
+            assert args.check_evaluation().load == "checkpoints/sft_final"
+        else:
+            assert problem(command) is None
 
 
 def test_keys_named_outside_tables() -> None:

@@ -54,25 +54,11 @@ def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
 
 def render(runs: Sequence[Run]) -> str:
     """The page as text. Raises ReportError without bokeh."""
-    need = ReportError("the plots of a report need bokeh: pip install 'neox[report]'")
-    import_optional("bokeh", need)
-    from bokeh.document import Document
-    from bokeh.resources import Resources
-
+    require_bokeh()
     from megatron.operations.report import figures
 
     plots, events = plots_of(runs), [events_of(run) for run in runs]
     drawn = figures.draw(plots, events)
-    document = Document()
-    with document.models.freeze():  # else all models are counted again with each
-        for model in (model for one in drawn for model in one.models):
-            document.add_root(model)
-    # Each model is drawn into the element that has its name for an id.
-    places = {model.id: model.name for model in document.roots}
-    data = {
-        "documents": {"report": document.to_json(deferred=False)},
-        "items": [{"docid": "report", "roots": places, "root_ids": list(places)}],
-    }
     shown = [
         {"title": one.plot.title, "note": _note(one.plot), "places": [model.name for model in one.models]}
         for one in drawn
@@ -84,8 +70,33 @@ def render(runs: Sequence[Run]) -> str:
         happened=[kind for kind in figures.EVENTS if any(event.kind == kind for of_run in events for event in of_run)],
         lost=not_finite_only(runs),
         most_events=figures.MOST_EVENTS, differing=_differing(runs), scores=_scores(runs),
-        bokeh=Resources(mode="inline", components=["bokeh"], minified=True).js_raw, data=_in_script(data),
+        **embedded([model for one in drawn for model in one.models]),
     )  # fmt: skip
+
+
+def require_bokeh() -> None:
+    """Raises ReportError where bokeh is not installed."""
+    import_optional("bokeh", ReportError("the plots of a report need bokeh: pip install 'neox[report]'"))
+
+
+def embedded(models: Sequence[Any]) -> dict[str, Any]:
+    """What a template needs to draw bokeh's models without a network: `bokeh`, the library's scripts, and
+    `data`, JSON for `Bokeh.embed.embed_items`. Each model is drawn into the element that has its name for an
+    id."""
+    from bokeh.document import Document
+    from bokeh.resources import Resources
+
+    document = Document()
+    with document.models.freeze():  # else all models are counted again with each
+        for model in models:
+            document.add_root(model)
+    places = {model.id: model.name for model in document.roots}
+    data = {
+        "documents": {"report": document.to_json(deferred=False)},
+        "items": [{"docid": "report", "roots": places, "root_ids": list(places)}],
+    }
+    scripts = Resources(mode="inline", components=["bokeh"], minified=True).js_raw
+    return {"bokeh": scripts, "data": _in_script(data)}
 
 
 def _place(folder: RunFolder, args: NeoXArgs | None) -> Path:

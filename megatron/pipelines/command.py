@@ -1,0 +1,252 @@
+"""From raw text to a promoted model: stages with gates between them, one command.
+
+    python deepy.py pipeline init pipelines/my-model --recipe 7b     # a folder to begin with: pipeline.yml, configs
+    python deepy.py pipeline run pipelines/my-model --dry-run        # what would be done, and what a run refuses
+    python deepy.py pipeline run pipelines/my-model                  # everything that is not done yet
+    python deepy.py pipeline run pipelines/my-model --from sft --to dpo --precision bfloat16 --no-fp8
+    python deepy.py pipeline run pipelines/my-model --slurm -- --account=me --partition=gpu
+    python deepy.py pipeline resume pipelines/my-model               # go on, with the options of the last run
+    python deepy.py pipeline resume pipelines/my-model sft           # from one stage on
+    python deepy.py pipeline status pipelines/my-model
+    python deepy.py pipeline gate pipelines/my-model sft             # judge its result again
+    python deepy.py pipeline override pipelines/my-model sft --reason "piqa is noise at this size"
+
+The folder, or its pipeline.yml, may be left out in that folder: `deepy.py pipeline gate sft`. A stage whose
+inputs have not changed is skipped. checkpoints/STAGE_final moves when the stage's gate has passed, and only
+then. docs/pipeline.md explains pipeline.yml and promotion_gates.yml.
+
+Exit codes: 0 everything asked for is done, 3 a gate failed, 4 a gate lacks a metric, 1 anything else that
+failed or was refused, 2 a wrong command line, 124 stopped by USR1, 130 by Ctrl-C, 143 by SIGTERM.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from megatron.neox_arguments.errors import UserError
+from megatron.operations.jobs.table import console
+from megatron.pipelines.definition import FILE, OF_PIPELINE, Pipeline, Stage, find_pipeline, read_pipeline
+from megatron.pipelines.errors import PipelineError, StageFailed
+from megatron.pipelines.options import Options
+from megatron.pipelines.recipes import recipes, write_recipe
+from megatron.pipelines.runner import check_configs, choose, draw_page, dry_run, run
+from megatron.pipelines.slurm import jobs_now, refuse_beside_jobs, submit
+from megatron.pipelines.stage_work import StageWork
+from megatron.pipelines.state import REFUSED, State, add_override, is_locked, locked
+from megatron.pipelines.table import rows_of, stage_table
+from megatron.pipelines.verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
+
+_COMMAND = "deepy.py pipeline"
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The command line. What stands behind -- goes to sbatch."""
+    parser = argparse.ArgumentParser(
+        prog=_COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    running = commands.add_parser("run", help="do everything that is not done yet", allow_abbrev=False)
+    running.add_argument("words", nargs="*", metavar="DIR|FILE", help="folder of a pipeline, or its file (this folder)")
+    resuming = commands.add_parser("resume", help="go on, with the options of the last run", allow_abbrev=False)
+    resuming.add_argument("words", nargs="*", metavar="DIR|FILE STAGE", help="a pipeline, and a stage to go on from")
+    for command in (running, resuming):
+        command.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to look at (the first)")
+        command.add_argument("--to", dest="last", metavar="STAGE", help="the last stage (the last)")
+        command.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+        precision = command.add_mutually_exclusive_group()
+        for flag, value, meaning in (
+            ("--fp8", "auto", "training in FP8 where there is"),
+            ("--no-fp8", "off", "no FP8"),
+        ):
+            precision.add_argument(flag, dest="fp8", action="store_const", const=value, help=meaning)
+        command.add_argument("--precision", metavar="NAME", help="of every training stage: bfloat16, fp16, fp32")
+        command.add_argument(
+            "--set", dest="settings", nargs="+", action="extend", metavar="KEY=VALUE",
+            help="keys of every stage that has a model",
+        )  # fmt: skip
+        command.add_argument("--launcher", metavar="NAME", help="of training and evaluation, as of deepy.py")
+        command.add_argument(
+            "--slurm", action="store_true", help="a job of Slurm for each stage, after the one before has passed"
+        )
+    running.add_argument("--only", metavar="STAGE", help="this stage alone")
+    resuming.add_argument("--only", action="store_true", help="STAGE alone")
+    showing = commands.add_parser("status", help="the table of stages")
+    showing.add_argument("words", nargs="*", metavar="DIR|FILE", help="a pipeline (this folder)")
+    showing.add_argument("--json", action="store_true", help="the records of pipeline_state.json and the table's cells")
+    judging = commands.add_parser("gate", help="judge one stage again; nothing is promoted")
+    judging.add_argument("words", nargs="+", metavar="[DIR|FILE] STAGE", help="a pipeline (this folder), and a stage")
+    overriding = commands.add_parser("override", help="promote what a gate refuses; recorded and shown for ever")
+    overriding.add_argument(
+        "words", nargs="+", metavar="[DIR|FILE] STAGE", help="a pipeline (this folder), and a stage"
+    )
+    overriding.add_argument("--reason", required=True, metavar="TEXT", help="why; it is shown wherever the stage is")
+    beginning = commands.add_parser("init", help="write a recipe into a new folder")
+    beginning.add_argument("place", metavar="DIR", help="the folder")
+    beginning.add_argument(
+        "--recipe", default="quickstart", metavar="NAME", help=f"{', '.join(recipes())} (quickstart)"
+    )
+    words, sbatch_options = _split(argv)
+    options = parser.parse_args(words)
+    if sbatch_options and not getattr(options, "slurm", False):
+        parser.error("only --slurm passes on what stands behind --")
+    options.sbatch_options = sbatch_options
+    return options
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before and behind --."""
+    words = list(argv)
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], words[at + 1 :]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what a command line says; the exit code."""
+    options = parse(argv)
+    try:
+        commands: dict[str, Callable[[argparse.Namespace], int]] = {
+            "run": _run, "resume": _run, "status": _status, "gate": _gate, "override": _override, "init": _init,
+        }  # fmt: skip
+        return commands[options.command](options)
+    except UserError as problem:
+        sys.stderr.write(problem.error_lines(_COMMAND))
+        return problem.code if isinstance(problem, StageFailed) else 1
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"pipeline: {line}\n")
+    sys.stderr.flush()
+
+
+def _place(words: Sequence[str], takes_stage: bool) -> tuple[Pipeline, str | None]:
+    """The pipeline that words name, and the stage; this process works in the pipeline's folder from now on.
+
+    A first word that is a file or a folder with a pipeline.yml is the pipeline; else that of this folder is
+    meant.
+    """
+    rest = list(words)
+    path = Path(rest[0]).expanduser() if rest else Path()
+    if rest and (path.is_file() or (path / FILE).is_file() or not takes_stage or len(rest) > 1):
+        place = rest.pop(0)
+    elif not rest or Path(FILE).is_file():
+        place = "."
+    else:
+        raise PipelineError(
+            f"{rest[0]}: is no folder with a {FILE}, and there is none here whose stage it could be; name the folder"
+        )
+    if not takes_stage and words and not Path(words[0]).exists() and Path(FILE).is_file():
+        raise PipelineError(f"{words[0]}: no such folder; of one stage: --only {words[0]}")
+    if len(rest) > takes_stage:
+        raise PipelineError(f"{' '.join(rest)}: too many words; {_COMMAND} --help has examples")
+    pipeline = read_pipeline(find_pipeline(place))
+    if rest:
+        pipeline.stage(rest[0])
+    os.chdir(pipeline.folder)
+    return pipeline, rest[0] if rest else None
+
+
+def _run(options: argparse.Namespace) -> int:
+    resumes = options.command == "resume"
+    pipeline, from_stage = _place(options.words, takes_stage=resumes)
+    first, last = options.first or from_stage, options.last
+    if from_stage is not None and options.first is not None:
+        raise PipelineError(f"{from_stage} and --from {options.first}: name one of them")
+    if options.only:
+        if options.first or options.last:
+            raise PipelineError("--only: leave out --from and --to")
+        first = last = options.only if not resumes else from_stage
+        if first is None:
+            raise PipelineError("--only: name the stage, as `resume DIR sft --only`")
+    taken = [pair for pair in options.settings or () if pair.partition("=")[0] in OF_PIPELINE]
+    if taken:
+        raise PipelineError(f"--set {taken[0]}: the pipeline says it itself")
+    given = Options(options.fp8, options.precision, tuple(options.settings or ()), options.launcher)
+    state = State(pipeline.folder)
+    if resumes and not state.exists:
+        raise PipelineError(f"{pipeline.folder}: nothing was begun here; `run` begins")
+
+    def options_of(stage: Stage) -> Options:
+        return given.over(Options.from_json(dict(state[stage.name].options))) if resumes else given
+
+    stages = choose(pipeline, first, last)
+    if options.dry_run:
+        dry_run(pipeline, stages, options_of, lambda line: print(line))
+        return 0
+    if options.slurm:
+        check_configs(pipeline, stages, options_of, gates_of(pipeline))
+        return submit(pipeline, stages, options_of, options.sbatch_options, _say)
+    refuse_beside_jobs(pipeline, state, _say)
+    return run(pipeline, stages, options_of, _say)
+
+
+def _status(options: argparse.Namespace) -> int:
+    pipeline, _ = _place(options.words, takes_stage=False)
+    state = State(pipeline.folder)
+    jobs = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
+    in_queue = jobs_now(jobs, _say)
+    if options.json:
+        rows = rows_of(pipeline, state, is_locked(pipeline.folder))
+        records = {stage.name: asdict(state[stage.name]) for stage in pipeline.stages}
+        print(json.dumps({"stages": rows, "records": records, "jobs": in_queue}, indent=1))
+        return 0
+    out = console()
+    out.print(stage_table(pipeline, state, out.is_terminal, is_locked(pipeline.folder)))
+    for name, words in in_queue.items():
+        print(f"{name}: job {jobs[name]} {words}")
+    return 0
+
+
+def _gate(options: argparse.Namespace) -> int:
+    pipeline, name = _place(options.words, takes_stage=True)
+    if name is None:
+        raise PipelineError("gate: name a stage")
+    stage, gates = pipeline.stage(name), gates_of(pipeline)
+    if name not in gates:
+        raise PipelineError(f"{name}: has no gate in {pipeline.gates or 'the pipeline, which names no file of gates'}")
+    with locked(pipeline.folder, _say):
+        state = State(pipeline.folder)
+        if not state[name].weights:
+            raise PipelineError(f"{name}: has no result to judge: it is {state[name].status}")
+        verdict = judge_stage(pipeline, stage, gates[name], state[name])
+        state.update(name, verdict=verdict["file"])
+        for line in verdict["lines"]:
+            print(line)
+        print(f"{name}: {verdict['result']}; {verdict['file']}")
+        draw_page(pipeline, state, _say)
+    return int(verdict["exit_code"])
+
+
+def _override(options: argparse.Namespace) -> int:
+    pipeline, name = _place(options.words, takes_stage=True)
+    if name is None:
+        raise PipelineError("override: name a stage")
+    stage, gate = pipeline.stage(name), gates_of(pipeline).get(name)
+    if not options.reason.strip():
+        raise PipelineError("--reason: says nothing")
+    with locked(pipeline.folder, _say):
+        state = State(pipeline.folder)
+        record = state[name]
+        if gate is None or record.status != REFUSED or record.verdict is None:
+            raise PipelineError(f"{name}: no gate refuses it: it is {record.status}")
+        verdict = read_verdict(pipeline.folder, record.verdict)
+        now = (requirements_digest(gate), record.weights.get("sha256"))
+        if (verdict["requirements"], verdict["weights_sha256"]) != now or has_moved(pipeline, verdict):
+            raise PipelineError(f"{name}: {record.verdict} is of another gate or baseline; see `gate {name}` first")
+        recorded = Options.from_json(dict(record.options))
+        work = StageWork(pipeline, stage, recorded, gate, state, lambda line: _say(f"{name}: {line}"))
+        if work.inputs() != record.inputs or not work.has_weights():
+            raise PipelineError(f"{name}: its configuration or data has changed since it was made; put that back")
+        add_override(pipeline.folder, verdict, options.reason.strip())
+        work.judge_and_promote()
+        draw_page(pipeline, state, _say)
+    return 0
+
+
+def _init(options: argparse.Namespace) -> int:
+    file = write_recipe(options.recipe, Path(options.place).expanduser())
+    _say(f"{file}: written; next: {_COMMAND} run {options.place} --dry-run")
+    return 0

@@ -1,0 +1,19 @@
+"""What a person can mend in a pipeline or on its way."""
+
+from megatron.neox_arguments.errors import UserError
+
+FAILED, GATE_FAILED, METRIC_MISSING, STOPPED = 1, 3, 4, 124
+"""Exit codes: of a stage that failed, of a gate that did, of a gate that lacks a metric, of a stage that was
+told to stop, has saved and is not finished (124 is what slurm/job.sh queues a job again for)."""
+
+
+class PipelineError(UserError):
+    """A pipeline that cannot go on; the message names the file or stage and what to do."""
+
+
+class StageFailed(PipelineError):
+    """A command of a stage ended badly, or was stopped; `code` is the exit code of the pipeline."""
+
+    def __init__(self, message: str, code: int = FAILED) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,91 @@
+"""What is typed for all training stages of a pipeline at once."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.launch import install_root
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import thaw
+from megatron.neox_arguments.reading.command_line import parse_deepy
+from megatron.pipelines.definition import Pipeline, Stage
+
+
+@dataclass(frozen=True)
+class Options:
+    """fp8: `auto` (--fp8), `off` (--no-fp8) or None; precision: as the key; settings: KEY=VALUE of --set;
+    launcher: as of deepy.py."""
+
+    fp8: str | None = None
+    precision: str | None = None
+    settings: tuple[str, ...] = ()
+    launcher: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """As `pipeline_state.json` keeps them; the launcher belongs to one start."""
+        return {"fp8": self.fp8, "precision": self.precision, "settings": list(self.settings)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Options":
+        """Of `to_json`; {} makes none."""
+        return cls(values.get("fp8"), values.get("precision"), tuple(values.get("settings", ())))
+
+    def over(self, earlier: "Options") -> "Options":
+        """These, and of earlier ones what they do not say; settings key by key."""
+        named = {pair.partition("=")[0] for pair in self.settings}
+        kept = [pair for pair in earlier.settings if pair.partition("=")[0] not in named]
+        return Options(
+            self.fp8 or earlier.fp8, self.precision or earlier.precision, (*kept, *self.settings), self.launcher
+        )
+
+    def flags(self) -> list[str]:
+        """The flags of deepy.py that say `fp8` and `launcher`."""
+        fp8 = {"auto": ["--fp8"], "off": ["--no-fp8"], None: []}[self.fp8]
+        return [*fp8, *(["--launcher", self.launcher] if self.launcher is not None else [])]
+
+    def pairs(self) -> list[str]:
+        """The rest as KEY=VALUE."""
+        return [*([] if self.precision is None else [f"precision={self.precision}"]), *self.settings]
+
+
+def train_words(pipeline: Pipeline, stage: Stage, options: Options, *further: str) -> list[str]:
+    """The words of deepy.py that train a stage, or with `--init-only` make its weights, in the pipeline's
+    folder."""
+    save = f"checkpoints/{stage.name}"
+    pairs = [f"save={save}", f"log_dir={save}/logs"]
+    if stage.kind == "train":
+        start = f"checkpoints/{stage.starts_from}_final" if stage.starts_from is not None else None
+        pairs += [f"load={start}", "finetune=true"] if start is not None else []
+    return _words("train.py", pipeline, stage, options, pairs, further)
+
+
+def eval_words(pipeline: Pipeline, stage: Stage, options: Options, checkpoint: Path, prefix: str) -> list[str]:
+    """The words of deepy.py that evaluate a checkpoint of a stage; prefix: of the file of results."""
+    folder = checkpoint.parent.relative_to(pipeline.folder)
+    pairs = [
+        f"load={folder}", f"iteration={checkpoint.name.removeprefix('global_step')}", "save=null", "finetune=false",
+        f"log_dir=logs/{stage.name}_evaluation", f"eval_output_dir=logs/{stage.name}_evaluation",
+        f"eval_results_prefix={prefix}", "use_wandb=false", "tensorboard_dir=null",
+    ]  # fmt: skip
+    pairs += ["lora=null"] if stage.merge_adapters else []
+    return _words("eval.py", pipeline, stage, options, [*_pairs(stage.evaluation or {}), *pairs])
+
+
+def _words(
+    script: str, pipeline: Pipeline, stage: Stage, options: Options, pairs: Sequence[str], further: Sequence[str] = ()
+) -> list[str]:
+    files = [str(path) for path in pipeline.config_files(stage)]
+    script_words = [str(install_root() / script), *files, *options.flags(), *further]
+    return [*script_words, "--set", *options.pairs(), *pairs]
+
+
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    """KEY=VALUE of a mapping, whose values are written as YAML."""
+    return [f"{name}={json.dumps(thaw(value))}" for name, value in values.items()]
+
+
+def parse_words(words: Sequence[str]) -> NeoXArgs:
+    """The configuration that the words of deepy.py mean in the present folder. Raises ConfigError."""
+    return parse_deepy(words, preset_root=install_root()).args

@@ -1,0 +1,123 @@
+"""One page of HTML of all stages of a pipeline, which needs no network."""
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megatron.data.files import temporary
+from megatron.operations.report.curves import plots_of
+from megatron.operations.report.events import events_of
+from megatron.operations.report.page import ReportError, embedded, require_bokeh
+from megatron.operations.report.run_data import read_run
+from megatron.operations.run_folder import RunFolder
+from megatron.pipelines.definition import Pipeline, Stage
+from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.sources import read_notes
+from megatron.pipelines.state import State, read_overrides
+from megatron.pipelines.table import rows_of
+from megatron.pipelines.verdicts import FOLDER, has_moved, read_verdicts
+
+PAGE = "pipeline.html"
+_TITLES = ("loss", "reward", "validation", "scores")  # of the plots that are shown, in small letters
+
+
+def write_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> Path:
+    """Write the page into the pipeline's folder; where. say: is told that plots are left out for want of
+    bokeh. Raises PipelineError where it cannot be written."""
+    path = pipeline.folder / PAGE
+    unfinished = temporary(path)
+    try:
+        unfinished.write_text(render(pipeline, state, say), encoding="utf-8", errors="replace")
+        os.replace(unfinished, path)
+    except OSError as problem:
+        unfinished.unlink(missing_ok=True)
+        raise PipelineError(f"{path}: the page cannot be written ({problem.strerror or problem})") from None
+    return path
+
+
+def render(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> str:
+    """The page as text."""
+    overrides = read_overrides(pipeline.folder)
+    sections = [_section(pipeline, stage, state) for stage in pipeline.stages]
+    shown, models = {}, []
+    problem = None
+    try:
+        require_bokeh()
+        for stage in pipeline.stages:
+            shown[stage.name], drawn = _plots(pipeline, stage)
+            models += drawn
+    except ReportError as missing:
+        problem = str(missing)
+        say(f"{PAGE}: without plots: {missing}")
+    drawing = embedded(models) if models else {"bokeh": [], "data": "null"}
+    return str(_template().render(
+        title=pipeline.title, made=time.strftime("%Y-%m-%d %H:%M:%S"), table=rows_of(pipeline, state, works=True),
+        sections=sections, overrides=overrides, plots=shown, plots_problem=problem,
+        when=lambda seconds: time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else "",
+        number=lambda value: f"{value:.6g}" if isinstance(value, int | float) else value or "",
+        file=pipeline.file.name, **drawing,
+    ))  # fmt: skip
+
+
+def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
+    """What the page says of one stage beside its curves."""
+    record = state[stage.name]
+    verdicts = read_verdicts(pipeline.folder, stage.name)
+    notes = read_notes(pipeline.folder) if stage.sources else {}
+    report = pipeline.save(stage.name) / "report.html"
+    return {
+        "name": stage.name, "kind": stage.kind, "record": record, "stage": stage,
+        "sources": [notes[source.name] for source in stage.sources if source.name in notes],
+        "configs": [os.path.relpath(path, pipeline.folder) for path in pipeline.config_files(stage)]
+        if stage.kind != "data" else [],
+        "verdicts": [{**verdict, "moved": has_moved(pipeline, verdict)} for verdict in reversed(verdicts)],
+        "report": os.path.relpath(report, pipeline.folder) if report.is_file() else None,
+        "scores": _scores(pipeline.folder, record.evaluation),
+        "verdict_folder": str(FOLDER),
+    }  # fmt: skip
+
+
+def _scores(folder: Path, evaluation: Mapping[str, str]) -> dict[str, str]:
+    """Scores of the evaluation in words, with their standard errors."""
+    from megatron.pipelines.measurements import read_measurements
+
+    if not evaluation:
+        return {}
+    scores = read_measurements(folder / "-", folder / evaluation["scores"]).scores
+    shown = {}
+    for name, value in scores.items():
+        if not name.endswith("_stderr"):
+            error = scores.get(f"{name}_stderr")
+            shown[name] = f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+    return shown
+
+
+def _plots(pipeline: Pipeline, stage: Stage) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The plots of a stage's losses and scores: what the template says of each, and bokeh's models."""
+    from megatron.operations.report import figures
+
+    save = pipeline.save(stage.name)
+    folder = RunFolder(save, save / "logs")
+    if stage.kind != "train" or not folder.metrics_file.is_file():
+        return [], []
+    run = read_run(folder, stage.name)
+    plots = [plot for plot in plots_of([run]) if any(word in plot.title.lower() for word in _TITLES)]
+    shown, models = [], []
+    for one in figures.draw(plots, [events_of(run)]):
+        linear = one.models[0]
+        linear.name = f"{stage.name}-{linear.name}"
+        shown.append({"title": one.plot.title, "place": linear.name})
+        models.append(linear)
+    return shown, models
+
+
+@cache
+def _template() -> Any:
+    from jinja2 import Environment
+
+    text = files("megatron.pipelines").joinpath("page.html").read_text(encoding="utf-8")
+    return Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)

@@ -1,0 +1,181 @@
+"""Running a pipeline: its stages in order, each skipped, gone on with or begun."""
+
+import shlex
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from megatron.neox_arguments import NeoXArgs, require_lm_eval
+from megatron.neox_arguments.errors import ConfigError, UserError
+from megatron.pipelines.definition import Pipeline, Stage
+from megatron.pipelines.errors import FAILED, PipelineError, StageFailed
+from megatron.pipelines.gates import Gate
+from megatron.pipelines.options import Options, eval_words, parse_words, train_words
+from megatron.pipelines.page import write_page
+from megatron.pipelines.processes import Processes
+from megatron.pipelines.stage_work import StageWork
+from megatron.pipelines.state import DONE, PROMOTED, REFUSED, State, locked
+from megatron.pipelines.state import FAILED as FAILED_STAGE
+from megatron.pipelines.table import Display
+from megatron.pipelines.verdicts import gates_of
+
+
+def choose(pipeline: Pipeline, first: str | None, last: str | None) -> list[Stage]:
+    """The stages from one to another, both included; None: the pipeline's first, last. Raises
+    PipelineError."""
+    stages = list(pipeline.stages)
+    begin = stages.index(pipeline.stage(first)) if first is not None else 0
+    end = stages.index(pipeline.stage(last)) if last is not None else len(stages) - 1
+    if end < begin:
+        raise PipelineError(f"--from {first} comes after --to {last}")
+    return stages[begin : end + 1]
+
+
+OptionsOf = Callable[[Stage], Options]
+"""What was typed for a stage."""
+
+
+def check_configs(
+    pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, gates: Mapping[str, Gate]
+) -> None:
+    """What the runs of all stages would refuse, and metrics of gates that no run would have, are said before
+    the first one begins. Raises ConfigError."""
+    problems: list[str] = []
+    for stage in stages:
+        options = options_of(stage)
+        try:
+            if stage.kind == "train":
+                args = parse_words(train_words(pipeline, stage, options)).check_training()
+                if stage.name in gates:
+                    problems += [
+                        f"{pipeline.gates}: {line}" for line in _without_metric(gates[stage.name], stage, args)
+                    ]
+            if stage.kind == "init":
+                parse_words(train_words(pipeline, stage, options, "--init-only"))
+            if stage.evaluation is not None:
+                words = eval_words(pipeline, stage, options, pipeline.save(stage.name) / "global_step0", "x")
+                require_lm_eval(parse_words(words).check_evaluation())
+        except ConfigError as problem:
+            problems += [f"stage {stage.name}: {line}" for line in problem.problems]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+
+
+def _without_metric(gate: Gate, stage: Stage, args: NeoXArgs) -> list[str]:
+    """What a gate asks for that the stage will not measure, a line each."""
+    lines = []
+    for one in gate.requirements:
+        if one.metric.startswith("eval_tasks/") and stage.evaluation is None and not args.eval_tasks:
+            lines.append(f"{stage.name}: {one.metric}: the stage has no evaluation (pipeline.yml), nor eval_tasks")
+        if one.metric.startswith("validation/") and not args.eval_iters:
+            lines.append(f"{stage.name}: {one.metric}: the stage's run has no validation (eval_iters: 0)")
+    return lines
+
+
+def run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> int:
+    """Run stages in order until one fails or a gate refuses; the exit code. say: takes the lines."""
+    gates = gates_of(pipeline)
+    check_configs(pipeline, stages, options_of, gates)
+    with locked(pipeline.folder, say) as lock:
+        state = open_state(pipeline)
+        with Display(pipeline, state, say) as display:
+            processes = Processes(pipeline.folder, lock, display.beat)
+            with processes.signals_passed_on():
+                code = _run(pipeline, stages, options_of, gates, state, processes, display)
+        display.print_table()
+        draw_page(pipeline, state, say)
+    return code
+
+
+def open_state(pipeline: Pipeline) -> State:
+    """The state of a pipeline, of this file. Raises PipelineError where another file has begun in the
+    folder."""
+    state = State(pipeline.folder)
+    if state.file not in (None, pipeline.file.name):
+        raise PipelineError(
+            f"{pipeline.folder}: {state.file} works here; give {pipeline.file.name} a folder of its own"
+        )
+    if state.file is None:
+        state.file = pipeline.file.name
+        state.write()
+    return state
+
+
+def draw_page(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
+    """Write the page. That it cannot be made is only said: how the stages have ended stays as it is."""
+    try:
+        say(f"page: {write_page(pipeline, state, say)}")
+    except (UserError, OSError, ValueError, KeyError) as problem:
+        say(f"warning: the page was not made: {problem}")
+
+
+def _run(
+    pipeline: Pipeline,
+    stages: Sequence[Stage],
+    options_of: OptionsOf,
+    gates: Mapping[str, Gate],
+    state: State,
+    processes: Processes,
+    display: Display,
+) -> int:
+    for stage in stages:
+        say, options = display.of_stage(stage.name), options_of(stage)
+        work = StageWork(pipeline, stage, options, gates.get(stage.name), state, say)
+        try:
+            inputs = work.inputs()
+            state.update(stage.name, options=options.to_json())
+            if stage.kind != "data" and work.is_unchanged(inputs):  # sources of data are looked at first
+                state.update(stage.name, status=PROMOTED, reason="")
+                say("unchanged, skipped")
+                continue
+            if not work.is_unchanged(inputs):
+                typed = " ".join([*options.flags(), *options.pairs()])
+                typed = f" with {typed}" if typed else ""
+                say(f"begins ({work.reason_to_run(inputs)}){typed}; log logs/{stage.name}.log")
+            work.run(processes)
+            draw_page(pipeline, state, lambda line: None)
+        except StageFailed as problem:
+            for line in str(problem).splitlines():
+                say(line.removeprefix(f"{stage.name}: "))
+            return problem.code
+        except UserError as problem:
+            if state[stage.name].status not in (PROMOTED, DONE, REFUSED):
+                state.update(stage.name, status=FAILED_STAGE, reason=str(problem).splitlines()[0], ended=time.time())
+            for line in str(problem).splitlines():
+                say(f"error: {line}")
+            return FAILED
+    return 0
+
+
+def dry_run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> None:
+    """Say what `run` would do with each stage, and the commands. Raises ConfigError for what it would
+    refuse."""
+    gates = gates_of(pipeline)
+    check_configs(pipeline, stages, options_of, gates)
+    state, changed = State(pipeline.folder), False
+    for stage in stages:
+        options = options_of(stage)
+        work = StageWork(pipeline, stage, options, gates.get(stage.name), state, say)
+        try:
+            inputs = work.inputs()
+            if not changed and work.is_unchanged(inputs):
+                say(f"{stage.name}: unchanged, would be skipped")
+                continue
+            reason = work.reason_to_run(inputs)
+        except UserError as problem:
+            reason = f"after what comes before it: {str(problem).splitlines()[0]}"
+        changed = True
+        say(f"{stage.name}: would run ({reason})")
+        for source in stage.sources:
+            say(f"  fetch {source.name} from {source.origin} (license {source.license})")
+        for command in stage.commands:
+            say(f"  {command}")
+        if stage.kind != "data":
+            further = ["--init-only"] if stage.kind == "init" else []
+            say(f"  deepy.py {shlex.join(train_words(pipeline, stage, options, *further))}")
+        if stage.merge_adapters:
+            say(f"  merge the adapters into checkpoints/{stage.name}/merged")
+        if stage.evaluation is not None:
+            say(f"  evaluate: {dict(stage.evaluation)}")
+        if stage.kind == "train":
+            gate = gates.get(stage.name)
+            say(f"  gate: {len(gate.requirements)} requirements" if gate is not None else "  no gate")

@@ -1,0 +1,101 @@
+"""A pipeline as jobs of Slurm: one for each stage, each beginning when the one before has passed its gate."""
+
+import os
+import shlex
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from megatron.launch import install_root
+from megatron.launch.site import site_variables
+from megatron.operations.jobs.scheduler import Slurm
+from megatron.pipelines.definition import Pipeline, Stage
+from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.options import Options
+from megatron.pipelines.state import State, locked
+
+BATCH = Path("slurm/pipeline_stage.sbatch")
+
+
+def submit(
+    pipeline: Pipeline,
+    stages: Sequence[Stage],
+    options_of: Callable[[Stage], Options],
+    sbatch_options: Sequence[str],
+    say: Callable[[str], None],
+) -> int:
+    """Submit a job for each stage; each waits for the one before and is cancelled where that one does not
+    pass. sbatch_options: of all of them, over a stage's own `slurm`.
+
+    Raises PipelineError where Slurm refuses one (those before it are then cancelled), and where jobs of this
+    pipeline still wait or run.
+    """
+    slurm = Slurm(site_variables(os.environ), say)
+    if not slurm.is_here:
+        raise PipelineError("--slurm: this machine has no Slurm (scontrol); leave it out to run the stages here")
+    if not (install_root() / BATCH).is_file():
+        raise PipelineError(f"--slurm: {install_root() / BATCH} is not there: jobs are submitted from a clone")
+    with locked(pipeline.folder, say):
+        state = State(pipeline.folder)
+        _refuse_active(pipeline, state, slurm)
+        (pipeline.folder / "logs").mkdir(exist_ok=True)
+        submitted: list[str] = []
+        for stage in stages:
+            words = _words(pipeline, stage, sbatch_options, submitted[-1] if submitted else None)
+            done = subprocess.run(words, cwd=install_root(), capture_output=True, text=True)
+            if done.returncode:
+                slurm.cancel(submitted)
+                raise PipelineError(f"{shlex.join(words)}: {done.stderr.strip()}; nothing of the pipeline is submitted")
+            job = done.stdout.strip().partition(";")[0]
+            submitted.append(job)
+            state.update(stage.name, job=job, options=options_of(stage).to_json())
+            after = f", after job {submitted[-2]}" if len(submitted) > 1 else ""
+            say(f"{stage.name}: job {job}{after}")
+    return 0
+
+
+def refuse_beside_jobs(pipeline: Pipeline, state: State, say: Callable[[str], None]) -> None:
+    """Raise PipelineError where jobs of the pipeline wait or run, unless this process is in one of them."""
+    if "SLURM_JOB_ID" not in os.environ and any(state[stage.name].job for stage in pipeline.stages):
+        slurm = Slurm(site_variables(os.environ), say)
+        if slurm.is_here:
+            _refuse_active(pipeline, state, slurm)
+
+
+def _refuse_active(pipeline: Pipeline, state: State, slurm: Slurm) -> None:
+    known = {stage.name: job for stage in pipeline.stages if (job := state[stage.name].job) is not None}
+    active = {name: job for name, job in known.items() if (found := slurm.job(job)) and found.is_active}
+    if active:
+        listed = ", ".join(f"{job} ({name})" for name, job in active.items())
+        ending = f"scancel {' '.join(active.values())}"
+        raise PipelineError(f"jobs of this pipeline wait or run: {listed}; `{ending}` ends them")
+
+
+def _words(pipeline: Pipeline, stage: Stage, options: Sequence[str], before: str | None) -> list[str]:
+    log = (
+        str(pipeline.folder / "logs" / f"{stage.name}-%j.out")
+        .replace("%j", "\0")
+        .replace("%", "%%")
+        .replace("\0", "%j")
+    )
+    waits = [f"--dependency=afterok:{before}", "--kill-on-invalid-dep=yes"] if before is not None else []
+    name = f"{pipeline.title}-{stage.name}".replace("/", "-").replace(" ", "-")
+    gpus = site_variables(os.environ).get("NEOX_GPUS_PER_NODE")
+    gres = [f"--gres=gpu:{gpus}"] if gpus is not None and stage.kind == "train" else []
+    return [
+        "sbatch", "--parsable", f"--job-name={name}", f"--output={log}", *waits, *gres, *stage.slurm, *options,
+        str(BATCH), str(pipeline.file), stage.name,
+    ]  # fmt: skip
+
+
+def jobs_now(jobs: Mapping[str, str], say: Callable[[str], None]) -> dict[str, str]:
+    """What Slurm says of jobs by stage, in words; {} on a machine without it."""
+    slurm = Slurm(site_variables(os.environ), say)
+    if not jobs or not slurm.is_here:
+        return {}
+    words = {}
+    for stage, number in jobs.items():
+        job = slurm.job(number)
+        if job is not None and job.is_active:
+            words[stage] = f"{job.state.lower()}" + (f" ({job.reason})" if job.reason not in ("", "None") else "")
+    return words

@@ -1,0 +1,318 @@
+"""Gates: what passes, fails and is missing, case by case; and what is refused of a file of gates."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.neox_arguments import ConfigError
+from megatron.pipelines.definition import read_pipeline
+from megatron.pipelines.errors import GATE_FAILED, METRIC_MISSING
+from megatron.pipelines.gates import Gate, Requirement, judge, read_gates
+from megatron.pipelines.measurements import Measurements, MissingError, read_measurements, scores_of_results
+from megatron.pipelines.promotion import promoted_weights
+from megatron.pipelines.state import add_override, read_overrides
+from megatron.pipelines.verdicts import find_override, has_moved, requirements_digest
+from tests.pipelines.small import write_small
+
+NAN, INF = math.nan, math.inf
+STAGES = ["pretrain", "sft", "dpo"]
+LOSS, ACC = "train/lm_loss", "eval_tasks/piqa_acc"
+SHIPPED = ("configs/promotion_gates.yml", "configs/pipelines/quickstart/configs/promotion_gates.yml")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def rows(*values: Any, every: int = 10, name: str = LOSS, **more: Any) -> tuple[dict[str, Any], ...]:
+    """A row of metrics.jsonl every so many steps."""
+    return tuple({"iteration": every * i, name: value, **more} for i, value in enumerate(values, 1))
+
+
+def measured(*values: Any, **scores: Any) -> Measurements:
+    """Losses every ten steps, and scores of piqa: acc=0.7, acc_stderr=0.01."""
+    return Measurements(rows(*values), {f"eval_tasks/piqa_{name}": value for name, value in scores.items()})
+
+
+FALLING = measured(4.0, 3.0, 2.0, 1.0)
+P, F, M = "pass", "fail", "missing"
+# (what is required, the stage's measurements, the baseline's, the result)
+ABSOLUTE: list[tuple[dict[str, Any], Measurements, str]] = [
+    ({"max": 1.5}, FALLING, P),
+    ({"max": 1.0}, FALLING, P),  # the bound itself is inside
+    ({"max": 0.999}, FALLING, F),
+    ({"min": 1.0}, FALLING, P),
+    ({"min": 1.001}, FALLING, F),
+    ({"min": 0.5, "max": 1.5}, FALLING, P),
+    ({"min": 1.1, "max": 1.5}, FALLING, F),
+    ({"min": 0.1, "max": 0.5}, FALLING, F),
+    ({"max": 0}, measured(0), P),  # a count
+    ({"max": 0}, measured(1), F),
+    ({"max": -1.0}, measured(-2.0), P),
+    ({"max": 2.0}, measured(1.0, NAN), F),
+    ({"min": 0.0}, measured(NAN), F),
+    ({"max": 2.0}, measured(NAN, 1.0), P),  # the last value counts
+    ({"min": 0.0}, measured(INF), F),
+    ({"max": 0.0}, measured(-INF), F),
+    ({"max": 2.0}, measured(1.0, None), F),  # null is no number
+    ({"max": 2.0}, measured(1.0, "nan"), F),
+    ({"max": 2.0}, measured(), M),
+    ({"metric": "train/lm_los", "max": 2.0}, FALLING, M),
+    ({"metric": ACC, "min": 0.5}, FALLING, M),
+    ({"metric": ACC, "min": 0.5}, measured(acc=0.5), P),
+    ({"metric": ACC, "min": 0.5}, measured(acc=0.49), F),
+    ({"metric": ACC, "min": 0.5}, measured(acc=NAN), F),
+]
+WINDOWS: list[tuple[dict[str, Any], Measurements, str]] = [
+    ({"window": 20, "max": 1.5}, FALLING, P),  # of 1 and 2
+    ({"window": 20, "max": 1.4}, FALLING, F),
+    ({"window": 10, "max": 1.0}, FALLING, P),
+    ({"window": 40, "max": 2.5}, FALLING, P),  # the whole run
+    ({"window": 41, "max": 9.0}, FALLING, M),  # longer than the run
+    ({"window": "50%", "max": 1.5}, FALLING, P),
+    ({"window": "50%", "max": 1.4}, FALLING, F),
+    ({"window": "100%", "max": 2.5}, FALLING, P),
+    ({"window": "1%", "max": 1.0}, FALLING, P),  # one step at least
+    ({"window": 20, "aggregate": "max", "max": 1.9}, FALLING, F),
+    ({"window": 20, "aggregate": "max", "max": 2.0}, FALLING, P),
+    ({"window": 20, "aggregate": "min", "max": 1.0}, FALLING, P),
+    ({"window": 30, "aggregate": "last", "max": 1.0}, FALLING, P),
+    ({"window": 20, "max": 9.0}, measured(1.0, NAN, 1.0), F),
+    ({"window": 10, "max": 9.0}, measured(1.0, NAN, 1.0), P),  # before the window
+    ({"window": 20, "aggregate": "min", "max": 9.0}, measured(1.0, NAN, 1.0), F),
+    ({"window": 20, "aggregate": "max", "max": 9.0}, measured(1.0, NAN, 1.0), F),
+    ({"window": 20, "max": 9.0}, measured(1.0, INF, 1.0), F),
+    ({"window": 20, "max": 9.0}, Measurements((*rows(1.0, 1.0), {"iteration": 90})), M),  # not logged of late
+    ({"metric": ACC, "window": 20, "min": 0.1}, measured(acc=0.5), M),  # a score has none
+]
+STDERR: list[tuple[dict[str, Any], Measurements, str]] = [
+    ({"metric": ACC, "min": 0.5, "stderr_z": 1}, measured(acc=0.52, acc_stderr=0.01), P),
+    ({"metric": ACC, "min": 0.5, "stderr_z": 2}, measured(acc=0.52, acc_stderr=0.01), P),
+    ({"metric": ACC, "min": 0.5, "stderr_z": 2.1}, measured(acc=0.52, acc_stderr=0.01), F),
+    ({"metric": ACC, "min": 0.5, "stderr_z": 0}, measured(acc=0.5, acc_stderr=0.2), P),
+    ({"metric": ACC, "max": 0.5, "stderr_z": 1}, measured(acc=0.495, acc_stderr=0.01), F),
+    ({"metric": ACC, "max": 0.5, "stderr_z": 1}, measured(acc=0.49, acc_stderr=0.01), P),
+    ({"metric": ACC, "min": 0.5, "stderr_z": 1}, measured(acc=0.9), M),  # no standard error is known
+    ({"metric": ACC, "min": 0.5, "stderr_z": 1}, measured(acc=0.9, acc_stderr=NAN), F),
+    ({"max": 9.0, "stderr_z": 1}, FALLING, M),  # one value has none
+    ({"window": 20, "max": 2.0, "stderr_z": 1}, FALLING, P),  # 1.5 + 0.5
+    ({"window": 20, "max": 1.99, "stderr_z": 1}, FALLING, F),
+    ({"window": 20, "min": 1.0, "stderr_z": 1}, FALLING, P),
+    ({"window": 20, "min": 1.01, "stderr_z": 1}, FALLING, F),
+]
+REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] = [
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.695), measured(acc=0.7), P),
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.68), measured(acc=0.7), F),
+    ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.7), measured(acc=0.7), P),
+    ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.9), measured(acc=0.7), P),  # better
+    ({"metric": ACC, "max_drop": "2%"}, measured(acc=0.69), measured(acc=0.7), P),  # 0.686
+    ({"metric": ACC, "max_drop": "1%"}, measured(acc=0.69), measured(acc=0.7), F),  # 0.693
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.7), None, M),
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.7), measured(), M),
+    ({"metric": ACC, "max_drop": 0.01}, measured(), measured(acc=0.7), M),
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.7), measured(acc=NAN), F),
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.7), measured(acc=INF), F),
+    ({"max_rise": 0.1}, FALLING, measured(0.95), P),
+    ({"max_rise": 0.1}, FALLING, measured(0.85), F),
+    ({"max_rise": "10%"}, FALLING, measured(0.95), P),
+    ({"max_rise": "10%"}, measured(-1.0), measured(-1.05), P),  # of the size of a negative value
+    ({"max_rise": 0.5, "window": 20}, FALLING, measured(1.0, 1.0), P),
+    ({"max_rise": 0.5, "window": 20}, FALLING, measured(9.0), M),  # the baseline's run is shorter
+    ({"max": 2.0, "max_rise": 0.1}, FALLING, measured(0.5), F),  # one of two bounds
+    ({"max": 2.0, "max_rise": 0.1}, FALLING, None, M),
+    ({"metric": ACC, "max_drop": 0.05, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),
+     measured(acc=0.7, acc_stderr=0.04), P),  # 0.7 - 0.05 >= 0.65
+    ({"metric": ACC, "max_drop": 0.049, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),
+     measured(acc=0.7, acc_stderr=0.04), F),
+    ({"metric": ACC, "max_drop": 0.5, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03), measured(acc=0.7), M),
+]  # fmt: skip
+CASES = [(given, here, None, result) for given, here, result in [*ABSOLUTE, *WINDOWS, *STDERR]] + REGRESSION
+
+
+def gate_of(tmp_path: Path, *require: dict[str, Any], baseline: str | None = "pretrain") -> Any:
+    """A gate of sft, read from a file."""
+    path = tmp_path / "gates.yml"
+    given = {"require": list(require)} | ({"baseline": baseline} if baseline else {})
+    path.write_text(yaml.safe_dump({"sft": given}))
+    return read_gates(path, STAGES)["sft"]
+
+
+def test_the_table_is_long_enough():
+    assert len(CASES) >= 60
+
+
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_case(tmp_path, number):
+    required, here, baseline, result = CASES[number]
+    judgement = judge(gate_of(tmp_path, {"metric": LOSS, **required}), here, baseline)
+    assert judgement.result == result, judgement.checks
+    assert judgement.exit_code == {P: 0, F: GATE_FAILED, M: METRIC_MISSING}[result] == {P: 0, F: 3, M: 4}[result]
+    assert all(check.result in str(check) for check in judgement.checks)
+
+
+def test_a_missing_metric_weighs_more_than_one_that_fails(tmp_path):
+    gate = gate_of(tmp_path, {"metric": LOSS, "max": 0.5}, {"metric": "train/none", "max": 1.0})
+    judgement = judge(gate, FALLING, None)
+    assert [check.result for check in judgement.checks] == ["fail", "missing"]
+    assert judgement.exit_code == 4
+
+
+def test_numbers_of_a_check(tmp_path):
+    gate = gate_of(tmp_path, {"metric": LOSS, "max_rise": "10%", "window": 20, "stderr_z": 2})
+    (check,) = judge(gate, FALLING, measured(1.0, 1.2)).checks
+    assert check.value == 1.5 and check.baseline_value == 1.1
+    assert check.limit == pytest.approx(1.21)
+    assert check.stderr == pytest.approx(math.hypot(0.5, 0.1))
+    assert check.window == {"first": 30, "last": 40, "rows": 2, "steps": 20, "aggregate": "mean"}
+
+
+def test_the_nearest_names_are_said(tmp_path):
+    (check,) = judge(gate_of(tmp_path, {"metric": "train/loss", "max": 1.0}), FALLING, None).checks
+    assert "train/lm_loss" in str(check)
+
+
+REFUSED = [
+    ("sft: {require: [{metric: a}]}", "sft.require.0: a: bounds nothing"),
+    ("sft: {require: [{max: 1}]}", "sft.require.0.metric: is required"),
+    ("sft: {require: [{metric: a, maximum: 1}]}", "maximum"),
+    ("sft: {require: [{metric: a, max: often}]}", "expected float"),
+    ("sft: {require: [{metric: a, max: .nan}]}", "expected float"),
+    ("sft: {require: [{metric: a, min: 2, max: 1}]}", "nothing can pass"),
+    ("sft: {require: [{metric: a, max_drop: 0.1}]}", "set baseline"),
+    ("sft: {baseline: dpo, require: [{metric: a, max_drop: 0.1}]}", "dpo is no earlier stage"),
+    ("sft: {baseline: sft, require: [{metric: a, max_drop: 0.1}]}", "sft is no earlier stage"),
+    ("sft: {baseline: pretrain, require: [{metric: a, max_drop: -0.1}]}", "at least 0"),
+    ("sft: {baseline: pretrain, require: [{metric: a, max_drop: much}]}", "a share as 2%"),
+    ("sft: {require: [{metric: a, max: 1, window: 0}]}", "at least 1 step"),
+    ("sft: {require: [{metric: a, max: 1, window: 200%}]}", "a share of the run"),
+    ("sft: {require: [{metric: a, max: 1, aggregate: max}]}", "says nothing without window"),
+    ("sft: {require: [{metric: a, max: 1, stderr_z: -1}]}", "stderr_z"),
+    ("sft: {require: []}", "is empty"),
+    ("sft: {require: 3}", "expected a list"),
+    ("sft: {}", "sft.require: is required"),
+    ("stf: {require: [{metric: a, max: 1}]}", "stf: is no training stage"),
+    ("sft: [1]", "expected a mapping"),
+    ("sft: {require: [{metric: a, max: 1}], require: [{metric: b, max: 1}]}", "already set"),
+    ("- 1", "expected `key: value` lines"),
+    ("sft: {", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), REFUSED)
+def test_refused(tmp_path, text, said):
+    path = tmp_path / "gates.yml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="gates.yml") as refused:
+        read_gates(path, STAGES)
+    assert said in str(refused.value)
+    assert text == "- 1" or "gates.yml:1" in str(refused.value)
+
+
+def test_rows_of_a_run_that_was_killed(tmp_path):
+    """A step that was logged twice counts once, as it was logged last, and half a line not at all."""
+    lines = [json.dumps({"iteration": i, LOSS: value}) for i, value in ((10, 4.0), (20, 3.0), (20, 2.0))]
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 30, "tra']))
+    found = read_measurements(tmp_path)
+    assert found.measure(LOSS, 20).value == 3.0 and found.measure(LOSS).value == 2.0
+
+
+def test_scores_are_named_as_in_training(tmp_path):
+    """A file of eval.py as lm-eval writes it."""
+    values = {"alias": "piqa", "acc,none": 0.7, "acc_stderr,none": 0.01, "exact_match,strict-match": 0.2,
+              "exact_match_stderr,strict-match": 0.02}  # fmt: skip
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"piqa": values}}))
+    assert scores_of_results(tmp_path / "results.json") == {
+        ACC: 0.7, f"{ACC}_stderr": 0.01, "eval_tasks/piqa_exact_match_strict-match": 0.2,
+        "eval_tasks/piqa_exact_match_strict-match_stderr": 0.02,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", SHIPPED)
+def test_gates_that_come_with_the_package(file):
+    assert read_gates(ROOT / file, ["pretrain", "sft", "dpo", "lora"])
+
+
+# (override of: stage, weights, gate's maximum, baseline's weights), a verdict on these, whether it holds
+OVERRIDES = [
+    (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, "p"), True),
+    (("sft", "a", 1.0, None), ("sft", "a", 1.0, None), True),
+    (("sft", "a", 1.0, "p"), ("sft", "b", 1.0, "p"), False),  # other weights
+    (("sft", "a", 1.0, "p"), ("sft", "a", 0.9, "p"), False),  # another gate
+    (("sft", "a", 1.0, "p"), ("dpo", "a", 1.0, "p"), False),  # another stage
+    (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, "q"), False),  # the baseline has moved
+    (("sft", "a", 1.0, "p"), ("sft", "a", 1.0, None), False),
+]
+
+
+@pytest.mark.parametrize(("given", "asked", "holds"), OVERRIDES)
+def test_override(tmp_path, given, asked, holds):
+    def verdict(stage: str, weights: str, maximum: float, baseline: str | None) -> dict[str, Any]:
+        gate = Gate(stage, (Requirement(LOSS, max=maximum),))
+        of_baseline = {"stage": "pretrain", "weights_sha256": baseline} if baseline else None
+        return {"stage": stage, "weights_sha256": weights, "requirements": requirements_digest(gate),
+                "baseline": of_baseline, "file": "logs/verdicts/sft-1.json"}  # fmt: skip
+
+    for reason in ("first", "second"):
+        add_override(tmp_path, verdict(*given), reason)
+    found = find_override(tmp_path, verdict(*asked))
+    assert (found is not None) == holds
+    assert found is None or (found.reason, found.sha256) == ("second", "a")
+    assert [one.reason for one in read_overrides(tmp_path)] == ["first", "second"], "nothing is forgotten"
+
+
+STALE = [
+    # (rows, iteration of the weights, metric, window, what is said)
+    (rows(3.0, 2.0), 25, LOSS, None, None),  # logged every ten steps: the next row would be that of 30
+    (rows(3.0, 2.0), 30, LOSS, None, "at iteration 20 the last time, the weights are of 30"),
+    (rows(3.0), 9, LOSS, None, None),
+    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, None, "not in the row of iteration 30"),
+    ((*rows(3.0, 2.0), {"iteration": 30, "train/grad_norm": 1.0}), 30, LOSS, 20, "not in the row of iteration 30"),
+    ((*rows(3.0, 2.0), {"iteration": 30, "validation/lm_loss": 1.0}), 20, LOSS, 20, None),
+    (rows(3.0, name="validation/lm_loss"), 10, "validation/lm_loss", None, None),
+    (rows(3.0, name="validation/lm_loss"), 11, "validation/lm_loss", None, "the weights are of 11"),
+    ((*rows(3.0), {"iteration": 11, "train/lm_loss": 1.0}), 11, ACC, None, "there is no"),
+]
+
+
+@pytest.mark.parametrize(("given", "iteration", "metric", "window", "said"), STALE)
+def test_what_was_measured_of_other_weights_is_missing(given, iteration, metric, window, said):
+    found = Measurements(given, {}, iteration)
+    if said is None:
+        assert found.measure(metric, window).value > 0
+        return
+    with pytest.raises(MissingError, match=said):
+        found.measure(metric, window)
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.07, 7), (0.55, 55), (0.1, 10), (0.001, 1)])
+def test_a_share_of_a_hundred_steps(share, steps):
+    assert Measurements(rows(*[1.0] * 100, every=1)).measure(LOSS, share).window["steps"] == steps
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "moved"),
+    [("a", "a", False), ("a", "b", True), ("a", None, True), (None, "a", True), (None, None, False)],
+)
+def test_baseline_moved(tmp_path, was, now, moved):
+    """The digest of the weights that a verdict compared with, and that of those there are now."""
+    folder = write_small(tmp_path / "p")
+    pipeline = read_pipeline(folder / "pipeline.yml")
+    final = folder / "checkpoints/pretrain_final"
+
+    def digest(content: str | None) -> str | None:
+        shutil.rmtree(final, ignore_errors=True)
+        if content is None:
+            return None
+        (final / "global_step1").mkdir(parents=True)
+        (final / "latest").write_text("global_step1")
+        files = {"layer_00-model_00-model_states.pt": {"sha256": content, "size": 1}}
+        (final / "global_step1/layer_00-model_00-model_states.pt").write_text("x")
+        (final / "global_step1/manifest.json").write_text(json.dumps({"files": files}))
+        return promoted_weights(final)
+
+    verdict = {"baseline": {"stage": "pretrain", "weights_sha256": digest(was)}}
+    digest(now)
+    assert has_moved(pipeline, verdict) == moved
+    assert not has_moved(pipeline, {"baseline": None})

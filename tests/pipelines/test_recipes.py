@@ -1,0 +1,152 @@
+"""The recipes that come with the package: the 7B as it is read, both at tiny size from end to end."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from megatron.model.weight_map import layer_params
+from megatron.pipelines.definition import read_pipeline
+from megatron.pipelines.options import Options, parse_words, train_words
+from megatron.pipelines.recipes import write_recipe
+from tests.pipelines.small import change_yaml, pipeline, records, write_yaml
+
+SIZES = {
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
+    "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0,
+}  # fmt: skip
+SHIPPED = {"eval_tasks": ["shipped_choice"], "eval_limit": 8}
+
+
+def configurations(folder: Path) -> dict:
+    """The configuration of each stage with a model, as its run would read it."""
+    described = read_pipeline(folder / "pipeline.yml")
+    with_model = [stage for stage in described.stages if stage.kind == "train"]
+    return {stage.name: parse_words(train_words(described, stage, Options())).check_training() for stage in with_model}
+
+
+def test_the_7b_is_what_it_says(tmp_path):
+    write_recipe("7b", tmp_path)
+    runs = configurations(tmp_path)
+    assert list(runs) == ["pretrain", "sft", "dpo", "lora"]
+    for args in runs.values():
+        shape = (args.num_layers, args.hidden_size, args.kv_heads, args.padded_vocab_size, args.max_position_embeddings)
+        assert shape == (32, 4096, 8, 50304, 4096)
+    specs = layer_params(runs["pretrain"])
+    count = sum(torch.Size(spec.shape).numel() for layer in specs.values() for spec in layer)
+    assert count == 7_391_678_464
+    assert f"{count:,}" in (tmp_path / "configs/model.yml").read_text()
+    pretrain, dpo, lora = runs["pretrain"], runs["dpo"], runs["lora"]
+    assert pretrain.seq_curriculum["seq_len"] == (512, 1024, 2048) and pretrain.seq_length == 2048
+    assert (pretrain.train_iters, pretrain.train_batch_size, pretrain.warmup_iters) == (100_000, 32, 5000)
+    assert pretrain.zero_stage == 3 and pretrain.eval_interval == 1000
+    assert (dpo.dpo_beta, dpo.lr, dpo.train_epochs) == (0.1, 5e-7, 1)
+    assert (lora.lora["r"], lora.lora["alpha"], lora.lora["dropout"], lora.lr) == (16, 32, 0.05, 2e-4)
+    for world in (8, 16):
+        for args in runs.values():
+            assert args.for_world(world).gradient_accumulation_steps >= 1
+
+
+def shrink_7b(folder: Path, tokenizer: Path) -> None:
+    """The recipe with a model, texts and steps of seconds; its stages, commands and formats stay."""
+    sizes = {"seq_length": 64, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "log_interval": 1}
+    change_yaml(folder / "configs/model.yml", **SIZES)
+    curriculum = {"seq_len": [16, 32, 64], "until": [2, 4]}
+    steps = {
+        "train_iters": 6,
+        "warmup_iters": 1,
+        "eval_interval": 3,
+        "eval_iters": 1,
+        "seq_curriculum": curriculum,
+        "compile": False,
+    }
+    change_yaml(folder / "configs/pretrain.yml", **sizes, **steps)
+    change_yaml(folder / "configs/sft.yml", **sizes)
+    change_yaml(folder / "configs/dpo.yml", **sizes, max_length=32, max_prompt_length=8)
+    change_yaml(folder / "configs/lora.yml", **sizes, train_epochs=None, train_iters=4, eval_interval=2, eval_iters=1)
+    words = "the model reads all words and then writes some other ones after each until it has read enough".split()
+    draw = random.Random(0)
+    texts = [" ".join(draw.choices(words, k=40)) + "." for _ in range(200)]  # no two are near-duplicates
+    raw = folder / "own"
+    for name in ("web", "domain", "chats", "pairs", "tokenizer"):
+        (raw / name).mkdir(parents=True)
+    for name in ("web", "domain"):
+        (raw / name / "part.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    user, model = {"role": "user", "content": "What is read?"}, {"role": "assistant", "content": texts[0]}
+    (raw / "chats/part.jsonl").write_text((json.dumps({"messages": [user, model]}) + "\n") * 20)
+    worse = {**model, "content": texts[0][::-1]}
+    pair = {"prompt": user["content"], "chosen": [user, model], "rejected": [user, worse]}  # as UltraFeedback has them
+    (raw / "pairs/part.jsonl").write_text((json.dumps(pair) + "\n") * 20)
+    shutil.copy(tokenizer, raw / "tokenizer/tokenizer.json")
+    eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (raw / "tokenizer/tokenizer_config.json").write_text(json.dumps(eos))
+    described = yaml.safe_load((folder / "pipeline.yml").read_text())
+    stages = described["stages"]
+    for source in stages["data"]["sources"]:
+        for key in ("hub", "hub_type", "files"):
+            source.pop(key, None)
+        source["path"] = f"own/{source['name']}"
+    stages["data"]["commands"] = [
+        line.replace("--recipe gopher,c4,fineweb ", "").replace("--workers 16", "--workers 1")
+        for line in stages["data"]["commands"]
+    ]
+    for stage in stages.values():
+        if "evaluation" in stage:
+            stage["evaluation"] = SHIPPED
+    write_yaml(folder / "pipeline.yml", described)
+    loss = {"metric": "train/lm_loss", "max": 20.0}
+    score = {"metric": "eval_tasks/shipped_choice_acc", "min": 0.0, "stderr_z": 0.0}
+    gates = {name: {"require": [loss, score]} for name in ("pretrain", "sft", "lora")}
+    gates["dpo"] = {"baseline": "sft", "require": [{**score, "max_drop": 1.0}]}
+    write_yaml(folder / "configs/promotion_gates.yml", gates)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from megatron.tokenizer.train_tokenizer import train_tokenizer
+
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    path.write_bytes(
+        train_tokenizer(["the model reads words and writes other words. " * 9, "Q: What is read?"], 300).encode()
+    )
+    return path
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
+    folder = tmp_path / "7b"
+    write_recipe("7b", folder)
+    shrink_7b(folder, tokenizer)
+    done = pipeline("run", folder, "--precision", "fp32")
+    assert done.returncode == 0, done.stderr
+    assert {record["status"] for record in records(folder).values()} == {"done", "promoted"}
+    assert (folder / "checkpoints/lora_final/latest").is_file()
+    said = (folder / "logs/pretrain.log").read_text()
+    assert "seq_curriculum" in said and "lm_loss" in said
+
+
+@pytest.mark.more
+@pytest.mark.timeout(600)
+def test_the_quickstart_with_fewer_steps(tmp_path):
+    """What make pipeline runs, with a tenth of its steps: the gates that need more of them are lower."""
+    folder = tmp_path / "quickstart"
+    write_recipe("quickstart", folder)
+    for name, steps in (("pretrain", 40), ("sft", 20), ("dpo", 30), ("lora", 10)):
+        change_yaml(folder / f"configs/{name}.yml", train_iters=steps, eval_interval=steps, checkpoint_factor=steps)
+    gates = yaml.safe_load((folder / "configs/promotion_gates.yml").read_text())
+    for name in ("pretrain", "sft", "lora"):
+        for requirement in gates[name]["require"]:
+            if requirement["metric"].endswith("lm_loss"):
+                requirement["max"] = 7.0
+    write_yaml(folder / "configs/promotion_gates.yml", gates)
+    done = pipeline("run", folder)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (folder / "checkpoints/dpo/logs/metrics.jsonl").read_text().splitlines()]
+    accuracies = [row["train/rewards/accuracies"] for row in rows if "train/rewards/accuracies" in row]
+    assert accuracies[-1] > 0.8 > accuracies[0]
+    assert "data/clean" in (folder / "logs/data.log").read_text()

@@ -1,0 +1,223 @@
+"""Sources: from a path, an address and the Hub; fetched once, gone on with, refused when they are others."""
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.pipelines import sources
+from megatron.pipelines.definition import Source
+from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.sources import fetch_sources
+from tests.pipelines.small import ROOT, environment
+
+BODY = bytes(range(256)) * 4000  # 1 MB
+DIGEST = hashlib.sha256(BODY).hexdigest()
+COMMIT = "c" * 40
+
+
+@dataclass
+class Server:
+    """files: by path. cut: bytes after which the next answers end. asked: (method, path, first byte). ranges:
+    whether it goes on in the middle."""
+
+    url: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    cut: list[int] = field(default_factory=list)
+    asked: list[tuple[str, str, int]] = field(default_factory=list)
+    ranges: bool = True
+    status: list[int] = field(default_factory=list)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    state = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_HEAD(self) -> None:
+            self._answer(with_body=False)
+
+        def do_GET(self) -> None:
+            self._answer(with_body=True)
+
+        def _answer(self, with_body: bool) -> None:
+            given = self.headers.get("Range", "") if state.ranges else ""
+            first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
+            state.asked.append((self.command, self.path, first))
+            status = state.status.pop(0) if state.status else 200
+            body = state.files.get(self.path.partition("?")[0])
+            if status != 200 or body is None or (given and first >= len(body)):
+                code = status if status != 200 else 404 if body is None else 416
+                self.send_response(code)
+                if code == 416 and body is not None:
+                    self.send_header("Content-Range", f"bytes */{len(body)}")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206 if given else 200)
+            self.send_header("Content-Length", str(len(body) - first))
+            self.send_header("ETag", hashlib.sha256(body).hexdigest())
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.end_headers()
+            if with_body:
+                end = state.cut.pop(0) if state.cut else len(body)
+                self.wfile.write(body[first:end])
+                if end < len(body):
+                    self.close_connection = True
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    state.url = f"http://127.0.0.1:{httpd.server_port}"
+    thread = threading.Thread(target=httpd.serve_forever)
+    thread.start()
+    yield state
+    httpd.shutdown()
+    thread.join()
+    httpd.server_close()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources.time, "sleep", lambda seconds: None)
+
+
+def of_url(server: Server, sha256: str = DIGEST) -> Source:
+    server.files.setdefault("/x.bin", BODY)
+    return Source(name="x.bin", license="MIT", url=f"{server.url}/x.bin", sha256=sha256)
+
+
+def fetch(folder: Path, *given: Source) -> tuple[dict[str, str], list[str]]:
+    said: list[str] = []
+    return fetch_sources(folder, given, said.append), said
+
+
+def test_an_address_is_asked_once(tmp_path, server):
+    found, said = fetch(tmp_path, of_url(server))
+    assert found == {"x.bin": DIGEST} and (tmp_path / "data/raw/x.bin").read_bytes() == BODY
+    note = json.loads((tmp_path / "data/raw/sources.json").read_text())["x.bin"]
+    assert (note["license"], note["bytes"], note["sha256"]) == ("MIT", len(BODY), DIGEST)
+    again, said = fetch(tmp_path, of_url(server))
+    assert again == found and "there already" in said[0] and len(server.asked) == 1
+
+
+def test_what_was_cut_off_goes_on(tmp_path, server):
+    server.cut = [300_000, 700_000]
+    found, said = fetch(tmp_path, of_url(server))
+    assert found == {"x.bin": DIGEST}
+    assert [first for _, _, first in server.asked] == [0, 300_000, 700_000]
+    assert any("of which 0.3 MB are there" in line for line in said)
+
+
+def test_a_killed_download_goes_on(tmp_path, server):
+    part = tmp_path / "data/raw/.x.bin.part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(BODY[:500_000])
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    assert server.asked == [("GET", "/x.bin", 500_000)] and not part.exists()
+    (tmp_path / "data/raw/x.bin").unlink()
+    part.write_bytes(BODY)  # all of it: only its name was not given yet
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    (tmp_path / "data/raw/x.bin").unlink()
+    part.write_bytes(BODY + b"more")
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+
+
+def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
+    server.ranges, server.cut = False, [300_000]
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+
+
+def test_another_content_is_refused_and_goes(tmp_path, server):
+    with pytest.raises(PipelineError, match=f"has SHA-256 {DIGEST}, not 0000"):
+        fetch(tmp_path, of_url(server, "0" * 64))
+    assert not [path for path in (tmp_path / "data/raw").iterdir() if "x.bin" in path.name]
+
+
+def test_what_cannot_be_had(tmp_path, server):
+    with pytest.raises(PipelineError, match="404"):
+        fetch(tmp_path, Source(name="y", license="MIT", url=f"{server.url}/y", sha256=DIGEST))
+    assert len(server.asked) == 1  # it is not there: no second try
+    server.status = [503, 429]
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    with pytest.raises(PipelineError, match=r"cannot be had .* put the file at .*/y by other means"):
+        fetch(tmp_path, Source(name="y", license="MIT", url="http://127.0.0.1:9/y", sha256=DIGEST))
+
+
+def test_a_file_that_changed_is_fetched_again_and_kept(tmp_path, server):
+    fetch(tmp_path, of_url(server))
+    (tmp_path / "data/raw/x.bin").write_bytes(b"edited")
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    assert (tmp_path / "data/raw/x.bin.old1").read_bytes() == b"edited"
+
+
+def test_a_file_put_there_by_hand_is_taken(tmp_path, server):
+    (tmp_path / "data/raw").mkdir(parents=True)
+    (tmp_path / "data/raw/x.bin").write_bytes(BODY)
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and server.asked == []
+
+
+def test_paths_are_linked_and_looked_at(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/a.txt").write_text("a")
+    source = Source(name="mine", license="own", path="mine")
+    first, _ = fetch(tmp_path, source)
+    assert (tmp_path / "data/raw/mine").is_symlink() and (tmp_path / "data/raw/mine/a.txt").read_text() == "a"
+    assert fetch(tmp_path, source)[0] == first
+    (tmp_path / "mine/b.txt").write_text("b")
+    assert fetch(tmp_path, source)[0] != first
+    with pytest.raises(PipelineError, match="there is no such file or folder"):
+        fetch(tmp_path, Source(name="none", license="own", path="none"))
+
+
+def test_the_hub(tmp_path, server):
+    """huggingface_hub against an address of its form: what `files` names, at the commit that main was."""
+    files = {"data/a.jsonl": b'{"text": "a"}\n', "data/b.jsonl": b'{"text": "b"}\n', "README.md": b"no"}
+    siblings = [{"rfilename": name} for name in files]
+    info = {"id": "org/set", "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0, "private": False,
+            "disabled": False, "gated": False, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z"}  # fmt: skip
+    for revision in ("main", COMMIT):
+        server.files[f"/api/datasets/org/set/revision/{revision}"] = json.dumps(info).encode()
+    server.files["/api/datasets/org/set"] = json.dumps(info).encode()
+    listed = [
+        {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
+        for name, text in files.items()
+    ]
+    server.files[f"/api/datasets/org/set/tree/{COMMIT}"] = json.dumps(listed).encode()
+    server.files |= {f"/datasets/org/set/resolve/{COMMIT}/{name}": text for name, text in files.items()}
+    program = (
+        "import sys; from pathlib import Path; from megatron.pipelines.definition import Source\n"
+        "from megatron.pipelines.sources import fetch_sources\n"
+        "source = Source(name='set', license='MIT', hub='org/set', files=('data/*',))\n"
+        "print(fetch_sources(Path(sys.argv[1]), (source,), lambda line: print(line, file=sys.stderr)))"
+    )
+    env = {**environment(), "HF_ENDPOINT": server.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0",
+           "HF_HOME": str(tmp_path / "home")}  # fmt: skip
+
+    def run() -> "subprocess.CompletedProcess[str]":
+        words = [sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    raw = tmp_path / "data/raw/set"
+    assert sorted(str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()) == [
+        "data/a.jsonl",
+        "data/b.jsonl",
+    ]
+    note = json.loads((tmp_path / "data/raw/sources.json").read_text())["set"]
+    assert note["revision"] == COMMIT and note["files"] == 2
+    asked = len(server.asked)
+    again = run()
+    assert again.stdout == done.stdout and "there already" in again.stderr and len(server.asked) == asked

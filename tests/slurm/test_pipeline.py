@@ -1,0 +1,98 @@
+"""A pipeline as jobs of a real Slurm: each stage after the one before has passed, each queued again alone."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.pipelines.small import GATES, change_yaml, finals, pipeline, records, write_small, write_yaml
+from tests.slurm.conftest import WAIT_S, Submitter
+
+pytestmark = pytest.mark.slurm
+OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")
+
+
+def in_cluster(slurm: Submitter, *words: object) -> "subprocess.CompletedProcess[str]":
+    """`deepy.py pipeline ...` on the login node."""
+    env = {**slurm.cluster.environment, **slurm.variables, "PYTHONPATH": str(slurm.clone)}
+    command = [sys.executable, "deepy.py", "pipeline", *map(str, words)]
+    return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=120)
+
+
+def submitted(text: str) -> dict[str, str]:
+    """The jobs by stage, of what `run --slurm` said."""
+    return dict(re.findall(r"pipeline: (\w+): job (\d+)", text))
+
+
+def wait_for(slurm: Submitter, jobs: dict[str, str], folder: Path, until: str = "") -> dict[str, str]:
+    """The state of each job once none waits or runs, or `until` stands in the last log of them."""
+    ended = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
+    deadline = time.monotonic() + 3 * WAIT_S
+    while True:
+        states = {stage: slurm.state(job) for stage, job in jobs.items()}
+        if set(states.values()) <= ended:
+            return states
+        logs = "\n".join(path.read_text() for path in sorted((folder / "logs").glob("*.out")))
+        if until and re.search(until, logs):
+            return states
+        assert time.monotonic() < deadline, f"{states}\n{logs}"
+        time.sleep(0.3)
+
+
+def test_stages_are_dependent_jobs(slurm, tmp_path):
+    """The same weights as without Slurm; a gate that refuses cancels what waits; what was mended goes on."""
+    here, there = write_small(tmp_path / "here"), write_small(tmp_path / "there")
+    done = pipeline("run", here)
+    assert done.returncode == 0, done.stderr
+    write_yaml(there / "gates.yml", {**GATES, "sft": {"require": [{"metric": "train/lm_loss", "max": 0.1}]}})
+    told = in_cluster(slurm, "run", there, "--slurm", "--", *OPTIONS)
+    jobs = submitted(told.stderr)
+    assert told.returncode == 0 and list(jobs) == ["data", "init", "pretrain", "sft", "lora"], told.stderr
+    assert f"lora: job {jobs['lora']}, after job {jobs['sft']}" in told.stderr
+    again = in_cluster(slurm, "run", there, "--slurm", "--", *OPTIONS)
+    assert again.returncode == 1 and "jobs of this pipeline wait or run" in again.stderr
+    states = wait_for(slurm, jobs, there)
+    log = (there / "logs" / f"sft-{jobs['sft']}.out").read_text()
+    assert states == {"data": "COMPLETED", "init": "COMPLETED", "pretrain": "COMPLETED", "sft": "FAILED",
+                      "lora": "CANCELLED"}, log  # fmt: skip
+    assert "ExitCode=3:0" in slurm.cluster.run("scontrol", "show", "job", jobs["sft"]), log
+    assert finals(there) == {**finals(here), "sft": None, "lora": None}
+    assert (
+        records(there)["sft"]["status"] == "refused"
+        and records(there).get("lora", {}).get("status", "waiting") == "waiting"
+    )
+    assert "refused" in in_cluster(slurm, "status", there).stdout
+
+    write_yaml(there / "gates.yml", GATES)
+    told = in_cluster(slurm, "resume", there, "sft", "--slurm", "--", *OPTIONS)
+    jobs = submitted(told.stderr)
+    assert list(jobs) == ["sft", "lora"], told.stderr
+    assert set(wait_for(slurm, jobs, there).values()) == {"COMPLETED"}
+    assert finals(there) == finals(here)
+
+
+def test_a_stage_that_is_told_to_save_goes_on_by_itself(slurm, tmp_path):
+    """USR1, as Slurm sends before a time limit: the job saves, is queued again, and the next stage waits."""
+    folder = write_small(tmp_path / "p")
+    change_yaml(folder / "pretrain.yml", train_iters=80)
+    whole = write_small(tmp_path / "whole")
+    change_yaml(whole / "pretrain.yml", train_iters=80)
+    assert pipeline("run", whole, "--to", "sft").returncode == 0
+    told = in_cluster(slurm, "run", folder, "--to", "sft", "--slurm", "--", *OPTIONS)
+    jobs = submitted(told.stderr)
+    deadline = time.monotonic() + WAIT_S
+    log = folder / "logs/pretrain.log"
+    while not (log.is_file() and len(re.findall("iteration +[1-9]", log.read_text())) >= 3):
+        assert time.monotonic() < deadline, told.stderr
+        time.sleep(0.1)
+    slurm.cluster.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])
+    slurm.wait(jobs["pretrain"], lambda: "Restarts=1" in slurm.cluster.run("scontrol", "show", "job", jobs["pretrain"]))
+    assert slurm.state(jobs["sft"]) == "PENDING"
+    assert set(wait_for(slurm, jobs, folder).values()) == {"COMPLETED"}
+    assert (
+        f"job {jobs['pretrain']} is queued again" in (folder / "logs" / f"pretrain-{jobs['pretrain']}.out").read_text()
+    )
+    assert finals(folder) == finals(whole)
