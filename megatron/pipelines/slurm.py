@@ -39,6 +39,8 @@ def submit(
         state = State(pipeline.folder)
         _refuse_active(pipeline, state, slurm)
         (pipeline.folder / "logs").mkdir(exist_ok=True)
+        for stage in stages:  # before the first job can begin and read them
+            state.update(stage.name, options=options_of(stage).to_json())
         submitted: list[str] = []
         for stage in stages:
             words = _words(pipeline, stage, sbatch_options, submitted[-1] if submitted else None)
@@ -48,7 +50,7 @@ def submit(
                 raise PipelineError(f"{shlex.join(words)}: {done.stderr.strip()}; nothing of the pipeline is submitted")
             job = done.stdout.strip().partition(";")[0]
             submitted.append(job)
-            state.update(stage.name, job=job, options=options_of(stage).to_json())
+            state.update(stage.name, job=job)
             after = f", after job {submitted[-2]}" if len(submitted) > 1 else ""
             say(f"{stage.name}: job {job}{after}")
     return 0
