@@ -6,6 +6,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.docs.generated_page import write_or_check  # noqa: E402
+
 PAGE = ROOT / "docs" / "development.md"
 BEGIN, END = "<!-- packages: made by tools/docs/package_map.py; do not edit -->\n", "<!-- end of packages -->\n"
 
@@ -36,15 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the map is stale")
     options = parser.parse_args()
-    text = PAGE.read_text(encoding="utf-8")
-    before, rest = text.split(BEGIN)
-    made = before + BEGIN + package_map(ROOT) + END + rest.split(END)[1]
-    if options.check and made != text:
-        sys.stderr.write(f"{PAGE} is stale; run python tools/docs/package_map.py\n")
-        return 1
-    if not options.check:
-        PAGE.write_text(made, encoding="utf-8")
-    return 0
+    return write_or_check(PAGE, {BEGIN: package_map(ROOT)}, END, "tools/docs/package_map.py", options.check)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ sys.path.insert(0, str(ROOT))
 from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
 from megatron.pipelines.definition import PipelineKeys, Source, Stage  # noqa: E402
 from megatron.pipelines.gates import GateKeys, Requirement  # noqa: E402
+from tools.docs.generated_page import write_or_check  # noqa: E402
 
 END = "<!-- end -->\n"
 PAGE = ROOT / "docs" / "pipeline.md"
@@ -32,17 +33,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a table is stale")
     options = parser.parse_args()
-    text = made = PAGE.read_text(encoding="utf-8")
-    for name, declaration in TABLES.items():
-        begin = f"<!-- keys of {name}: made by tools/docs/pipeline_reference.py; do not edit -->\n"
-        before, rest = made.split(begin)
-        made = before + begin + table(declaration) + END + rest.split(END, 1)[1]
-    if options.check and made != text:
-        sys.stderr.write(f"{PAGE} is stale; run python tools/docs/pipeline_reference.py\n")
-        return 1
-    if not options.check:
-        PAGE.write_text(made, encoding="utf-8")
-    return 0
+    mark = "<!-- keys of {}: made by tools/docs/pipeline_reference.py; do not edit -->\n"
+    parts = {mark.format(name): table(declaration) for name, declaration in TABLES.items()}
+    return write_or_check(PAGE, parts, END, "tools/docs/pipeline_reference.py", options.check)
 
 
 if __name__ == "__main__":
