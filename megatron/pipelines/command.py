@@ -98,7 +98,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What stands before and behind --."""
+    """The words before `--`, which are ours, and those behind it, which are for sbatch."""
     words = list(argv)
     at = words.index("--") if "--" in words else len(words)
     return words[:at], words[at + 1 :]

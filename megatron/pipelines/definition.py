@@ -45,7 +45,7 @@ class Source:
 
     @property
     def origin(self) -> str:
-        """Where it comes from, in a line."""
+        """The place that the source comes from, as messages and the page show it."""
         if self.hub is not None:
             return f"hub {self.hub}" + (f" at {self.revision}" if self.revision else "")
         return self.url or self.path or ""

@@ -1,4 +1,4 @@
-"""What a person can mend in a pipeline or on its way."""
+"""Errors of pipelines, and the exit codes of the command."""
 
 from megatron.neox_arguments.errors import UserError
 

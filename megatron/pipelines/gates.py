@@ -210,26 +210,26 @@ def _check(
     z = one.stderr_z
     try:
         here = _measure(one, measured)
-        there = None
+        of_baseline: Measured | None = None
         if bound in ("max_drop", "max_rise"):
             if baseline is None:
                 raise MissingError("the baseline stage has no promoted weights to compare with")
             try:
-                there = _measure(one, baseline)
+                of_baseline = _measure(one, baseline)
             except MissingError as problem:
                 raise MissingError(f"of the baseline: {problem}") from None
     except MissingError as problem:
         return Check(one.metric, bound, given, MISSING, problem=str(problem))
-    limit, error = _limit(bound, given, there), 0.0
+    limit, error = _limit(bound, given, of_baseline), 0.0
     if z is not None:
-        error = math.hypot(here.stderr or 0.0, (there.stderr or 0.0) if there is not None else 0.0)
+        error = math.hypot(here.stderr or 0.0, (of_baseline.stderr or 0.0) if of_baseline is not None else 0.0)
     room = (z or 0.0) * error
     holds = here.value - room >= limit if bound in ("min", "max_drop") else here.value + room <= limit
     finite = all(map(math.isfinite, (here.value, limit, room)))
     return Check(
         one.metric, bound, given, PASS if holds and finite else FAIL, here.value, limit,
         error if z is not None else None, z, here.window,
-        there.value if there is not None else None, there.stderr if there is not None else None,
+        of_baseline.value if of_baseline is not None else None, of_baseline.stderr if of_baseline is not None else None,
         "" if finite else "not a finite number",
     )  # fmt: skip
 
@@ -247,9 +247,9 @@ def _window(given: int | str | None) -> int | float | None:
     return float(share[1]) / 100 if share is not None else given  # type: ignore[return-value]
 
 
-def _limit(bound: str, given: float | str, there: Measured | None) -> float:
+def _limit(bound: str, given: float | str, of_baseline: Measured | None) -> float:
     share = _SHARE.fullmatch(given) if isinstance(given, str) else None
-    if there is None:
+    if of_baseline is None:
         return float(given)
-    change = float(share[1]) / 100 * abs(there.value) if share is not None else float(given)
-    return there.value - change if bound == "max_drop" else there.value + change
+    change = float(share[1]) / 100 * abs(of_baseline.value) if share is not None else float(given)
+    return of_baseline.value - change if bound == "max_drop" else of_baseline.value + change

@@ -108,7 +108,7 @@ class Measurements:
         return _number(found[-1]) if found and found[-1] is not None else None
 
     def names(self) -> set[str]:
-        """Of all metrics."""
+        """The names of all metrics and scores that are known."""
         return {name for row in self.rows for name, value in row.items() if _is_number(value)} | set(self.scores)
 
 

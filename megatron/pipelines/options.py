@@ -1,4 +1,5 @@
-"""What is typed for all training stages of a pipeline at once."""
+"""Options of a pipeline's command line that reach every stage with a model, and the command lines of its
+runs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ class Options:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Options":
-        """Of `to_json`; {} makes none."""
+        """The options that `to_json` has written; {} makes options that say nothing."""
         return cls(values.get("fp8"), values.get("precision"), tuple(values.get("settings", ())))
 
     def over(self, earlier: "Options") -> "Options":

@@ -16,10 +16,11 @@ from megatron.operations.report.run_data import read_run
 from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.measurements import read_measurements
 from megatron.pipelines.sources import read_notes
 from megatron.pipelines.state import State, read_overrides
 from megatron.pipelines.table import rows_of
-from megatron.pipelines.verdicts import FOLDER, has_moved, read_verdicts
+from megatron.pipelines.verdicts import has_moved, read_verdicts
 
 PAGE = "pipeline.html"
 _TITLES = ("loss", "reward", "validation", "scores")  # of the plots that are shown, in small letters
@@ -77,14 +78,11 @@ def _section(pipeline: Pipeline, stage: Stage, state: State) -> dict[str, Any]:
         "verdicts": [{**verdict, "moved": has_moved(pipeline, verdict)} for verdict in reversed(verdicts)],
         "report": os.path.relpath(report, pipeline.folder) if report.is_file() else None,
         "scores": _scores(pipeline.folder, record.evaluation),
-        "verdict_folder": str(FOLDER),
     }  # fmt: skip
 
 
 def _scores(folder: Path, evaluation: Mapping[str, str]) -> dict[str, str]:
     """Scores of the evaluation in words, with their standard errors."""
-    from megatron.pipelines.measurements import read_measurements
-
     if not evaluation:
         return {}
     scores = read_measurements(folder / "-", folder / evaluation["scores"]).scores

@@ -3,7 +3,8 @@
 It is a symbolic link to a folder in `checkpoints/.promoted` that holds hard links to the files of one
 checkpoint, `latest`, and the evidence: verdict.json, metrics.jsonl, scores.json. So it takes no room beside
 the stage's own files, loads like any folder of checkpoints, and stays as it is whatever is done in the
-stage's own folder. """
+stage's own folder.
+"""
 
 import json
 import os

@@ -169,7 +169,7 @@ class StageWork:
             done, identity = self.state[stage.name].commands, digest([number, command])
             if identity not in done:
                 self.say(command)
-                self._command(processes, ["bash", "-e", "-o", "pipefail", "-c", command])
+                self._command(processes, ["bash", "-e", "-o", "pipefail", "-c", command], is_shell=True)
                 self.state.update(stage.name, commands=(*done, identity))
         try:
             outputs = file_digests(folder, stage.outputs)
@@ -363,13 +363,10 @@ class StageWork:
     def _python(self, processes: Processes, words: list[str]) -> None:
         self._command(processes, [sys.executable, *words])
 
-    def _command(self, processes: Processes, command: list[str]) -> None:
-        if command[0] == "bash":
-            code = processes.run(self.stage.name, command, self.log, with_children=True)
-        else:
-            code = processes.run(self.stage.name, command, self.log)
+    def _command(self, processes: Processes, command: list[str], is_shell: bool = False) -> None:
+        code = processes.run(self.stage.name, command, self.log, with_children=is_shell)
         if code == _REQUEUE or (code and processes.stopped is not None):
-            if command[0] == "bash" and processes.stopped == signal.SIGUSR1:
+            if is_shell and processes.stopped == signal.SIGUSR1:
                 # Queued again it would begin from its beginning, for ever.
                 raise StageFailed(f"{self.stage.name}: its time is over; give its command more (--time), then resume")
             raise StageFailed(f"{self.stage.name}: stopped; resume goes on", processes.exit_code)

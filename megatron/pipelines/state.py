@@ -6,7 +6,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -146,7 +146,7 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Overr
 
 
 @contextmanager
-def locked(folder: Path, say: Any) -> Iterator[IO[str]]:
+def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
     """Hold a pipeline for this process and what it starts with the lock's file open.
 
     The lock ends when all of them have. A pipeline that was killed leaves commands behind that are told to
