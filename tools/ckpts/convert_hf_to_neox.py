@@ -62,7 +62,8 @@ def convert(options: argparse.Namespace) -> None:
     dtype = PRECISIONS[options.precision]
     folder = HFFolder(path, None if Path(model).is_dir() else at_hub, getattr(torch, dtype) if dtype else None)
     output = options.output_dir or Path(options.checkpoints) / Path(name).name
-    print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors", flush=True)
+    packed = f"; {folder.quantised}" if folder.quantised else ""
+    print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{packed}", flush=True)
     path, parity = import_hf(
         folder, output, iteration=options.iteration, tensor=options.tp, pipe=options.pp,
         naming=options.names, save_tokenizer=options.save_tokenizer, chat_template=options.chat_template,

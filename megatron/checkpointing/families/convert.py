@@ -33,8 +33,8 @@ _POSITIONS = {
     "mpt": "ALiBi",
 }  # fmt: skip
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-# Of a config.json: code that does not come along, the type of the weights, where it once was.
-_NOT_KEPT = {"auto_map", "dtype", "_name_or_path"}
+# Of a config.json: code that stays behind, the type of the weights, where it once was, how they were packed.
+_NOT_KEPT = {"auto_map", "dtype", "_name_or_path", "quantization_config"}
 _ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 _SHOWN = 8
 

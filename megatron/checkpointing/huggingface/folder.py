@@ -21,14 +21,18 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import gives_score
+from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.tensor_files import load_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
 _PREFIX = "hf://"
-# Floating point alone: what else a file may hold (masks, counters) is never asked for.
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+# Dtypes of weights: what else a file may hold (masks, counters) is never asked for.
+_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = {
+    **{name: dtype for dtype, name in _NAMES.items()},
+    "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,  # what quantised weights are made of
+}  # fmt: skip
 _LARGEST_HEADER = 100 << 20  # as the safetensors library
 LEGAL = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "*USE_POLICY*")  # terms that go where the weights go
 SHARD_BYTES = 5 * 10**9
@@ -94,15 +98,18 @@ class HFFolder:
 
     config: the content of config.json. shapes: of all tensors, by name. origin: what errors call the folder,
     where that is not its path. dtype: weights are cast to it when they are read; None: each keeps its own.
-    Raises CheckpointError for what is missing or damaged.
+    Weights that are quantised (`quantised` says how, in words; None: they are not) are read as numbers, by
+    default in the dtype that config.json names, and their scales are no tensors of the folder.
+    Raises CheckpointError for what is missing or damaged, or quantised in a way that is not known here.
     """
+
+    quantised: str | None = None
 
     def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
         self.path, self.dtype = Path(path), dtype
         self.origin = origin or str(path)
         self.config = read_json(self.path / CONFIG)
-        if self.config.get("quantization_config"):
-            raise CheckpointError(f"{self.path}: is quantised (quantization_config); take the model it was made from")
+        self._scheme = scheme_of(self.config, self.origin)
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -111,7 +118,15 @@ class HFFolder:
             if both:
                 raise CheckpointError(f"{file}: {both[0]} is in {self._entries[both[0]].file.name} too")
             self._entries |= entries
-        self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+        self._packed: Mapping[str, Packed] = {}
+        hidden: set[str] = set()
+        if self._scheme is not None:
+            self._packed = self._scheme.packed({n: Stored(e.dtype, e.shape) for n, e in self._entries.items()})
+            hidden = self._scheme.hidden(self._entries, self._packed)
+            name = str(self.dtype or weight_dtype(self.config)).removeprefix("torch.")
+            self.quantised = f"{len(self._packed)} weights are quantised ({self._scheme}) and read as {name}"
+        stored = {name: entry.shape for name, entry in self._entries.items() if name not in hidden}
+        self.shapes: Mapping[str, tuple[int, ...]] = stored | {name: of.shape for name, of in self._packed.items()}
 
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
@@ -128,7 +143,9 @@ class HFFolder:
     @property
     def dtypes(self) -> dict[str, torch.dtype | None]:
         """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
-        return {name: entry.dtype and (self.dtype or entry.dtype) for name, entry in self._entries.items()}
+        own = {name: entry.dtype if entry.dtype in _NAMES else None for name, entry in self._entries.items()}
+        own |= dict.fromkeys(self._packed, weight_dtype(self.config))
+        return {name: own[name] and (self.dtype or own[name]) for name in self.shapes}
 
     @property
     def vocab_size(self) -> int:
@@ -138,22 +155,33 @@ class HFFolder:
         return size
 
     def get(self, name: str) -> Tensor:
-        """One tensor, which stays in the file until it is used (memory map) or cast.
+        """One tensor, which stays in the file until it is used (memory map), cast, or dequantised.
 
         Raises CheckpointError where fp16 cannot hold its values.
         """
+        if name in self._packed:
+            return self._dequantised(name)
+        if self._entries[name].dtype not in _NAMES:
+            raise CheckpointError(f"{self._entries[name].file}: {name} is no floating-point tensor")
         tensor = self._stored(name)
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
-        if entry.dtype not in _NAMES:
-            raise CheckpointError(f"{entry.file}: {name} is no floating-point tensor; quantised models are not read")
         if entry.file.suffix != ".safetensors":
             if self._open[0] != entry.file:
                 self._open = (entry.file, load_tensors(entry.file))
             return self._open[1][name]
         return _mapped(entry)
+
+    def _dequantised(self, name: str) -> Tensor:
+        assert self._scheme is not None
+        packed, dtype = self._packed[name], self.dtype or weight_dtype(self.config)
+        values, scales = self._stored(packed.values), self._stored(packed.scales)
+        weight = dequantize(self._scheme, values, scales, packed.shape, dtype)
+        if dtype == torch.float16 and weight.isinf().any():
+            raise CheckpointError(f"{name}: holds numbers that fp16 cannot; choose bf16 or fp32 with --precision")
+        return weight
 
 
 class SafetensorsFile:
@@ -163,7 +191,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise CheckpointError(f"{path}: no such file")
-        self._entries = {name: entry for name, entry in _header(path).items() if entry.dtype is not None}
+        self._entries = {name: entry for name, entry in _header(path).items() if entry.dtype in _NAMES}
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
 
     def get(self, name: str) -> Tensor:

@@ -241,11 +241,13 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
 
     tokens: number of tokens of the run's tokenizer.
     """
-    vocab = HFFolder(path).vocab_size
+    folder = HFFolder(path)
+    vocab = folder.vocab_size
     rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)
     resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
+    packed = f"; {folder.quantised}" if folder.quantised else ""
     return (
         rows,
-        f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}",
+        f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}",
     )

@@ -1,0 +1,197 @@
+"""Quantised HuggingFace folders, read as the numbers that transformers makes of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.huggingface import (
+    HFFolder,
+    export_hf,
+    import_hf,
+    load_checkpoint_args,
+    load_hf_weights,
+    vocab_size_from_hf,
+)
+from megatron.generation.from_huggingface import hf_model_keys
+from tests.checkpointing.family_models import random_model
+from tools.ckpts import convert_hf_to_neox
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
+FP8_WHOLE = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+MXFP4 = {"quant_method": "mxfp4"}
+
+
+def folder_of(path: Path, tensors: dict[str, Tensor], quantization: Any, **config: Any) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    save_file({n: t.clone() for n, t in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps({"quantization_config": quantization, **config}))
+    return path
+
+
+def quantised(weight: Tensor, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """A matrix in FP8 and its scales, a block at a time."""
+    high, wide = block
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(-(-rows // high), -(-columns // wide))
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
+            scales[i, j] = weight[part].float().abs().max() / 448
+            values[part] = (weight[part].float() / scales[i, j]).to(values.dtype)
+    return values, scales
+
+
+def spread(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    return scales.float().repeat_interleave(block[0], -2).repeat_interleave(block[1], -1)[..., : shape[-2], : shape[-1]]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (1536, 896), (3, 128, 256)])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_fp8_in_blocks_is_that_of_transformers(shape: tuple[int, ...], kind: torch.dtype, tmp_path: Path) -> None:
+    values = (100 * numbers(*shape)).to(torch.float8_e4m3fn)
+    scales = (0.01 * numbers(*shape[:-2], shape[-2] // 128, shape[-1] // 128, seed=1)).exp().to(kind)
+    folder_of(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": numbers(3)}, FP8)
+    theirs = Fp8Dequantize(None)._dequantize_one(values, scales, torch.bfloat16)
+    folder = HFFolder(tmp_path)
+    assert folder.shapes == {"a.weight": shape, "b.weight": (3,)}
+    assert folder.dtypes == {"a.weight": torch.bfloat16, "b.weight": torch.float32}
+    assert folder.quantised == "1 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16"
+    assert torch.equal(folder.get("a.weight").view(torch.int16), theirs.view(torch.int16))
+    wide = HFFolder(tmp_path, dtype=torch.float32)
+    theirs = Fp8Dequantize(None)._dequantize_one(values, scales, torch.float32)
+    assert torch.equal(wide.get("a.weight"), theirs) and set(wide.dtypes.values()) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("shape", "block"), [((160, 200), (128, 128)), ((129, 1), (128, 128)), ((7, 30), (2, 16)), ((8300, 130), (64, 128))]
+)
+def test_blocks_at_the_edges_are_what_is_left(shape: tuple[int, int], block: tuple[int, int], tmp_path: Path) -> None:
+    weight = numbers(*shape)
+    values, scales = quantised(weight, block)
+    folder_of(tmp_path, {"a.weight": values, "a.weight_scale_inv": scales}, {**FP8, "weight_block_size": block},
+              dtype="float32")  # fmt: skip
+    read = HFFolder(tmp_path).get("a.weight")
+    assert torch.equal(read, values.float() * spread(scales, block, weight.shape))
+    torch.testing.assert_close(read, weight, rtol=2**-3, atol=0.02)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.25), torch.tensor([0.25])])
+def test_fp8_with_one_scale_leaves_those_of_activations_out(scale: Tensor, tmp_path: Path) -> None:
+    """As Ministral 3 has it; of experts each has its own."""
+    values, experts = numbers(40, 24).to(torch.float8_e4m3fn), numbers(3, 8, 16).to(torch.float8_e4m3fn)
+    own = torch.tensor([1.0, 2.0, 4.0])
+    tensors = {
+        "q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
+        "experts.up": experts, "experts.up_scale_inv": own[:, None, None], "experts.up_activation_scale": scale,
+    }  # fmt: skip
+    folder = HFFolder(folder_of(tmp_path, tensors, FP8_WHOLE, text_config={"dtype": "float16"}))
+    assert folder.shapes.keys() == {"q.weight", "norm.weight", "experts.up"}
+    assert torch.equal(folder.get("q.weight"), values.half() * 0.25)
+    assert torch.equal(folder.get("experts.up"), experts.half() * own[:, None, None].half())
+    large = {"q.weight": values, "q.weight_scale_inv": torch.tensor(1e6)}
+    folder = HFFolder(folder_of(tmp_path, large, FP8_WHOLE), dtype=torch.float16)
+    with pytest.raises(CheckpointError, match="q.weight: holds numbers that fp16 cannot"):
+        folder.get("q.weight")
+
+
+def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
+    """Experts with their last dimensions turned, matrices as they are; large enough for several pieces."""
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.randint(0, 256, (3, 700, 70, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 150, (3, 700, 70), dtype=torch.uint8, generator=generator)
+    tensors = {
+        "experts.up_blocks": experts, "experts.up_scales": scales, "experts.up_bias": numbers(3, 700).bfloat16(),
+        "q.weight_blocks": experts[1].clone(), "q.weight_scales": scales[1].clone(),
+    }  # fmt: skip
+    folder = HFFolder(folder_of(tmp_path, tensors, MXFP4, torch_dtype="bfloat16"))
+    assert folder.shapes == {"experts.up": (3, 2240, 700), "experts.up_bias": (3, 700), "q.weight": (700, 2240)}
+    assert set(folder.dtypes.values()) == {torch.bfloat16} and folder.quantised is not None
+    theirs = convert_moe_packed_tensors(experts, scales)
+    assert torch.equal(folder.get("experts.up").view(torch.int16), theirs.view(torch.int16))
+    assert torch.equal(folder.get("q.weight").view(torch.int16), theirs[1].T.contiguous().view(torch.int16))
+    assert folder.get("experts.up").is_contiguous()
+
+
+@pytest.mark.parametrize("case", ["llama 3", "qwen 3"])
+def test_a_quantised_model_is_imported_and_goes_out_whole(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
+    random_model(case, torch.bfloat16, **sizes).save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    tensors: dict[str, Tensor] = {}
+    expected = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, weight in list(expected.items()):
+        tensors[name] = weight
+        if "proj" in name:
+            tensors[name], scales = quantised(weight, (128, 128))
+            tensors[f"{name}_scale_inv"] = scales
+            expected[name] = (tensors[name].float() * spread(scales, (128, 128), weight.shape)).bfloat16()
+    folder_of(tmp_path / "hf", tensors, FP8, **config)
+    convert_hf_to_neox.main(["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--tp", "2"])
+    assert "14 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16" in capsys.readouterr().out
+    path = tmp_path / "neox" / "global_step0"
+    args, facts = load_checkpoint_args(path)
+    assert facts.dtypes == {torch.bfloat16}
+    export_hf(path, args, tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in expected.items())
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    # The same weights in the model of transformers that was never on disk
+    model = random_model(case, **sizes)
+    model.load_state_dict(expected, strict=False)
+    tokens = torch.arange(24)[None] % 90
+    with torch.no_grad():
+        theirs = model(tokens).logits
+        ours = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32, attn_implementation="eager")
+        assert torch.equal(ours(tokens).logits, theirs)
+    run = args.replace(model_parallel_size=1)
+    loaded = load_hf_weights(tmp_path / "hf", run, layers=[2], tensor_rank=0, tensor_size=1)
+    assert torch.equal(loaded[2]["mlp.linear2.weight"], expected["model.layers.0.mlp.down_proj.weight"])
+    assert vocab_size_from_hf(tmp_path / "hf", run, 90)[1].endswith("14 weights are quantised (fp8 in blocks of "
+                                                                     "128 x 128) and read as bfloat16")  # fmt: skip
+    (tmp_path / "hf" / "tokenizer.model").write_bytes(b"")
+    assert hf_model_keys(str(tmp_path / "hf"))["precision"] == "bfloat16"
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes", "compressed-tensors", None])
+def test_another_method_is_refused_by_its_name(method: str | None, tmp_path: Path) -> None:
+    named = method or "an unnamed method"
+    with pytest.raises(CheckpointError, match=f"is quantised by {named} .*take the model it was made from"):
+        HFFolder(folder_of(tmp_path, {"a": numbers(2)}, {"quant_method": method, "bits": 4}))
+
+
+def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None:
+    values, blocks = numbers(160, 160).to(torch.float8_e4m3fn), torch.zeros(8, 2, 16, dtype=torch.uint8)
+    cases: list[tuple[dict[str, Tensor], Any, str]] = [
+        ({"a": values}, FP8, "a is in FP8, without a_scale_inv"),
+        ({"a": values, "a_scale_inv": numbers(2, 1)}, FP8, r"a_scale_inv: shape \(2, 1\), \(2, 2\) by weight_block"),
+        ({"a": values, "a_scale_inv": numbers(1)}, FP8, r"a_scale_inv: shape \(1,\), \(2, 2\)"),
+        ({"a": values}, {**FP8, "weight_block_size": [128]}, r"weight_block_size \[128\] is no pair"),
+        ({"a_blocks": blocks}, MXFP4, "a_blocks is in MXFP4, without a_scales"),
+        ({"a_blocks": blocks, "a_scales": blocks[..., 0, :].clone()}, MXFP4, "a_blocks: shape"),
+    ]
+    for tensors, quantization, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            HFFolder(folder_of(tmp_path, tensors, quantization))
+    # Without the word in config.json they are no weights
+    folder = HFFolder(folder_of(tmp_path, {"a": values}, None))
+    with pytest.raises(CheckpointError, match="a is no floating-point tensor"):
+        folder.get("a")
+    with pytest.raises(CheckpointError):
+        import_hf(folder, tmp_path / "neox")
