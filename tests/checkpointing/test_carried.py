@@ -11,11 +11,13 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from megatron.checkpointing import read_manifest
+from megatron.checkpointing import CheckpointError, read_manifest, verify
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
 from megatron.checkpointing.weight_files import describe_checkpoint
 from tests.checkpointing.family_models import random_model
+from tests.checkpointing.golden import GOLDEN
 from tools.ckpts import convert_hf_to_neox
 
 TERMS = {"LICENSE": "as it is", "LICENSE.txt": "too", "USE_POLICY.md": "# Do no harm", "NOTICE": "Built with it"}
@@ -35,10 +37,16 @@ FIELDS: dict[str, Any] = {
     "attention_dropout": 0.25, "initializer_range": 0.3, "pretraining_tp": 1, "use_cache": False,
     "own": {"a": [1, None]}, "transformers_version": "4.40.1", "auto_map": {"AutoModel": "code.Model"},
 }  # fmt: skip
+# Of processors, of further templates, of Mistral's tokenizers.
+BESIDE = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json", "SYSTEM_PROMPT.txt", "tokenizer.model.v3", "tekken.json", "qwen.tiktoken",
+    "chat_template.json", "additional_chat_templates/rag.jinja", "additional_chat_templates/tool_use.jinja",
+)  # fmt: skip
 
 
-def model_folder(path: Path, family: str = "llama 3", dtype: torch.dtype = torch.float32) -> Path:
-    random_model(family, dtype).save_pretrained(path)
+def model_folder(path: Path, family: str = "llama 3", dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
+    random_model(family, dtype, **sizes).save_pretrained(path)
     return path
 
 
@@ -69,6 +77,36 @@ def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_pa
         same = {name: value for name, value in before.items() if name != "auto_map"}
         assert {name: after.get(name) for name in same} == same
         assert list(after)[: len(same)] == list(same), "in their order"
+
+
+def test_processors_and_further_templates_come_out_as_they_went_in(tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "hf", vocab_size=384)
+    tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "dataset" / "hf_tokenizer")
+    tokenizer.chat_template = {name: f"{{{{ {name!r} }}}}" for name in ("default", "rag", "tool_use")}
+    tokenizer.save_pretrained(folder)
+    assert (folder / "additional_chat_templates" / "rag.jinja").is_file(), "as transformers writes them"
+    for name in BESIDE:
+        if not (folder / name).exists():
+            (folder / name).write_bytes(f"{{\r\n {name}\xfc".encode("latin-1"))
+    (folder / "modeling_own.py").write_text("code does not come along")
+    path, _ = import_hf(HFFolder(folder), tmp_path / "neox", save_tokenizer=True)
+    manifest = verify(path)
+    assert manifest is not None and {f"huggingface/{name}" for name in BESIDE} < manifest.files.keys()
+    args, _ = load_checkpoint_args(path)
+    for _ in range(2):  # the second time over the first
+        export_hf(path, args, tmp_path / "back")
+        names = {str(file.relative_to(tmp_path / "back")) for file in (tmp_path / "back").rglob("*") if file.is_file()}
+        assert {*BESIDE, "chat_template.jinja", "tokenizer.json"} < names and "modeling_own.py" not in names
+        for name in names - {"config.json", "README.md", "model.safetensors"}:
+            assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes(), name
+    assert AutoTokenizer.from_pretrained(tmp_path / "back").chat_template == tokenizer.chat_template
+    assert (tmp_path / "neox" / "tokenizer" / "additional_chat_templates" / "rag.jinja").is_file()
+    export_hf(path, args, tmp_path / "bare", tokenizer=False, check=False)
+    assert (tmp_path / "bare" / "processor_config.json").is_file()
+    assert not {"tekken.json", "additional_chat_templates"} & {file.name for file in (tmp_path / "bare").iterdir()}
+    (tmp_path / "back" / "additional_chat_templates" / "thesis.tex").write_text("")
+    with pytest.raises(CheckpointError, match="holds additional_chat_templates/thesis.tex, no model's"):
+        export_hf(path, args, tmp_path / "back")
 
 
 def test_a_field_that_would_change_the_model_does_not_come_back(tmp_path: Path) -> None:

@@ -57,6 +57,9 @@ def given(save: Path, load: Path | str, **more: Any) -> dict[str, Any]:
 def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     model = folder(tmp_path / "model", eos_token_id=7)
+    (model / "additional_chat_templates").mkdir()
+    for name in (beside := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
+        (model / name).write_text(f"{{}} {name}")
     run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys), timeout=120)
     # Before the first step every weight is the folder's, bit for bit, and comes out again.
     started = find_checkpoint(tmp_path / "run", 0)
@@ -71,7 +74,7 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
     assert all(torch.equal(after[name], value) for name, value in again.items())
     assert all(not torch.equal(after[name], source[name]) for name in source)
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", *beside):
         assert (made / name).read_bytes() == (model / name).read_bytes(), name
     loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and loaded.config.eos_token_id == 7

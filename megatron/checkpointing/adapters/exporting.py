@@ -15,7 +15,11 @@ from megatron.checkpointing.adapters.merging import some_tokens, unmerged_logits
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.companion_files import TOKENIZER, companion_files_of
+from megatron.checkpointing.huggingface.companion_files import (
+    companion_files_of,
+    is_of_tokenizer,
+    write_companion_files,
+)
 from megatron.checkpointing.huggingface.exporting import (
     LayerProgress,
     begin_folder,
@@ -25,7 +29,6 @@ from megatron.checkpointing.huggingface.exporting import (
 )
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
 from megatron.checkpointing.manifest import read_manifest
-from megatron.checkpointing.tensor_files import write_bytes
 from megatron.data.files import sync
 from megatron.model.weight_map import adapter_params
 
@@ -82,8 +85,7 @@ def export_peft(
             temporary, source.args, read, dtype or max(kinds, key=lambda kind: kind.itemsize), family=family,
             base=named, vocab_size=vocab,
         )  # fmt: skip
-        for name, content in {**files, **(notes or {})}.items():
-            write_bytes(content, temporary / name)
+        write_companion_files({**files, **(notes or {})}, temporary)
         sync(temporary)
         put_in_place(temporary, output)
     except OSError as problem:
@@ -101,7 +103,7 @@ def _companions(source: AdapterSource) -> tuple[dict[str, bytes], int | None]:
         extras = companion_files_of(source.path, source.args, scores=False)
     except CheckpointError:  # without its tokenizer an adapter is whole
         return {}, None
-    files = {name: content for name, content in extras.files.items() if name in TOKENIZER}
+    files = {name: content for name, content in extras.files.items() if is_of_tokenizer(name)}
     rows = max(extras.vocab_size or 0, extras.tokens or 0) if extras.vocab_size else None
     return files, rows
 

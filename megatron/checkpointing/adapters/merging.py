@@ -18,7 +18,7 @@ from megatron.checkpointing.adapters.base import BaseWeights
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, TOKENIZER, read_companion_files
+from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
 from megatron.checkpointing.huggingface.folder import CONFIG
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
@@ -179,7 +179,7 @@ def _publish(
         records, kinds = write(temporary)
         records += write_model_files(temporary, [bare_state(args, iteration)], sequential=False)
         for name, content in _carried(base, source).items():
-            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(write_bytes(content, temporary / name, name))
         precision = PRECISIONS[next(iter(kinds))] if len(kinds) == 1 else "fp32"
         for key in ("fp16", "bf16"):
@@ -208,14 +208,14 @@ def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:
     below = read_companion_files(base.path if base.is_hf else base.path / HF_SUBFOLDER)
     own = source.companions()
     if source.manifest is None:  # README.md of a folder of peft's is of the adapter
-        own = {name: content for name, content in own.items() if name in TOKENIZER}
+        own = {name: content for name, content in own.items() if is_of_tokenizer(name)}
         own |= _resized(below, PeftFolder(source.path).vocab_size)
-    if any(name in TOKENIZER for name in own):
-        below = {name: content for name, content in below.items() if name not in TOKENIZER}
+    if any(map(is_of_tokenizer, own)):
+        below = {name: content for name, content in below.items() if not is_of_tokenizer(name)}
     carried = {f"{HF_SUBFOLDER}/{name}": content for name, content in {**below, **own}.items()}
     for folder in (base.path, source.path) if source.manifest is not None else (base.path,):
-        files = (folder / "tokenizer").glob("*") if (folder / "tokenizer").is_dir() else ()
-        carried |= {f"tokenizer/{file.name}": file.read_bytes() for file in files if file.is_file()}
+        files = (file for file in (folder / "tokenizer").rglob("*") if file.is_file())
+        carried |= {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
     return carried
 
 

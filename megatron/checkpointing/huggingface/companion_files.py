@@ -1,4 +1,5 @@
-"""The companion files of a HuggingFace model: tokenizer, chat template, generation defaults, terms of use.
+"""The companion files of a HuggingFace model: tokenizer, chat templates, processors of images and sound,
+generation defaults, terms of use.
 
 An imported model keeps them in `huggingface/` of its checkpoints, and training copies them into every later
 checkpoint, so that an export has them unchanged.
@@ -8,20 +9,31 @@ import json
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL
+from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL, TEMPLATES
+from megatron.checkpointing.tensor_files import FileRecord, write_bytes
+from megatron.data.files import sync
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer, TokenizerError, build_tokenizer, make_tokenizer
 
 HF_SUBFOLDER = "huggingface"
 GENERATION, CARD = "generation_config.json", "README.md"
 CHAT_TEMPLATE = "chat_template.jinja"
-TOKENIZER = (
+# As transformers and Mistral name them; further templates have a folder of their own.
+_TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "chat_template.json", f"{TEMPLATES}/*.jinja",
+    "tokenizer.*.json", "tokenizer.model.v*", "tekken.json", "tiktoken.model", "*.tiktoken", "spiece.model",
+    "sentencepiece.bpe.model",
+)  # fmt: skip
+# Of what becomes tokens beside text, and Mistral's words to the model.
+_PROCESSORS = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json", "*SYSTEM_PROMPT.txt",
 )  # fmt: skip
 _ROLES = ("bos", "eos", "pad")
 
@@ -51,12 +63,32 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
     tokenizer files are left out.
     """
     path = Path(folder)
-    legal = sorted(file.name for pattern in LEGAL for file in path.glob(pattern))
-    names = dict.fromkeys((CONFIG, GENERATION, CARD, *TOKENIZER, *legal))
-    files = {name: (path / name).read_bytes() for name in names if (path / name).is_file()}
+    patterns = (CONFIG, GENERATION, CARD, *_TOKENIZER, *_PROCESSORS, *LEGAL)
+    found = dict.fromkeys(file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file())
+    files = {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
     if tokenizer is not None and tokenizer.get("tokenizer.json") != files.get("tokenizer.json"):
-        return {name: content for name, content in files.items() if name not in TOKENIZER}
+        return {name: content for name, content in files.items() if not is_of_tokenizer(name)}
     return files
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a companion file of this name belongs to the tokenizer; so do chat templates."""
+    return any(fnmatchcase(name, pattern) for pattern in _TOKENIZER)
+
+
+def write_companion_files(files: Mapping[str, bytes], folder: Path, prefix: str = "") -> list[FileRecord]:
+    """Write files into `folder`, which is made if it is not there, each and their folders synced to disk.
+
+    files: content by name; a name may have a folder. prefix: of the names in the records that are returned.
+    Raises CheckpointError where they cannot be written.
+    """
+    records = []
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        records.append(write_bytes(content, folder / name, prefix + name))
+    for place in {(folder / name).parent for name in files}:
+        sync(place)
+    return records
 
 
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
@@ -96,7 +128,7 @@ def companion_files_of(
     kept = read_companion_files(source / HF_SUBFOLDER)
     config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
     files, ids, tokens = dict(kept), {}, None
-    carried, built_tokenizer = any(name in files for name in TOKENIZER), None
+    carried, built_tokenizer = any(map(is_of_tokenizer, files)), None
     if not carried and tokenizer:
         files |= _own_tokenizer(source, args, vocab_is_hf)
     if "tokenizer.json" in files and tokenizer:
@@ -106,7 +138,7 @@ def companion_files_of(
         if "tokenizer_config.json" not in files:
             files["tokenizer_config.json"] = _tokenizer_config(built_tokenizer)
     if not tokenizer:
-        files = {name: content for name, content in files.items() if name not in TOKENIZER}
+        files = {name: content for name, content in files.items() if not is_of_tokenizer(name)}
     if carried or not ids:  # config.json may name several ends
         ids |= {key: config[key] for key in (f"{role}_token_id" for role in _ROLES) if config.get(key) is not None}
     if scores:
@@ -146,7 +178,7 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     beside = {}
     if place is not None:
         beside = read_companion_files(place if place.is_dir() else place.parent)
-        beside = {name: content for name, content in beside.items() if name in (*TOKENIZER, GENERATION)}
+        beside = {name: content for name, content in beside.items() if is_of_tokenizer(name) or name == GENERATION}
     kept = read_companion_files(source / "tokenizer")
     if kept:
         same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
@@ -162,7 +194,7 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     except TokenizerError as problem:
         text = f"the tokenizer cannot be had: {problem}; or leave it out with --no_save_tokenizer"
         raise CheckpointError(text) from problem
-    known = {name: content for name, content in made.items() if name in TOKENIZER}
+    known = {name: content for name, content in made.items() if is_of_tokenizer(name)}
     if "tokenizer.json" in known and place.name == "tokenizer.json":
         known = {**known, **beside}
     if "vocab.json" in known:
@@ -184,8 +216,7 @@ def _from_transformers(name: str) -> dict[str, bytes]:
 
 def _built(files: Mapping[str, bytes], args: NeoXArgs) -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
-        for name, content in files.items():
-            (Path(folder) / name).write_bytes(content)
+        write_companion_files(files, Path(folder))
         try:
             return make_tokenizer("HFTokenizer", folder, eod_token=args.eod_token)
         except TokenizerError as problem:

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
-from megatron.checkpointing.huggingface.companion_files import CARD, companion_files_of
+from megatron.checkpointing.huggingface.companion_files import CARD, companion_files_of, write_companion_files
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
     SHARD_BYTES,
+    TEMPLATES,
     HFFolder,
     cast_to,
     weight_bytes,
@@ -27,7 +28,7 @@ from megatron.checkpointing.huggingface.logit_check import LogitComparison, comp
 from megatron.checkpointing.huggingface.model_card import model_card
 from megatron.checkpointing.layout import is_optimizer_file
 from megatron.checkpointing.manifest import read_manifest, verify
-from megatron.checkpointing.tensor_files import need_free, write_bytes
+from megatron.checkpointing.tensor_files import need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights
 from megatron.data.files import sync
@@ -38,7 +39,7 @@ LayerProgress = Callable[[Iterable[int], int], Iterable[int]]
 _SPARE = 64 << 20  # for the small files, and for a disk that is never filled to the last byte
 # Files that an earlier conversion may have written, which a new one replaces.
 _OWN = re.compile(
-    r".*\.(safetensors|json|jinja|txt|md)|tokenizer\.model|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
+    r".*\.(safetensors|json|jinja|txt|md|tiktoken)|[\w.]+\.model(\.v\d+)?|pytorch_model.*\.bin|(LICEN[CS]E|COPYING|NOTICE|.*USE_POLICY).*"
 )
 
 
@@ -102,8 +103,7 @@ def export_hf(
         parameters = sum(math.prod(shape) for shape in shapes.values())
         card = model_card(source, given, config, parameters, dtype, extras.card)
         files = {**extras.files, CARD: card, **(notes or {})}
-        for name, content in {**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}.items():
-            write_bytes(content, temporary / name)
+        write_companion_files({**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, temporary)
 
         def weights(layer: int) -> Mapping[str, Tensor]:
             return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
@@ -184,7 +184,9 @@ def begin_folder(output: Path, needed: int) -> Path:
     if output.exists():
         if not output.is_dir():
             raise CheckpointError(f"{output}: is a file; give a folder")
-        foreign = sorted(path.name for path in output.iterdir() if path.is_dir() or not _OWN.fullmatch(path.name))
+        inside = [path for place in (output, output / TEMPLATES) if place.is_dir() for path in place.iterdir()]
+        names = {path.relative_to(output).as_posix(): path.is_dir() for path in inside}
+        foreign = sorted(name for name, is_folder in names.items() if not _is_own(name, is_folder))
         if foreign:
             more = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
             raise CheckpointError(f"{output}: holds {', '.join(foreign[:3])}{more}, no model's; give another folder")
@@ -198,6 +200,13 @@ def begin_folder(output: Path, needed: int) -> Path:
     except OSError as problem:
         raise CheckpointError(f"{output}: cannot be written ({problem.strerror}); give another folder") from problem
     return temporary
+
+
+def _is_own(name: str, is_folder: bool) -> bool:
+    """Whether an earlier conversion may have written what has this name in its folder."""
+    if is_folder:
+        return name == TEMPLATES
+    return _OWN.fullmatch(name) is not None and (not name.startswith(f"{TEMPLATES}/") or name.endswith(".jinja"))
 
 
 def check_space(folder: Path, needed: int) -> None:

@@ -34,6 +34,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8,  # what quantised weights are made of
 }  # fmt: skip
 _LARGEST_HEADER = 100 << 20  # as the safetensors library
+TEMPLATES = "additional_chat_templates"  # a folder
 LEGAL = ("LICENSE*", "LICENCE*", "COPYING*", "NOTICE*", "*USE_POLICY*")  # terms that go where the weights go
 SHARD_BYTES = 5 * 10**9
 
@@ -66,7 +67,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
         from huggingface_hub import snapshot_download
     except ModuleNotFoundError:
         raise CheckpointError(f"{text}: needs the huggingface_hub package (pip install huggingface_hub)") from None
-    small = ["*.json", "*.jinja", "*.txt", "*.model", "*.md", *LEGAL]
+    small = ["*.json", "*.jinja", "*.txt", "*.model", "*.model.v*", "*.tiktoken", "*.md", *LEGAL]
     try:
         snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, "*.safetensors"]))
         if not any(snapshot.glob("*.safetensors")):

@@ -20,8 +20,9 @@ from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,
     GENERATION,
     HF_SUBFOLDER,
-    TOKENIZER,
+    is_of_tokenizer,
     read_companion_files,
+    write_companion_files,
 )
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
@@ -29,7 +30,7 @@ from megatron.checkpointing.huggingface.logit_check import LogitComparison, comp
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
-from megatron.checkpointing.tensor_files import FileRecord, write_bytes
+from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
@@ -95,9 +96,7 @@ def import_hf(
             records = []
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
-        (temporary / HF_SUBFOLDER).mkdir()
-        for name, content in companions.items():
-            records.append(write_bytes(content, temporary / HF_SUBFOLDER / name, f"{HF_SUBFOLDER}/{name}"))
+        records += write_companion_files(companions, temporary / HF_SUBFOLDER, f"{HF_SUBFOLDER}/")
         given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             given |= _save_tokenizer(save, companions, folder)
@@ -165,10 +164,7 @@ def _save_tokenizer(save: Path, companions: Mapping[str, bytes], folder: HFFolde
     if "tokenizer.json" not in companions:
         raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
     target = save / "tokenizer"
-    target.mkdir(parents=True, exist_ok=True)
-    for name, content in companions.items():
-        if name in TOKENIZER or name == GENERATION:
-            write_bytes(content, target / name)
+    write_companion_files({n: c for n, c in companions.items() if is_of_tokenizer(n) or n == GENERATION}, target)
     return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
 
 

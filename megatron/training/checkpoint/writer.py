@@ -406,7 +406,7 @@ class CheckpointWriter:
                 continue
             try:
                 check_finite(name, state)
-                (path / name).parent.mkdir(exist_ok=True)
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(state, bytes):
                     records.append(write_bytes(state, path / name, name))
                 else:
