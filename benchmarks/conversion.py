@@ -1,12 +1,20 @@
-"""Time and memory of converting a synthetic HuggingFace model to a checkpoint and back.
+"""Time and memory of converting a synthetic HuggingFace model to a checkpoint and back, beside copying files.
 
-A LLaMA of the asked size, of random numbers, is written to a folder; each direction then runs in a process of
-its own, checks against transformers included, and tells its peak memory beyond what importing the libraries
-takes (pages of files that it maps count).
+A LLaMA of random numbers is written to a folder in shards. Then, as often as asked: its files are copied
+(`cp`, and synced to disk), it is imported, and the checkpoint is exported. Before each of the three the files
+that will be read are dropped from the page cache, and the memory that pages will need is touched, which a
+virtual machine may have to get from its host at a fraction of the speed of a disk. A conversion is a process
+of its own; told are its seconds beyond the start of Python, against those of the copy, and its peak memory
+beyond what the imported libraries take: `needed` is anonymous and shared memory, `resident` has the pages of
+mapped files too, which the kernel takes back when it wants them. The check against transformers is told
+apart.
 """
 
 import argparse
+import hashlib
 import json
+import mmap
+import os
 import shutil
 import subprocess
 import sys
@@ -14,18 +22,38 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-# Imports everything first, so that what is measured is the conversion's own.
-MEASURED = (
-    "import resource, sys, transformers; from transformers import LlamaForCausalLM; "
-    "from tools.ckpts import {command}; peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss; "
-    "base = peak(); {command}.main(sys.argv[1:]); print(base, peak())"
-)
+# Imports everything first, so that what is measured is the conversion's own; and tells when its phases begin.
+MEASURED = """
+import sys, time, transformers
+from transformers import LlamaForCausalLM
+from megatron.checkpointing.huggingface import exporting, importing
+from tools.ckpts import {command}
+
+def phase(name):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak of resident memory begins anew
+    print("phase", name, time.monotonic(), file=sys.stderr, flush=True)
+
+def checked(*args, compare=exporting.compare_logits):
+    phase("check")
+    try:
+        return compare(*args)
+    finally:
+        phase("publish")
+
+importing.compare_logits = exporting.compare_logits = checked
+phase("convert")
+{command}.main(sys.argv[1:])
+phase("end")
+"""
 VOCAB = 16384
+WAYS = {"there": "convert_hf_to_neox", "back": "convert_neox_to_hf"}
 
 
 def model(hidden: int, layers: int) -> dict[str, Any]:
@@ -37,7 +65,7 @@ def model(hidden: int, layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def write_model(folder: Path, config: dict[str, Any], precision: str) -> tuple[int, int]:
+def write_model(folder: Path, config: dict[str, Any], precision: str, shard_bytes: int) -> tuple[int, int]:
     """Write the model to `folder`; returns the bytes of all of it and of its largest layer."""
     import torch
 
@@ -60,32 +88,101 @@ def write_model(folder: Path, config: dict[str, Any], precision: str) -> tuple[i
             yield name, (1 + values if len(shape) == 1 else values).to(dtype)
 
     folder.mkdir(parents=True)
-    write_weights(folder, shapes, dtype, tensors())
+    write_weights(folder, shapes, dtype, tensors(), shard_bytes)
     (folder / "config.json").write_text(json.dumps(config))
     sizes = [sum(torch.Size(s.shape).numel() for s in specs) for specs in layer_params(args).values()]
     return weight_bytes(shapes, dtype), max(sizes) * dtype.itemsize
 
 
-def run(command: str, *argv: str) -> dict[str, float]:
-    """seconds, and peak memory in bytes beyond the libraries'. The command's own words go to stderr."""
+def prepare(folder: Path) -> None:
+    """Drop the files of a folder from the page cache, and have memory for reading and writing them at
+    hand."""
+    size = 0
+    for file in (file for file in folder.rglob("*") if file.is_file()):
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+        size += file.stat().st_size
+    with mmap.mmap(-1, int(2.5 * size)) as memory:
+        for at in range(0, len(memory), mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def copy(source: Path, target: Path) -> float:
+    """Seconds of copying the weights of a folder and syncing them to disk."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    prepare(source)
     begun = time.monotonic()
+    subprocess.run(["cp", *map(str, sorted(source.glob("*.safetensors"))), str(target)], check=True)
+    for file in target.iterdir():
+        handle = os.open(file, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+    seconds = time.monotonic() - begun
+    shutil.rmtree(target)
+    return seconds
+
+
+def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
+    """Seconds, and peaks of memory in bytes beyond the libraries', of the phases `convert`, `check` and
+    `publish`. The command's own words go to stderr."""
+    prepare(source)
     words = [sys.executable, "-c", MEASURED.format(command=command), *argv]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(done.stderr or done.stdout)
-    *told, last = done.stdout.splitlines()
-    print("\n".join(told), file=sys.stderr)
-    base, peak = (int(number) * 1024 for number in last.split())
-    return {"seconds": time.monotonic() - begun, "peak": peak - base}
+    with tempfile.TemporaryFile("w+") as told:
+        process = subprocess.Popen(words, cwd=ROOT, stdout=sys.stderr, stderr=told)
+        samples: list[tuple[float, int, int]] = []
+        while process.poll() is None:
+            samples.append((time.monotonic(), *_memory(process.pid)))
+            time.sleep(0.002)
+        told.seek(0)
+        lines = told.read().splitlines()
+    if process.returncode:
+        sys.exit("\n".join(lines))
+    marks = [(line.split()[1], float(line.split()[2])) for line in lines if line.startswith("phase ")]
+    base = [sample for sample in samples if sample[0] <= marks[0][1]][-1]
+    found: dict[str, dict[str, float]] = {}
+    for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
+        within = [sample for sample in samples if begin <= sample[0] <= end] or [base]
+        needed, resident = (max(sample[at] for sample in within) - base[at] for at in (1, 2))
+        found[name] = {"seconds": end - begin, "needed": needed, "resident": resident}
+    return found
+
+
+def _memory(pid: int) -> tuple[int, int]:
+    """Bytes of anonymous and shared memory that a process has, and its peak of resident memory."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0, 0
+    fields = dict(line.split(":", 1) for line in text.splitlines())
+    if "VmHWM" not in fields:  # it has ended
+        return 0, 0
+    anonymous, shared, peak = (int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "VmHWM"))
+    return anonymous + shared, peak
+
+
+def measure(folder: Path, tp: int) -> dict[str, Any]:
+    """One round: seconds of the copy, and what `run` finds of each way."""
+    hf, neox, back = (folder / name for name in ("hf", "neox", "back"))
+    for made in (neox, back):
+        shutil.rmtree(made, ignore_errors=True)
+    found: dict[str, Any] = {"copy": copy(hf, folder / "copy")}
+    found["there"] = run(WAYS["there"], hf, "--hf-model", str(hf), "--output-dir", str(neox), "--tp", str(tp))
+    found["back"] = run(WAYS["back"], neox, "--input_dir", str(neox), "--output_dir", str(back))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gb", type=float, default=8.0, help="about so many GB of weights")
+    parser.add_argument("--gb", type=float, default=3.0, help="about so many GB of weights")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
-    parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size of the checkpoint")
-    parser.add_argument("--folder", type=Path, help="where to write; three times the size is needed")
+    parser.add_argument("--shard-mb", type=float, default=500.0, help="of the source's files, at most")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the checkpoint")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; four times the size is needed")
     parser.add_argument("--json", action="store_true", help="one object instead of a table")
     options = parser.parse_args()
     width = {"fp32": 4, "bf16": 2}[options.precision]
@@ -93,28 +190,52 @@ def main() -> None:
     layers = max(1, round((options.gb * 1e9 - 2 * VOCAB * options.hidden * width) / layer))
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        size, largest = write_model(folder / "hf", model(options.hidden, layers), options.precision)
-        there = run(
-            "convert_hf_to_neox", "--hf-model", str(folder / "hf"), "--output-dir", str(folder / "neox"),
-            "--tp", str(options.tp),
-        )  # fmt: skip
-        back = run("convert_neox_to_hf", "--input_dir", str(folder / "neox"), "--output_dir", str(folder / "back"))
-        names = [file.name for file in (folder / "hf").glob("*.safetensors")]
-        same = all(_same(folder / "hf" / name, folder / "back" / name) for name in names)
+        config = model(options.hidden, layers)
+        size, largest = write_model(folder / "hf", config, options.precision, int(options.shard_mb * 1e6))
+        files = sorted((folder / "hf").glob("*.safetensors"))
+        rounds = [measure(folder, options.tp) for _ in range(options.repeats)]
+        written = sorted((folder / "back").glob("*.safetensors"))
+        same = _content(files) == _content(written)
+        shard = max(file.stat().st_size for file in files)
     finally:
         shutil.rmtree(folder)
-    found = {"bytes": size, "largest_layer": largest, "there": there, "back": back, "same": same}
+    found = {"bytes": size, "largest_layer": largest, "largest_shard": shard, "same": same, "rounds": rounds}
     if options.json:
         print(json.dumps(found))
         return
-    print(f"{size / 1e9:.2f} GB ({options.precision}, {layers} layers), largest layer {largest / 1e6:.0f} MB")
-    for name, row in (("HF -> checkpoint", there), ("checkpoint -> HF", back)):
-        print(f"{name:18s} {row['seconds']:7.1f} s  peak {row['peak'] / 1e6:6.0f} MB")
+    print(f"{size / 1e9:.2f} GB ({options.precision}, {layers} layers, the largest {largest / 1e6:.0f} MB), "
+          f"{len(files)} shards, the largest {shard / 1e6:.0f} MB")  # fmt: skip
+    copies = [found["copy"] for found in rounds]
+    print(f"copy, synced       {median(copies):6.1f} s  ({min(copies):.1f} to {max(copies):.1f})")
+    for way, name in (("there", "HF -> checkpoint"), ("back", "checkpoint -> HF")):
+        for phase in ("convert", "check"):
+            rows = [found[way][phase] for found in rounds]
+            seconds = [row["seconds"] for row in rows]
+            if phase == "convert":  # to publish is a part of it, but what the check leaves in memory is not
+                seconds = [took + found[way]["publish"]["seconds"] for took, found in zip(seconds, rounds, strict=True)]
+            needed, resident = (max(row[key] for row in rows) for key in ("needed", "resident"))
+            ratios = [took / base for took, base in zip(seconds, copies, strict=True)]
+            title = name if phase == "convert" else "  its check"
+            print(
+                f"{title:18s} {median(seconds):6.1f} s  {median(ratios):4.2f} x "
+                f"({min(ratios):.2f} to {max(ratios):.2f})  needed {needed / 1e6:5.0f} MB = {needed / shard:.2f} "
+                f"shards  resident {resident / 1e6:5.0f} MB = {resident / shard:.2f}"
+            )
     print(f"weights after both: {'the same bytes' if same else 'OTHER BYTES'}")
 
 
-def _same(one: Path, other: Path) -> bool:
-    return subprocess.run(["cmp", "--silent", str(one), str(other)]).returncode == 0
+def _content(files: list[Path]) -> str:
+    """A digest of the tensors of safetensors files by their names, however they are laid out over files."""
+    import torch
+
+    from megatron.checkpointing.huggingface.folder import SafetensorsFile
+
+    opened = {name: file for path in files for file in [SafetensorsFile(path)] for name in file.shapes}
+    whole = hashlib.sha256()
+    for name in sorted(opened):
+        whole.update(name.encode())
+        whole.update(opened[name].get(name).contiguous().view(-1).view(torch.uint8).numpy().data)
+    return whole.hexdigest()
 
 
 if __name__ == "__main__":

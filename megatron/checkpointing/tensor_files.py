@@ -10,15 +10,18 @@ import re
 import shutil
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.data.files import sync
+
+_WORTH_A_THREAD = 1 << 18  # bytes: their hash takes longer than it takes to hand them over
 
 
 @dataclass(frozen=True)
@@ -35,40 +38,99 @@ class FileRecord:
     tensors: Mapping[str, str] = field(default_factory=dict)
 
 
-class _HashingWriter:
-    """A file with the methods that `torch.save` needs, which hashes what is written."""
+class OneBehind:
+    """Calls functions in a thread, in order and one at a time, so that what the next one needs can be made
+    meanwhile.
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.sha256, self.size = file, hashlib.sha256(), 0
+    A context; leaving it waits for the last. What a function raises, the next call or the end raises.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._last = ThreadPoolExecutor(1), Future[None]()
+        self._last.set_result(None)
+
+    def __call__(self, function: Callable[[], None]) -> None:
+        self._last.result()
+        self._last = self._thread.submit(function)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._thread.shutdown()
+        if kind is None:
+            self._last.result()
+
+
+class SyncBeside:
+    """Syncs files to disk in a thread, while others are written.
+
+    A context; called with the path of a file that is written in full. Leaving it waits until all are on disk,
+    and raises CheckpointError for one that cannot be.
+    """
+
+    def __init__(self) -> None:
+        self._thread, self._files = ThreadPoolExecutor(1), dict[Path, Future[None]]()
+
+    def __call__(self, path: Path) -> None:
+        self._files[path] = self._thread.submit(sync, path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        self._thread.shutdown(cancel_futures=kind is not None)
+        for path, done in self._files.items() if kind is None else ():
+            try:
+                done.result()
+            except OSError as problem:
+                raise CheckpointError(f"{path}: cannot be written: {problem}") from problem
+
+
+class _HashingWriter:
+    """A file with the methods that `torch.save` needs, which hashes what is written; large pieces are hashed
+    in `thread` while they are written."""
+
+    def __init__(self, file: IO[bytes], thread: Executor) -> None:
+        self.file, self.thread, self.sha256, self.size = file, thread, hashlib.sha256(), 0
 
     def write(self, data: Any) -> int:
-        self.sha256.update(data)
         self.size += len(data)
-        return self.file.write(data)
+        if len(data) < _WORTH_A_THREAD:
+            self.sha256.update(data)
+            return self.file.write(data)
+        hashed = self.thread.submit(self.sha256.update, data)
+        try:
+            return self.file.write(data)
+        finally:
+            hashed.result()  # `data` is torch's, and good for this call alone
 
     def flush(self) -> None:
         self.file.flush()
 
 
-def _write(path: Path, fill: Callable[[_HashingWriter], Any], name: str | None) -> FileRecord:
+def _write(
+    path: Path, fill: Callable[[_HashingWriter], Any], name: str | None, to_disk: Callable[[Path], None] = sync
+) -> FileRecord:
     try:
-        with open(path, "wb") as file:
-            writer = _HashingWriter(file)
+        with open(path, "wb") as file, ThreadPoolExecutor(1) as thread:
+            writer = _HashingWriter(file, thread)
             fill(writer)
-            file.flush()
-            os.fsync(file.fileno())
+        to_disk(path)
     except (OSError, RuntimeError) as e:  # a full disk reaches us as RuntimeError through torch's zip writer
         raise CheckpointError(f"{path}: cannot be written: {e}") from e
     return FileRecord(name or path.name, writer.size, writer.sha256.hexdigest())
 
 
-def save_tensors(state: Any, path: str | Path, name: str | None = None) -> FileRecord:
+def save_tensors(
+    state: Any, path: str | Path, name: str | None = None, to_disk: Callable[[Path], None] = sync
+) -> FileRecord:
     """Write `state` to `path` by `torch.save`, synced to disk; the checksum is taken while writing.
 
-    name: path inside the checkpoint; None: the file's name. Raises CheckpointError where it cannot be
-    written.
+    name: path inside the checkpoint; None: the file's name. to_disk: syncs the file, or sees to it
+    (`SyncBeside`). Raises CheckpointError where it cannot be written.
     """
-    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name)
+    record = _write(Path(path), lambda writer: torch.save(state, cast(IO[bytes], writer)), name, to_disk)
     return replace(record, tensors=describe_tensors(state))
 
 

@@ -3,7 +3,7 @@
 How a parameter is split over tensor ranks is the knowledge of the weight map (`megatron.model.weight_map`).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.parameter_names import to_file_names, to_our_names
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors
 from megatron.checkpointing.weight_files import WeightFiles, open_weight_files, rows_key
+from megatron.data.files import sync
 from megatron.model.weight_map import layer_params, shared_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
@@ -40,13 +41,15 @@ def load_weights(
     tensor_size: int,
     new_head: bool = False,
     params: Mapping[int, Sequence[ParamSpec]] | None = None,
+    copy: bool = True,
 ) -> dict[int, dict[str, Tensor]]:
     """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
 
     path: one checkpoint directory (see `find_checkpoint`). Returns the tensors by NeoX layer index and our
     name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
     layer of its own, and that of the files is left out. params: those that the files hold, where that is a
-    part of the model; None: all. A row-parallel bias that is a sum over
+    part of the model; None: all. copy: false leaves tensors in the files (memory maps) until they are used,
+    where they need not be put together; they may be views. A row-parallel bias that is a sum over
     ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
     shapes that do not fit.
     """
@@ -66,6 +69,9 @@ def load_weights(
         loaded[layer] = {}
         if specs:
             loaded[layer] = _load_layer(source, args, layer, specs, tensor_rank, tensor_size, problems, mismatches)
+            if copy:  # off the memory map, off other tensors
+                for name, tensor in loaded[layer].items():
+                    loaded[layer][name] = tensor.clone(memory_format=torch.contiguous_format)
     for name, owner in shared_params(args).items():
         spec = [spec for spec in expected.get(owner, ()) if spec.name == name]
         if not spec:
@@ -155,8 +161,7 @@ def _load_layer(
         if wrong_shape is not None:
             mismatches.append(f"layer {layer}: {_shape_problem(spec, wrong_shape, source.tensor_size, args)}")
             continue
-        local = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
-        out[spec.name] = local.clone(memory_format=torch.contiguous_format)  # off the memory map, off other tensors
+        out[spec.name] = _local_part(spec, tensors, same_cut, tensor_rank, tensor_size)
     return out
 
 
@@ -242,19 +247,31 @@ def local_layer_state(
 
 
 def save_layer(
-    folder: Path, layer: int, whole: Mapping[str, Tensor], args: NeoXArgs, naming: str | None = None
+    folder: Path,
+    layer: int,
+    whole: Mapping[str, Tensor],
+    args: NeoXArgs,
+    naming: str | None = None,
+    to_disk: Callable[[Path], None] = sync,
 ) -> list[FileRecord]:
     """Split the whole tensors of a layer over the tensor ranks of `args` and write the layer file of each
     rank.
 
-    naming: of `WEIGHT_NAMINGS`, as of `to_file_names`. Returns a record of each file.
+    naming: of `WEIGHT_NAMINGS`, as of `to_file_names`. to_disk: as of `save_tensors`. Returns a record of
+    each file.
     """
     records, specs = [], layer_params(args)[layer]
     for rank in range(args.tp):
-        local = {spec.name: shard(whole[spec.name], spec, rank, args.tp) for spec in specs}
-        state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming)
-        records.append(save_tensors(state, folder / layout.layer_file(layer, rank)))
+        local = {spec.name: _with_own_storage(shard(whole[spec.name], spec, rank, args.tp)) for spec in specs}
+        state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming, copy=False)
+        records.append(save_tensors(state, folder / layout.layer_file(layer, rank), to_disk=to_disk))
     return records
+
+
+def _with_own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is a view of more: torch.save writes all that a view is of."""
+    own = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if own else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def gather_layers(path: Path, tensor_rank: int) -> dict[str, Tensor]:

@@ -7,11 +7,13 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
 from megatron.checkpointing.huggingface.companion_files import CARD, companion_files_of, write_companion_files
@@ -21,14 +23,15 @@ from megatron.checkpointing.huggingface.folder import (
     TEMPLATES,
     HFFolder,
     cast_to,
+    planned_sizes,
     weight_bytes,
     write_weights,
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.model_card import model_card
 from megatron.checkpointing.layout import is_optimizer_file
-from megatron.checkpointing.manifest import read_manifest, verify
-from megatron.checkpointing.tensor_files import need_free
+from megatron.checkpointing.manifest import VerifyBeside, read_manifest, verify
+from megatron.checkpointing.tensor_files import SyncBeside, need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights
 from megatron.data.files import sync
@@ -45,6 +48,21 @@ _OWN = re.compile(
 
 def no_progress(layers: Iterable[int], count: int) -> Iterable[int]:
     return layers
+
+
+@dataclass(frozen=True)
+class _Export:
+    """All of an export but the values of the weights.
+
+    args: the model's, as of `plain_args`. dtype, shapes: of the weights that are written, by their names
+    there. vocab: rows of vocabulary that are kept. files: content of the other files, by name.
+    """
+
+    args: NeoXArgs
+    dtype: torch.dtype
+    vocab: int
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, bytes]
 
 
 def export_hf(
@@ -67,10 +85,71 @@ def export_hf(
     dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: the
     first that computes what `args` says. check: compare logits with transformers before the folder appears;
     returns the comparison. each: wraps the layers, for a progress bar. notes: further .json files by name.
-    One layer is in memory at a time. A folder of an earlier conversion is replaced; an interrupted call is
-    simply made again. Raises CheckpointError.
+    A tensor is written while the next is read, and while the files of later layers are checked against the
+    manifest, each before it is used; no others are in memory. A folder of an earlier conversion is replaced;
+    an interrupted call is simply made again. Raises CheckpointError.
     """
     source, output = Path(source), Path(output).resolve()
+    manifest = read_manifest(source)
+    names = [] if manifest is None else [name for name in manifest.files if not is_optimizer_file(name)]
+    of_layers = {file.name: layer for (layer, _), file in layout.layer_files(source).items() if file.name in names}
+    verify(source, set(names).difference(of_layers))
+    made = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
+    temporary = begin_folder(output, weight_bytes(made.shapes, made.dtype))
+    try:
+        with VerifyBeside(source, sorted(of_layers)) as verified, SyncBeside() as to_disk:
+
+            def checked(layers: Sequence[int]) -> Iterator[int]:
+                for layer in each(layers, len(layers)):
+                    verified.wait(name for name, of in of_layers.items() if of == layer)
+                    yield layer
+
+            read = _read(source, made, checked(sorted(layer_params(made.args))))
+            tensors = to_hf(made.args, read, family=family, vocab_size=made.vocab)
+            write_weights(temporary, made.shapes, made.dtype, tensors, shard_bytes, to_disk=to_disk)
+        write_companion_files({**made.files, **(notes or {})}, temporary)
+
+        def weights(layer: int) -> Mapping[str, Tensor]:
+            return dict(_read(source, made, [layer]))[layer]
+
+        comparison = None
+        if check:
+            comparison = compare_logits(HFFolder(temporary, str(output)), made.args, weights, made.vocab)
+        sync(temporary)
+        put_in_place(temporary, output)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return comparison
+
+
+def export_plan(
+    source: str | Path,
+    args: NeoXArgs,
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
+    vocab_is_hf: bool = False,
+    pad_token_id: int | None = None,
+) -> dict[str, int]:
+    """The files that `export_hf` would write and their sizes in bytes; no weight is read. Arguments and
+    errors as there."""
+    made = _prepare(Path(source), args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
+    return planned_sizes(made.shapes, made.dtype) | {name: len(content) for name, content in made.files.items()}
+
+
+def _prepare(
+    source: Path,
+    args: NeoXArgs,
+    family: str | None,
+    dtype: torch.dtype | None,
+    tokenizer: bool,
+    vocab_is_hf: bool,
+    pad_token_id: int | None,
+) -> _Export:
+    """Arguments and errors as of `export_hf`."""
     if args.lora is not None:
         raise CheckpointError(
             f"{source}: holds adapters beside its weights; merge them first (tools/ckpts/adapter.py merge), or write "
@@ -78,9 +157,6 @@ def export_hf(
         )
     given, args = args, plain_args(args)
     dtype = dtype or _only_dtype(source)
-    manifest = read_manifest(source)
-    if manifest is not None:
-        verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
     extras = companion_files_of(
         source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id,
         scores=bool(args.score_head),
@@ -96,26 +172,10 @@ def export_hf(
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
-    temporary = begin_folder(output, weight_bytes(shapes, dtype))
-    try:
-        layers = _read(source, args, dtype, each)
-        write_weights(temporary, shapes, dtype, to_hf(args, layers, family=family, vocab_size=vocab), shard_bytes)
-        parameters = sum(math.prod(shape) for shape in shapes.values())
-        card = model_card(source, given, config, parameters, dtype, extras.card)
-        files = {**extras.files, CARD: card, **(notes or {})}
-        write_companion_files({**files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}, temporary)
-
-        def weights(layer: int) -> Mapping[str, Tensor]:
-            return dict(_read(source, args, dtype, lambda *_: [layer]))[layer]
-
-        comparison = compare_logits(HFFolder(temporary, str(output)), args, weights, vocab) if check else None
-        sync(temporary)
-        put_in_place(temporary, output)
-    except OSError as problem:
-        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return comparison
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    card = model_card(source, given, config, parameters, dtype, extras.card)
+    files = {**extras.files, CARD: card, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+    return _Export(args, dtype, vocab, shapes, files)
 
 
 def _only_dtype(source: Path) -> torch.dtype:
@@ -128,16 +188,13 @@ def _only_dtype(source: Path) -> torch.dtype:
     return next(iter(dtypes))
 
 
-def _read(
-    source: Path, args: NeoXArgs, dtype: torch.dtype, each: LayerProgress
-) -> Iterator[tuple[int, dict[str, Tensor]]]:
+def _read(source: Path, made: _Export, layers: Iterable[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Whole layers one after another. Where one does not fit, the others are still looked at, and all is
     told."""
-    specs = layer_params(args)
     problems: list[str] = []
-    for layer in each(sorted(specs), len(specs)):
+    for layer in layers:
         try:
-            tensors = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            whole = load_weights(source, made.args, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
         except DamagedError:
             raise
         except CheckpointError as problem:
@@ -147,10 +204,7 @@ def _read(
             problems += [line.strip() for line in lines]
             continue
         if not problems:
-            yield (
-                layer,
-                {name: cast_to(tensor, dtype, f"layer {layer}: {name}") for name, tensor in tensors.items()},
-            )
+            yield layer, {name: cast_to(value, made.dtype, f"layer {layer}: {name}") for name, value in whole.items()}
     if problems:
         raise CheckpointError(f"{source}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
 

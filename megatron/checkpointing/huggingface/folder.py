@@ -7,13 +7,13 @@ safetensors.
 
 import json
 import math
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
-from megatron.checkpointing.tensor_files import load_tensors
+from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
+from megatron.data.files import sync
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
@@ -261,8 +262,21 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> i
     return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
-def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int) -> list[dict[str, tuple[int, int]]]:
-    """Tensors of each file with the bytes of their beginning and end, in the order given."""
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file of weights before it is written: name; header: its first bytes; begins: where each tensor
+    begins in it; size: of all of it."""
+
+    name: str
+    header: bytes
+    begins: Mapping[str, int]
+    size: int
+
+
+def _plan(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int, whole: str = WEIGHTS
+) -> list[_PlannedFile]:
+    """The files of `write_weights`, tensors in the order given."""
     files: list[dict[str, tuple[int, int]]] = [{}]
     at = 0
     for name, shape in shapes.items():
@@ -272,7 +286,37 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int)
             at = 0
         files[-1][name] = (at, at + size)
         at += size
-    return files
+    planned = []
+    for i, tensors in enumerate(files):
+        fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, offsets in tensors.items():
+            fields[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(offsets)}
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        file = whole if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+        begins = {name: len(header) + begin for name, (begin, _) in tensors.items()}
+        size = len(header) + max((end for _, end in tensors.values()), default=0)
+        planned.append(_PlannedFile(file, header, begins, size))
+    return planned
+
+
+def _index(plan: Sequence[_PlannedFile], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+    """The content of the index of several files."""
+    index = {
+        "metadata": {"total_size": weight_bytes(shapes, dtype)},
+        "weight_map": {name: file.name for file in plan for name in file.begins},
+    }
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def planned_sizes(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES
+) -> dict[str, int]:
+    """The files that `write_weights` would write, the index too, and their sizes in bytes."""
+    plan = _plan(shapes, dtype, limit)
+    index = {INDEX: len(_index(plan, shapes, dtype))} if len(plan) > 1 else {}
+    return {file.name: file.size for file in plan} | index
 
 
 def write_weights(
@@ -282,46 +326,39 @@ def write_weights(
     tensors: Iterable[tuple[str, Tensor]],
     limit: int = SHARD_BYTES,
     whole: str = WEIGHTS,
+    to_disk: Callable[[Path], None] = sync,
 ) -> None:
     """model.safetensors, or several of at most `limit` bytes (and one tensor at least) with their index.
 
-    tensors: those of `shapes` in any order, each once; one is in memory at a time. whole: the name where it
-    is one file. Raises CheckpointError.
+    tensors: those of `shapes` in any order, each once; one is written while the next is made. whole: the name
+    where it is one file. to_disk: syncs a file that is whole, or sees to it (`SyncBeside`). Raises
+    CheckpointError.
     """
-    plan = _plan(shapes, dtype, limit)
-    count = len(plan)
-    names = [whole] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    where: dict[str, tuple[BinaryIO, int]] = {}
-    opened = []
+    plan = _plan(shapes, dtype, limit, whole)
+    file_of = {name: file for file in plan for name in file.begins}
+
+    def write(file: _PlannedFile, name: str, data: memoryview) -> None:
+        opened[file.name].seek(file.begins[name])
+        opened[file.name].write(data)
+        missing[file.name].remove(name)
+        if not missing[file.name]:
+            opened[file.name].close()
+            to_disk(path / file.name)
+
     with ExitStack() as stack:
-        for file_name, entries in zip(names, plan, strict=True):
-            header_fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-            for name, offsets in entries.items():
-                header_fields[name] = {
-                    "dtype": _NAMES[dtype],
-                    "shape": list(shapes[name]),
-                    "data_offsets": list(offsets),
-                }
-            header = json.dumps(header_fields, separators=(",", ":")).encode()
-            header += b" " * (-len(header) % 8)
-            opened.append(stack.enter_context((path / file_name).open("wb")))
-            opened[-1].write(len(header).to_bytes(8, "little") + header)
-            where |= {name: (opened[-1], 8 + len(header) + begin) for name, (begin, _) in entries.items()}
-        for name, tensor in tensors:
-            assert tuple(tensor.shape) == tuple(shapes[name]), name
-            file, at = where.pop(name)
-            file.seek(at)
-            file.write(cast_to(tensor, dtype, name).contiguous().view(-1).view(torch.uint8).numpy().data)
-        assert not where, f"not given: {sorted(where)}"
-        for file in opened:
-            file.flush()
-            os.fsync(file.fileno())
-    if count > 1:
-        index = {
-            "metadata": {"total_size": weight_bytes(shapes, dtype)},
-            "weight_map": {name: file for file, entries in zip(names, plan, strict=True) for name in entries},
-        }
-        (path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        opened = {file.name: stack.enter_context((path / file.name).open("wb")) for file in plan}
+        for planned in plan:
+            opened[planned.name].write(planned.header)
+        missing = {file.name: set(file.begins) for file in plan}
+        with OneBehind() as behind:
+            for name, tensor in tensors:
+                assert tuple(tensor.shape) == tuple(shapes[name]), name
+                data = cast_to(tensor, dtype, name).contiguous().view(-1).view(torch.uint8).numpy().data
+                behind(partial(write, file_of[name], name, data))
+                del tensor, data
+        assert not any(missing.values()), f"not given: {missing}"
+    if len(plan) > 1:
+        write_bytes(_index(plan, shapes, dtype), path / INDEX)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from itertools import groupby
 from pathlib import Path
@@ -30,7 +31,7 @@ from megatron.checkpointing.huggingface.logit_check import LogitComparison, comp
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
-from megatron.checkpointing.tensor_files import FileRecord
+from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
@@ -63,7 +64,8 @@ def import_hf(
     save_tokenizer: its files also in `<save>/tokenizer`. chat_template: a file that takes the place of the
     folder's, or gives a base model one. The vocabulary is padded to a multiple of 128 that the ranks divide,
     `configs/hf_model.yml` in the checkpoint is the model's configuration, and the files of the folder go
-    along in `huggingface/`. One layer is in memory at a time. Raises CheckpointError.
+    along in `huggingface/`. A layer is read while the one before is written; no others are
+    in memory. Raises CheckpointError.
     """
     save = Path(save)
     rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
@@ -82,14 +84,20 @@ def import_hf(
     temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
         records: list[FileRecord] = []
-        layers = groupby(tensors, key=lambda row: row[0])
-        for layer, (_, rows_of_layer) in zip(each(sorted(specs), len(specs)), layers, strict=True):
-            whole = {name: value for _, name, value in rows_of_layer}
-            records += save_layer(temporary, layer, whole, args, naming)
-            del whole, rows_of_layer
+        layers, plain = groupby(tensors, key=lambda row: row[0]), plain_args(args)
+
+        def write(layer: int, whole: dict[str, Tensor]) -> None:
+            records.extend(save_layer(temporary, layer, whole, args, naming, to_disk))
+            whole.clear()
+
+        with SyncBeside() as to_disk, OneBehind() as behind:
+            for layer, (_, rows_of_layer) in zip(each(sorted(specs), len(specs)), layers, strict=True):
+                whole = {name: value for _, name, value in rows_of_layer}
+                del rows_of_layer
+                behind(partial(write, layer, whole))
 
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return load_weights(temporary, plain_args(args), layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            return load_weights(temporary, plain, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
@@ -138,7 +146,8 @@ def _check_target(final: Path) -> None:
 
 
 def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
-    dtypes = {folder.dtypes[name] for name in folder.shapes if name in _asked(folder, keys)}
+    asked = _asked(folder, keys)
+    dtypes = {dtype for name, dtype in folder.dtypes.items() if name in asked}
     if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
         dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(
