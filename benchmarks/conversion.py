@@ -31,7 +31,9 @@ sys.path.insert(0, str(ROOT))
 # Imports everything first, so that what is measured is the conversion's own; and tells when its phases begin.
 MEASURED = """
 import sys, time, transformers
+from pathlib import Path
 from transformers import LlamaForCausalLM
+from benchmarks.conversion import prepare
 from megatron.checkpointing.huggingface import exporting, importing
 from tools.ckpts import {command}
 
@@ -48,8 +50,9 @@ def checked(*args, compare=exporting.compare_logits):
         phase("publish")
 
 importing.compare_logits = exporting.compare_logits = checked
+prepare(Path(sys.argv[1]))
 phase("convert")
-{command}.main(sys.argv[1:])
+{command}.main(sys.argv[2:])
 phase("end")
 """
 VOCAB = 16384
@@ -95,8 +98,8 @@ def write_model(folder: Path, config: dict[str, Any], precision: str, shard_byte
 
 
 def prepare(folder: Path) -> None:
-    """Drop the files of a folder from the page cache, and have memory for reading and writing them at
-    hand."""
+    """Drop the files of a folder from the page cache, and have memory for reading and writing them at hand:
+    just before, since a host takes free pages back in seconds."""
     size = 0
     for file in (file for file in folder.rglob("*") if file.is_file()):
         handle = os.open(file, os.O_RDONLY)
@@ -128,14 +131,13 @@ def copy(source: Path, target: Path) -> float:
 def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
     """Seconds, and peaks of memory in bytes beyond the libraries', of the phases `convert`, `check` and
     `publish`. The command's own words go to stderr."""
-    prepare(source)
-    words = [sys.executable, "-c", MEASURED.format(command=command), *argv]
+    words = [sys.executable, "-c", MEASURED.format(command=command), str(source), *argv]
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(words, cwd=ROOT, stdout=sys.stderr, stderr=told)
         samples: list[tuple[float, int, int]] = []
         while process.poll() is None:
             samples.append((time.monotonic(), *_memory(process.pid)))
-            time.sleep(0.002)
+            time.sleep(0.005)
         told.seek(0)
         lines = told.read().splitlines()
     if process.returncode:

@@ -261,9 +261,12 @@ def save_layer(
     each file.
     """
     records, specs = [], layer_params(args)[layer]
+    params = {layer: specs}
     for rank in range(args.tp):
         local = {spec.name: _with_own_storage(shard(whole[spec.name], spec, rank, args.tp)) for spec in specs}
-        state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming, copy=False)
+        state = local_layer_state(
+            layer, local, args, tensor_rank=rank, tensor_size=args.tp, naming=naming, copy=False, params=params
+        )
         records.append(save_tensors(state, folder / layout.layer_file(layer, rank), to_disk=to_disk))
     return records
 

@@ -6,6 +6,7 @@ import pickle
 import sys
 import types
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.tensor_files import OneBehind, SyncBeside
 from tests.checkpointing.golden import RUNS
 
 
 def test_record_is_of_the_bytes_on_disk(tmp_path: Path) -> None:
-    state: dict[str, Any] = {"a": torch.randn(300, 70), "b": torch.arange(5, dtype=torch.bfloat16), "n": 3}
+    state: dict[str, Any] = {"a": torch.randn(300, 700), "b": torch.arange(5, dtype=torch.bfloat16), "n": 3}
     record = save_tensors(state, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     assert (record.name, record.size, record.sha256) == ("x.pt", len(data), hashlib.sha256(data).hexdigest())
@@ -105,3 +107,24 @@ def test_deepspeed_classes_without_deepspeed(tmp_path: Path, monkeypatch: pytest
     assert (stand_in.numel, stand_in.start) == (3, 4) and type(stand_in) is not fragment_address
     real = load_tensors(tmp_path / "x.pt", extra_safe=[fragment_address])["x"]
     assert type(real) is fragment_address and real.start == 4
+
+
+def test_files_are_synced_and_functions_called_beside_and_their_problems_told(tmp_path: Path) -> None:
+    done: list[int] = []
+    with OneBehind() as behind:
+        for i in range(20):
+            behind(partial(done.append, i))
+    assert done == list(range(20))
+    with pytest.raises(ZeroDivisionError), OneBehind() as behind:
+        behind(lambda: done.append(1 // 0))
+    with pytest.raises(ZeroDivisionError), OneBehind() as behind:
+        behind(lambda: done.append(1 // 0))
+        behind(partial(done.append, 99))
+    assert 99 not in done
+    with SyncBeside() as to_disk:
+        save_tensors({"a": torch.ones(3)}, tmp_path / "x.pt", to_disk=to_disk)
+    with pytest.raises(CheckpointError, match="gone.pt: cannot be written"), SyncBeside() as to_disk:
+        to_disk(tmp_path / "gone.pt")
+    with pytest.raises(KeyboardInterrupt), SyncBeside() as to_disk:
+        to_disk(tmp_path / "gone.pt")
+        raise KeyboardInterrupt

@@ -355,6 +355,23 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox")
 
 
+def test_damaged_layers_are_found_while_others_are_written(tmp_path: Path) -> None:
+    path, _ = import_hf(HFFolder(model_folder(tmp_path / "hf")), tmp_path / "neox")
+    args, _ = load_checkpoint_args(path)
+    export_hf(path, args, tmp_path / "back", check=False)
+    for layer in (4, 8):
+        whole = bytearray((path / layer_file(layer, 0)).read_bytes())
+        whole[len(whole) // 2] ^= 1
+        (path / layer_file(layer, 0)).write_bytes(whole)
+    named = r"damaged: layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\); load another"
+    with pytest.raises(CheckpointError, match=named):
+        export_hf(path, args, tmp_path / "back", check=False)
+    assert HFFolder(tmp_path / "back").config and not (tmp_path / ".tmp_back").exists(), "the earlier one stays"
+    (path / layer_file(5, 0)).unlink()
+    with pytest.raises(CheckpointError, match="layer_05"):
+        export_hf(path, args, tmp_path / "back", check=False)
+
+
 def test_damaged_folders(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "hf")
     whole, config = (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())

@@ -16,7 +16,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS  # noqa: E402
-from tools.ckpts.flags import PRECISIONS, add_names_flag, local, place, progress  # noqa: E402
+from tools.ckpts.flags import (  # noqa: E402
+    PRECISIONS,
+    add_dry_run_flag,
+    add_names_flag,
+    local,
+    place,
+    print_plan,
+    progress_then_check,
+)
 from tools.site import site_defaults  # noqa: E402
 
 NAME = "convert_hf_to_neox.py"
@@ -42,6 +50,7 @@ def parser(names: str) -> argparse.ArgumentParser:
     made.add_argument(neox, action="store_const", const="neox", dest="names", help="--names neox")
     made.add_argument("--save-tokenizer", action="store_true", help="its files also beside global_stepN")
     made.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's, or its first")
+    add_dry_run_flag(made)
     return made
 
 
@@ -51,11 +60,13 @@ def convert(options: argparse.Namespace) -> None:
     import torch
 
     from megatron.checkpointing import CheckpointError
-    from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf
+    from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf, import_plan
 
     if options.tp < 1 or options.pp < 0 or options.iteration < 0:
         raise CheckpointError("--tp must be at least 1, --pp and --iteration at least 0")
     model = str(options.hf_model)
+    if not Path(model).is_dir():
+        print(f"{model}: from the Hub, or its local cache", flush=True)
     path = find_hf(model, options.revision)
     name, _, revision = model.partition("@")
     at_hub = f"{name}@{options.revision or revision or path.name}"  # a snapshot is called as its commit
@@ -64,11 +75,16 @@ def convert(options: argparse.Namespace) -> None:
     output = options.output_dir or Path(options.checkpoints) / Path(name).name
     packed = f"; {folder.quantised}" if folder.quantised else ""
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{packed}", flush=True)
+    how = {
+        "iteration": options.iteration, "tensor": options.tp, "pipe": options.pp, "naming": options.names,
+        "chat_template": options.chat_template,
+    }  # fmt: skip
+    if options.dry_run:
+        print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **how).items()})
+        return
     path, parity = import_hf(
-        folder, output, iteration=options.iteration, tensor=options.tp, pipe=options.pp,
-        naming=options.names, save_tokenizer=options.save_tokenizer, chat_template=options.chat_template,
-        each=progress,
-    )  # fmt: skip
+        folder, output, save_tokenizer=options.save_tokenizer, each=progress_then_check, **how
+    )
     names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")
     if options.names == "te":
@@ -79,7 +95,7 @@ def convert(options: argparse.Namespace) -> None:
 def run(command: str, argv: Sequence[str] | None, names: str) -> None:
     try:
         options = parser(names).parse_args(argv)
-        with local(options, ["hf_model"], ["output_dir"]):
+        with local(options, ["hf_model"], [] if options.dry_run else ["output_dir"]):
             convert(options)
     except (UserError, OSError) as problem:
         sys.exit(f"{command}: error: {problem}")

@@ -12,12 +12,20 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
-from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
+from tools.ckpts.flags import (  # noqa: E402
+    PRECISIONS,
+    add_dry_run_flag,
+    add_source_flags,
+    local,
+    print_plan,
+    progress_then_check,
+    source_of,
+)
 
 if TYPE_CHECKING:
     from megatron.checkpointing.huggingface import LogitComparison
@@ -33,38 +41,44 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--architecture", default="auto", help="auto, neox, llama, mistral, or a model_type; auto: the first that fits"
     )
+    add_dry_run_flag(parser)
     return parser.parse_args(argv)
 
 
 def convert(options: argparse.Namespace) -> "LogitComparison | None":
-    """Convert as the options say; returns the comparison of logits, None without a check.
+    """Convert as the options say; returns the comparison of logits, None for a dry run.
 
     Raises CheckpointError, ConfigError.
     """
     import torch
 
     from megatron.checkpointing import describe_layout
-    from megatron.checkpointing.huggingface import export_hf
+    from megatron.checkpointing.huggingface import export_hf, export_plan
 
     family = {"auto": None, "neox": "gpt_neox"}.get(options.architecture, options.architecture)
     dtype = PRECISIONS[options.precision]
     source, args, _ = source_of(options)
     print(f"{source}: {describe_layout(source, args)}", flush=True)
-    return export_hf(
-        source, args, options.output_dir, family=family, dtype=getattr(torch, dtype) if dtype else None,
-        tokenizer=not options.no_save_tokenizer, vocab_is_hf=options.vocab_is_hf_tokenizer,
-        pad_token_id=options.pad_token_id if options.pad_token_id >= 0 else None, each=progress,
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "family": family, "dtype": getattr(torch, dtype) if dtype else None,
+        "tokenizer": not options.no_save_tokenizer, "vocab_is_hf": options.vocab_is_hf_tokenizer,
+        "pad_token_id": options.pad_token_id if options.pad_token_id >= 0 else None,
+    }  # fmt: skip
+    if options.dry_run:
+        print_plan({f"{options.output_dir}/{name}": size for name, size in export_plan(source, args, **how).items()})
+        return None
+    return export_hf(source, args, options.output_dir, each=progress_then_check, **how)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
-        with local(options, ["input_dir"], ["output_dir"]):
+        with local(options, ["input_dir"], [] if options.dry_run else ["output_dir"]):
             report = convert(options)
     except (UserError, OSError) as problem:
         sys.exit(f"convert_neox_to_hf.py: error: {problem}")
-    print(f"{options.output_dir}: {report}")
+    if report is not None:
+        print(f"{options.output_dir}: {report}")
 
 
 if __name__ == "__main__":

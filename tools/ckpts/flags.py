@@ -3,7 +3,7 @@ progress."""
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +60,26 @@ def source_of(options: argparse.Namespace) -> tuple[Path, NeoXArgs, "CheckpointD
 def progress(layers: Iterable[int], count: int) -> Iterable[int]:
     """The layers, with a progress bar on a terminal."""
     return tqdm(layers, total=count, unit="layer", file=sys.stderr, disable=None)
+
+
+def progress_then_check(layers: Iterable[int], count: int) -> Iterable[int]:
+    """`progress`, and a line when the layers are through and the comparison with transformers begins."""
+    yield from progress(layers, count)
+    print("comparing logits of a fixed batch with transformers", flush=True)
+
+
+def add_dry_run_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --dry-run."""
+    parser.add_argument("--dry-run", action="store_true", help="print the files with their sizes, and write nothing")
+
+
+def print_plan(files: Mapping[str, int]) -> None:
+    """Print files with their sizes (bytes, by name), and the sum of all."""
+    from megatron.checkpointing import readable_size
+
+    for name, size in files.items():
+        print(f"{readable_size(size):>12}  {name}")
+    print(f"{readable_size(sum(files.values())):>12}  {len(files)} files")
 
 
 def place(text: str) -> Path | str:

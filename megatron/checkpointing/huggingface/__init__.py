@@ -11,10 +11,10 @@ from megatron.checkpointing.huggingface.companion_files import (
     exported_vocab_size,
     read_companion_files,
 )
-from megatron.checkpointing.huggingface.exporting import export_hf, recover
+from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
-from megatron.checkpointing.huggingface.importing import import_hf, load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.huggingface.importing import import_hf, import_plan, load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
 from megatron.checkpointing.saved_config import load_checkpoint_args
 
@@ -27,11 +27,13 @@ __all__ = [
     "declared_eos_ids",
     "load_checkpoint_args",
     "export_hf",
+    "export_plan",
     "exported_vocab_size",
     "find_hf",
     "find_in_hub_or_cache",
     "has_hf_score",
     "import_hf",
+    "import_plan",
     "is_hf",
     "load_hf_weights",
     "recover",

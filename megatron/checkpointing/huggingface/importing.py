@@ -32,12 +32,13 @@ from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
-from megatron.checkpointing.weights import load_weights, save_layer
+from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
+_RECORD = 500  # bytes that torch.save writes beside those of a tensor, about
 _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
 # Of the model's keys in a manifest those that HuggingFace does not fix: a run sets them at will.
 _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
@@ -68,15 +69,8 @@ def import_hf(
     in memory. Raises CheckpointError.
     """
     save = Path(save)
-    rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
-    keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows)
-    check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
-    dtype = _only_dtype(folder, keys)
-    sizes = {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
-    try:
-        args = NeoXArgs.from_dict({**keys, **sizes})
-    except ConfigError as problem:
-        raise CheckpointError(f"{folder.origin}: {problem}") from problem
+    keys, args, dtype = _prepare(folder, tensor, pipe)
+    tensors = from_hf(folder.config, folder.get, padded_vocab_size=keys["padded_vocab_size"])[1]
     _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
@@ -105,7 +99,7 @@ def import_hf(
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
         records += write_companion_files(companions, temporary / HF_SUBFOLDER, f"{HF_SUBFOLDER}/")
-        given = {**keys, **sizes, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
+        given = {**keys, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             given |= _save_tokenizer(save, companions, folder)
         free, where = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
@@ -123,6 +117,54 @@ def import_hf(
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def import_plan(
+    folder: HFFolder,
+    *,
+    iteration: int = 0,
+    tensor: int = 1,
+    pipe: int = 1,
+    naming: str | None = None,
+    chat_template: str | Path | None = None,
+) -> dict[str, int]:
+    """The files that `import_hf` would write and about their sizes in bytes; no weight is read, and what says
+    how the checkpoint is configured (some kilobytes) is left out. Arguments and errors as there."""
+    _, args, dtype = _prepare(folder, tensor, pipe)
+    layers: dict[str, int] = {}
+    ranks = dict.fromkeys(range(tensor), 0)
+    params = layer_params(args)
+    for layer, specs in sorted(params.items()):
+        whole = {spec.name: torch.empty(spec.shape, dtype=dtype, device="meta") for spec in specs}
+        for rank in ranks:
+            local = {spec.name: shard(whole[spec.name], spec, rank, tensor) for spec in specs}
+            state = local_layer_state(
+                layer, local, args, tensor_rank=rank, tensor_size=tensor, naming=naming, copy=False, params=params
+            )
+            size = sum(value.nbytes + _RECORD for value in state.values())
+            layers[layout.layer_file(layer, rank)] = size
+            ranks[rank] += size
+    if pipe == 0:
+        files = {layout.model_file(rank): size for rank, size in ranks.items()}
+    else:
+        files = layers | {layout.model_file(rank): _RECORD for rank in range(pipe * tensor)}
+    companions = _companion_files(folder, chat_template)
+    files |= {f"{HF_SUBFOLDER}/{name}": len(content) for name, content in companions.items()}
+    return {f"{layout.step_tag(iteration)}/{name}": size for name, size in files.items()}
+
+
+def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], NeoXArgs, torch.dtype]:
+    """The keys of the model and of the layout, their configuration, and the dtype of the weights. No weight
+    is read. Raises CheckpointError for a folder that cannot be imported so."""
+    rows = padded_vocab_size(folder.vocab_size, _ROWS_MULTIPLE, tensor)
+    keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
+    check_hf_tensors(folder.config, keys, folder.shapes, folder.origin)
+    dtype = _only_dtype(folder, keys)
+    keys |= {"model_parallel_size": tensor, "pipe_parallel_size": pipe}
+    try:
+        return keys, NeoXArgs.from_dict(keys), dtype
+    except ConfigError as problem:
+        raise CheckpointError(f"{folder.origin}: {problem}") from problem
 
 
 def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:

@@ -1,0 +1,100 @@
+"""Which files a conversion would write, and how large: told from shapes alone, of any size of model."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing.families import from_hf, hf_shapes
+from megatron.checkpointing.huggingface import HFFolder, export_hf, export_plan, import_hf, import_plan
+from megatron.checkpointing.huggingface.folder import _index, _plan, planned_sizes, write_weights
+from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing.saved_config import load_checkpoint_args
+from megatron.neox_arguments import NeoXArgs
+from tests.checkpointing.test_huggingface import model_folder
+from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
+
+LLAMA3_70B = {
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192,
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
+}  # fmt: skip
+PARAMETERS = 70_553_706_496  # https://huggingface.co/meta-llama/Meta-Llama-3-70B
+
+
+@pytest.fixture(scope="module")
+def large() -> dict[str, tuple[int, ...]]:
+    return hf_shapes(NeoXArgs.from_dict(from_hf(LLAMA3_70B, lambda name: torch.empty(0))[0]))
+
+
+def test_a_folder_of_70b_is_planned_without_its_weights(large: dict[str, tuple[int, ...]]) -> None:
+    plan = _plan(large, torch.bfloat16, 5 * 10**9)
+    sizes = planned_sizes(large, torch.bfloat16)
+    assert list(sizes) == [*(f"model-{i:05d}-of-00030.safetensors" for i in range(1, 31)),
+                           "model.safetensors.index.json"]  # fmt: skip
+    assert all(4e9 < file.size - len(file.header) <= 5e9 for file in plan[:-1])
+    assert sum(file.size - len(file.header) for file in plan) == 2 * PARAMETERS
+    assert [name for file in plan for name in file.begins] == list(large)
+    index = json.loads(_index(plan, large, torch.bfloat16))
+    assert index["metadata"]["total_size"] == 2 * PARAMETERS and len(index["weight_map"]) == 723
+    assert index["weight_map"]["model.embed_tokens.weight"] == "model-00001-of-00030.safetensors"
+
+
+def test_the_plan_is_what_is_written(tmp_path: Path) -> None:
+    tensors = {f"t{i}": torch.full((3, i + 1), float(i)) for i in range(6)}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    for limit in (100, 10**9):
+        (tmp_path / str(limit)).mkdir()
+        write_weights(tmp_path / str(limit), shapes, torch.float32, tensors.items(), limit)
+        written = {file.name: file.stat().st_size for file in (tmp_path / str(limit)).iterdir()}
+        assert planned_sizes(shapes, torch.float32, limit) == written and (len(written) > 1) == (limit == 100)
+
+
+def test_a_dry_run_tells_what_an_import_of_70b_would_write(
+    large: dict[str, tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of a folder whose files have headers and holes."""
+    plan = _plan(large, torch.bfloat16, 5 * 10**9)
+    for file in plan:
+        (tmp_path / file.name).write_bytes(file.header)
+        os.truncate(tmp_path / file.name, file.size)
+    (tmp_path / "model.safetensors.index.json").write_bytes(_index(plan, large, torch.bfloat16))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA3_70B))
+
+    def read(self: HFFolder, name: str) -> Any:
+        raise AssertionError(f"{name} was read")
+
+    monkeypatch.setattr(HFFolder, "get", read)
+    typed = ["--hf-model", str(tmp_path), "--output-dir", str(tmp_path / "out"), "--tp", "8", "--dry-run"]
+    convert_hf_to_neox.main(typed)
+    lines = capsys.readouterr().out.splitlines()
+    named = {line.split()[-1].removeprefix(f"{tmp_path}/out/global_step0/"): line for line in lines[1:-1]}
+    layers = (0, *range(2, 82), 83, 84)
+    assert {layer_file(layer, rank) for layer in layers for rank in range(8)} < named.keys()
+    assert len(named) == 83 * 8 + 8 + 1 and named["layer_02-model_07-model_states.pt"].split()[:2] == ["213.95", "MB"]
+    assert lines[-1].split()[0] == "141.13" and "GB" in lines[-1] and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", [{"tensor": 2, "pipe": 2}, {"pipe": 0, "iteration": 3}, {"naming": "te"}])
+def test_dry_runs_of_both_ways_tell_the_files_and_their_sizes(
+    how: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = HFFolder(model_folder(tmp_path / "hf", "llama 3"))
+    planned = import_plan(folder, **how)
+    path, _ = import_hf(folder, tmp_path / "neox", **how)
+    files = {str(file.relative_to(path.parent)): file for file in path.rglob("*") if file.is_file()}
+    assert files.keys() - planned.keys() == {f"{path.name}/manifest.json", f"{path.name}/configs/hf_model.yml"}
+    for name, size in planned.items():
+        assert abs(files[name].stat().st_size - size) < 6000, name
+    args, _ = load_checkpoint_args(path)
+    convert_neox_to_hf.main(["--input_dir", str(path), "--output_dir", str(tmp_path / "back"), "--dry-run"])
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "back").exists()
+    sizes = export_plan(path, args)
+    export_hf(path, args, tmp_path / "back", check=False)
+    assert sizes == {file.name: file.stat().st_size for file in (tmp_path / "back").iterdir()}
+    assert last.split()[2:] == [f"{len(sizes)}", "files"]
