@@ -134,7 +134,7 @@ def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
     words = [sys.executable, "-c", MEASURED.format(command=command), str(source), *argv]
     with tempfile.TemporaryFile("w+") as told:
         process = subprocess.Popen(words, cwd=ROOT, stdout=sys.stderr, stderr=told)
-        samples: list[tuple[float, int, int]] = []
+        samples: list[tuple[float, int, int, int]] = []
         while process.poll() is None:
             samples.append((time.monotonic(), *_memory(process.pid)))
             time.sleep(0.005)
@@ -147,22 +147,24 @@ def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
         within = [sample for sample in samples if begin <= sample[0] <= end] or [base]
-        needed, resident = (max(sample[at] for sample in within) - base[at] for at in (1, 2))
-        found[name] = {"seconds": end - begin, "needed": needed, "resident": resident}
+        needed, resident = (max(sample[at] for sample in within) for at in (1, 2))
+        found[name] = {"seconds": end - begin, "needed": needed - base[1], "resident": resident - base[3]}
     return found
 
 
-def _memory(pid: int) -> tuple[int, int]:
-    """Bytes of anonymous and shared memory that a process has, and its peak of resident memory."""
+def _memory(pid: int) -> tuple[int, int, int]:
+    """Bytes of anonymous and shared memory that a process has, its peak of resident memory, and what is
+    resident now."""
     try:
         text = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0, 0
+        return 0, 0, 0
     fields = dict(line.split(":", 1) for line in text.splitlines())
     if "VmHWM" not in fields:  # it has ended
-        return 0, 0
-    anonymous, shared, peak = (int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem", "VmHWM"))
-    return anonymous + shared, peak
+        return 0, 0, 0
+    names = ("RssAnon", "RssShmem", "VmHWM", "VmRSS")
+    anonymous, shared, peak, now = (int(fields[key].split()[0]) * 1024 for key in names)
+    return anonymous + shared, peak, now
 
 
 def measure(folder: Path, tp: int) -> dict[str, Any]:
