@@ -100,7 +100,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.residual = spec.residual
-        self.hidden_dropout = spec.dropout
+        self.hidden_dropout, self.multiplier = spec.dropout, spec.multiplier
         # Activations are whole on every tensor rank, except under sequence parallelism, where masks must
         # differ.
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
@@ -149,8 +149,10 @@ class Block(nn.Module):
 
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
-    def _drop(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        return x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
+    def _added(self, x: Tensor, seed: Tensor | None) -> Tensor:
+        """What is added to the residual stream of an output `x`."""
+        x = x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
     def _mixed(self, inner: Tensor, seeds: DropoutSeeds) -> Tensor:
         return self.attention.output(inner, seeds.adapters)
@@ -160,20 +162,20 @@ class Block(nn.Module):
 
     def _sequential(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
-        x = x + self._drop(self._mixed(mix(self.input_layernorm(x)), seeds), seeds.mixer)
-        return x + self._drop(self._fed(self.post_attention_layernorm(x), seeds), seeds.feed_forward)
+        x = x + self._added(self._mixed(mix(self.input_layernorm(x)), seeds), seeds.mixer)
+        return x + self._added(self._fed(self.post_attention_layernorm(x), seeds), seeds.feed_forward)
 
     def _olmo3(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
-        x = x + self._drop(self.post_attention_layernorm(self._mixed(mix(x), seeds)), seeds.mixer)
-        return x + self._drop(self.post_feedforward_layernorm(self._fed(x, seeds)), seeds.feed_forward)
+        x = x + self._added(self.post_attention_layernorm(self._mixed(mix(x), seeds)), seeds.mixer)
+        return x + self._added(self.post_feedforward_layernorm(self._fed(x, seeds)), seeds.feed_forward)
 
     def _sandwich(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
         mixed = self._mixed(mix(self.input_layernorm(x)), seeds)
-        x = x + self._drop(self.post_attention_layernorm(mixed), seeds.mixer)
+        x = x + self._added(self.post_attention_layernorm(mixed), seeds.mixer)
         inner = self._fed(self.pre_feedforward_layernorm(x), seeds)
-        return x + self._drop(self.post_feedforward_layernorm(inner), seeds.feed_forward)
+        return x + self._added(self.post_feedforward_layernorm(inner), seeds.feed_forward)
 
     def _parallel(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
         """x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP reads ln1 x too.
@@ -185,8 +187,9 @@ class Block(nn.Module):
         seed = seeds.adapters
         inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x), seed)
         if self.training and self.hidden_dropout > 0.0:
-            return x + self._drop(attended(mixed, seed), seeds.mixer) + self._drop(fed(inner, seed), seeds.feed_forward)
-        return x + row_parallel_sum((attended, fed), (mixed, inner), seed)
+            x = x + self._added(attended(mixed, seed), seeds.mixer)
+            return x + self._added(fed(inner, seed), seeds.feed_forward)
+        return x + self._added(row_parallel_sum((attended, fed), (mixed, inner), seed), None)
 
 
 _RESIDUAL_FORMS = {

@@ -32,6 +32,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, spec: FinalNormSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
+        self.multiplier = spec.multiplier
         self.norm = build_norm(spec.norm, groups, sequence_parallel)
 
     @staticmethod
@@ -39,12 +40,15 @@ class FinalNorm(nn.Module):
         return with_prefix("norm", NORMS[spec.norm.kind].params(spec.norm))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+        x = self.norm(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
 
 class OutputProjection(nn.Module):
     """What all heads are: the logits of hidden states, or what a function makes of these and the
-    `OutputLayer`."""
+    `OutputLayer`. softcap: as of `HeadSpec`."""
+
+    softcap: float | None = None
 
     def __init__(self, groups: ParallelGroups, sequence_parallel: bool) -> None:
         super().__init__()
@@ -65,9 +69,10 @@ class OutputProjection(nn.Module):
         alone where it is cut over data ranks."""
         weight, product = self.projection()
         if use is None:
-            return linear(x, weight, None, product)
+            logits = linear(x, weight, None, product)
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         kernels = self.kernels if torch.is_grad_enabled() else self.plain_kernels
-        return use(x, OutputLayer(weight, product, kernels))
+        return use(x, OutputLayer(weight, product, kernels, self.softcap))
 
 
 class Head(OutputProjection):
@@ -79,7 +84,7 @@ class Head(OutputProjection):
         self.final_linear = Linear(self._linear(spec), groups)
         self.final_linear.group = None  # its input went through `copy_to_tensor` already
         allocate(self.final_linear, self._copies(spec), groups, "modules_to_save")
-        self.adapters_on = spec.copied
+        self.adapters_on, self.softcap = spec.copied, spec.softcap
 
     @staticmethod
     def _linear(spec: HeadSpec) -> LinearSpec:
@@ -150,7 +155,7 @@ class TiedHead(OutputProjection):
         else:
             self.word_embeddings.weight = embedding.weight
             self.word_embeddings.register_parameter("modules_to_save", embedding.modules_to_save)
-        self.adapters_on = spec.copied
+        self.adapters_on, self.softcap = spec.copied, spec.softcap
 
     def projection(self) -> tuple[Tensor, Product]:
         held = self.word_embeddings

@@ -68,9 +68,11 @@ def _deviations(args: NeoXArgs) -> dict[str, float]:
     }
 
 
-def _draw(rows: Tensor, method: str, spec: ParamSpec, args: NeoXArgs, generator: torch.Generator) -> None:
+def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, generator: torch.Generator) -> None:
     """Fill some rows of a parameter, which follow those that `generator` was used for before."""
-    if method == "ones":
+    if isinstance(method, float):
+        rows.fill_(method)
+    elif method == "ones":
         rows.fill_(1.0)
     elif method == "zeros":
         rows.zero_()
@@ -97,12 +99,12 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
     bounded size that depend on its shape alone. Orthogonal weights come as a whole, which their QR
     decomposition needs."""
     named = {"output": args.output_layer_init_method, "input": args.init_method, "embedding": args.init_method}
-    method = named.get(spec.init, spec.init)
+    method = spec.init if isinstance(spec.init, float) else named.get(spec.init, spec.init)
     generator = torch.Generator(device).manual_seed(mix_seed(args.seed, 2 if spec.shared else layer, spec.name))
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
     # Of a multiple of 16 elements each: then torch's generator of the CPU, which makes normal numbers 16 at a
     # time, gives the numbers of a single call for all. The last piece takes what is left over.
-    step = rows if method.endswith("orthogonal") else max(16, _PIECE // width // 16 * 16)
+    step = rows if str(method).endswith("orthogonal") else max(16, _PIECE // width // 16 * 16)
     starts = list(range(0, max(1, rows - step + 1), step))
     for first, last in zip(starts, [*starts[1:], rows], strict=True):
         piece = torch.empty((last - first, *spec.shape[1:]), dtype=torch.float32, device=device)

@@ -1,5 +1,6 @@
 """The dense feed-forward of a block, plain or gated, and the activation functions."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -8,18 +9,63 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model.specs import DenseSpec, dense_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, with_prefix
+from megatron.mpu import (
+    Linear,
+    LinearSpec,
+    ParallelGroups,
+    ParamSpec,
+    adapters_of,
+    allocate,
+    copy_to_tensor,
+    with_prefix,
+)
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
     "softsign": F.softsign,
     "silu": F.silu,
     "mish": F.mish,
     "identity": lambda x: x,
     "sigmoid": torch.sigmoid,
 }
+
+
+XIELU_BETA, XIELU_EPS = 0.5, -1e-6
+
+
+class XIELU(nn.Module):
+    """x -> a x^2 + b x above 0, and n (expm1(min(x, eps)) - x) + b x below it (arXiv 2411.13010), in fp32.
+
+    a = softplus(alpha_p), n = b + softplus(alpha_n), b = 0.5; `alpha_p` and `alpha_n` `[1]` are trained, and
+    the same on every tensor rank, whose features differ.
+    """
+
+    alpha_p: nn.Parameter
+    alpha_n: nn.Parameter
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.group = groups.group("tensor")
+        allocate(self, self.params(), groups)
+
+    @staticmethod
+    def params() -> tuple[ParamSpec, ...]:
+        """The parameters; at first a = n = 0.8, as in the paper."""
+        return tuple(
+            ParamSpec(name, (1,), init=math.log(math.expm1(at_first)))
+            for name, at_first in (("alpha_p", 0.8), ("alpha_n", 0.8 - XIELU_BETA))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        positive, negative = (
+            F.softplus(copy_to_tensor(alpha, self.group).float()) for alpha in (self.alpha_p, self.alpha_n)
+        )
+        wide = x.float()
+        below = (torch.expm1(wide.clamp(max=XIELU_EPS)) - wide) * (XIELU_BETA + negative)
+        return (torch.where(wide > 0, positive * wide * wide, below) + XIELU_BETA * wide).to(x.dtype)
 
 
 class MLP(nn.Module):
@@ -32,7 +78,7 @@ class MLP(nn.Module):
     def __init__(self, spec: DenseSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.activation = ACTIVATIONS[spec.activation]
+        self.act_fn = XIELU(groups) if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
         linear1, linear2 = self._linears(spec)
         self.linear1 = Linear(linear1, groups, sequence_parallel)
         self.linear2 = Linear(linear2, groups, sequence_parallel)
@@ -40,7 +86,7 @@ class MLP(nn.Module):
     @staticmethod
     def _linears(spec: DenseSpec) -> tuple[LinearSpec, LinearSpec]:
         rows = (spec.width, spec.width) if spec.gated else (spec.width,)
-        names, whole = (("up_proj", "gate_proj"), None) if spec.gated else ((), "up_proj")
+        names, whole = (("up_proj", "gate_proj"), "gate_up_proj") if spec.gated else ((), "up_proj")
         up = adapters_of(spec.lora, sum(rows), whole, names, rows, cut=True)
         down = adapters_of(spec.lora, spec.hidden, "down_proj")
         return (
@@ -54,7 +100,8 @@ class MLP(nn.Module):
     def params(cls, spec: DenseSpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates, in NeoX's registration order."""
         linear1, linear2 = cls._linears(spec)
-        return (*with_prefix("linear1", linear1.params()), *with_prefix("linear2", linear2.params()))
+        trained = with_prefix("act_fn", XIELU.params()) if spec.activation == "xielu" else ()
+        return (*with_prefix("linear1", linear1.params()), *with_prefix("linear2", linear2.params()), *trained)
 
     @property
     def output(self) -> Linear:
@@ -66,5 +113,5 @@ class MLP(nn.Module):
         x = self.linear1(x, adapter_seed)
         if self.gated:
             up, gate = x.chunk(2, dim=-1)
-            return self.activation(gate) * up
-        return self.activation(x)
+            return self.act_fn(gate) * up
+        return self.act_fn(x)

@@ -3,7 +3,7 @@ fp32."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,19 @@ from megatron.model.specs import RelativeSpec, RotarySpec
 from megatron.mpu import ParallelGroups, ParamSpec, allocate
 from megatron.neox_arguments import NeoXArgs
 
-Rope = tuple[Tensor, Tensor]
+
+class Rope(NamedTuple):
+    """The tables of rotary embedding for the tokens of a micro-batch.
+
+    cos, sin: `[seq, batch, 1, rotary_dim]` fp32, factor * cos and factor * sin of each angle; sin is negated
+    where `apply_rope` needs it. interleaved: as of `RotarySpec`. query_scale: `[seq, batch, 1, 1]` fp32, what
+    rotated queries are multiplied by; None: nothing.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    query_scale: Tensor | None = None
 
 
 def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = None) -> Tensor:
@@ -21,11 +33,11 @@ def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = N
     return 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim)
 
 
-def dynamic_ntk_limit(args: NeoXArgs) -> int | None:
-    """The length beyond which rotary frequencies depend on a text's length (dynamic NTK), None when they
-    never do."""
+def rope_length_limit(args: NeoXArgs) -> int | None:
+    """The length of a text beyond which its rotary frequencies are other ones: for each length (dynamic NTK),
+    or the same for all that are longer (LongRoPE). None where they never depend on it."""
     scaling = args.rope_scaling if args.pos_emb == "rotary" else None
-    if scaling is None or scaling["rope_type"] != "dynamic":
+    if scaling is None or scaling["rope_type"] not in ("dynamic", "longrope"):
         return None
     return scaling["original_max_position_embeddings"] or args.max_position_embeddings
 
@@ -34,8 +46,8 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
     """Rotation frequencies `[width / 2]` fp32, in radians per position, and the factor of cos and sin, after
     scaling by HuggingFace's formulas.
 
-    length: number of tokens of the text, which only dynamic NTK reads: one number, or one for each row
-    `[batch, 1]`; frequencies are then `[batch, 1, width / 2]`.
+    length: number of tokens of the text, which only dynamic NTK and LongRoPE read: one number, or one for
+    each row or token, `[batch, 1 or seq]`; frequencies are then `[batch, 1 or seq, width / 2]`.
     """
     dim, base, scaling = rotary.width, rotary.base, rotary.scaling
     if scaling is None:
@@ -49,6 +61,10 @@ def rope_frequencies(rotary: RotarySpec, length: int | Tensor, device: torch.dev
         longer = (base * (stretch - (factor - 1)) ** (dim / (dim - 2))).float()
         return _frequencies(dim, longer.unsqueeze(-1) if longer.dim() else longer, device), 1.0
     frequencies = _frequencies(dim, base, device)
+    if scaling["rope_type"] == "longrope":
+        own = scaling["attention_factor"]
+        grown = longrope_factor(trained, rotary.positions) if own is None else own
+        return _longrope(frequencies, scaling, trained, length), grown
     if scaling["rope_type"] == "linear":
         return frequencies / factor, 1.0
     if scaling["rope_type"] == "llama3":
@@ -64,6 +80,25 @@ def _llama3(frequencies: Tensor, scaling: Mapping[str, Any], trained: int) -> Te
     between = (1 - blend) * frequencies / factor + blend * frequencies
     kept = torch.where(waves < trained / high, frequencies, between)
     return torch.where(waves > trained / low, frequencies / factor, kept)
+
+
+def _longrope(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, length: int | Tensor) -> Tensor:
+    # arXiv 2402.13753: found by search, one stretch for each frequency, in texts up to the trained length and
+    # in longer ones.
+    short, long = (
+        frequencies / torch.tensor(scaling[name], dtype=torch.float32).to(frequencies.device, non_blocking=True)
+        for name in ("short_factor", "long_factor")
+    )
+    if not isinstance(length, Tensor):
+        return long if length > trained else short
+    longer = length > trained
+    return torch.where(longer.unsqueeze(-1) if longer.dim() else longer, long, short)
+
+
+def longrope_factor(trained: int, positions: float) -> float:
+    """LongRoPE's attention factor, as `_yarn_factor`, of a model that was trained at one length and is
+    stretched to another."""
+    return math.sqrt(1 + math.log(positions / trained) / math.log(trained)) if positions > trained else 1.0
 
 
 def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: int, base: float) -> Tensor:
@@ -93,24 +128,38 @@ def _yarn_factor(scaling: Mapping[str, Any]) -> float:
     return grown(1.0)
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> Rope:
-    """The tables of rotary embedding: factor * cos and factor * sin, each `[seq, batch, 1, rotary_dim]` fp32.
-
-    positions: `[batch, seq]`; frequencies: `[rotary_dim / 2]` or `[batch, 1, rotary_dim / 2]`. The first half
-    of sin is negated, as `apply_rope`, which rotates halves, needs it (arXiv 2104.09864).
-    """
+def rope_tables(rotary: RotarySpec, positions: Tensor, length: int | Tensor) -> Rope:
+    """The tables for tokens at `positions` `[batch, seq]` (arXiv 2104.09864); length: as of
+    `rope_frequencies`."""
+    frequencies, factor = rope_frequencies(rotary, length, positions.device)
     angles = (positions.unsqueeze(-1).float() * frequencies).transpose(0, 1).unsqueeze(2)
     cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    if rotary.interleaved:
+        cos, sin = cos.repeat_interleave(2, -1), torch.stack([-sin, sin], -1).flatten(-2)
+    else:
+        cos, sin = torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return Rope(cos, sin, rotary.interleaved, _query_scale(rotary, positions))
+
+
+def _query_scale(rotary: RotarySpec, positions: Tensor) -> Tensor | None:
+    """`Rope.query_scale`, by which attention of Llama 4 and Ministral 3 stays sharp in long texts."""
+    beta = None if rotary.scaling is None else rotary.scaling["llama_4_scaling_beta"]
+    if beta is None or rotary.scaling is None:
+        return None
+    turns = (positions.t() / rotary.scaling["original_max_position_embeddings"]).floor()
+    return (1 + beta * torch.log(1 + turns))[..., None, None]
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the first `rotary_dim` dimensions of `[seq, batch, heads, head_dim]` in fp32; the others
     stay."""
-    cos, sin = rope
-    rotary_dim = cos.shape[-1]
+    rotary_dim = rope.cos.shape[-1]
     turning = x[..., :rotary_dim].float()
-    turned = (turning * cos + turning.roll(rotary_dim // 2, -1) * sin).to(x.dtype)
+    if rope.interleaved:
+        partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = turning.roll(rotary_dim // 2, -1)
+    turned = (turning * rope.cos + partner * rope.sin).to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 

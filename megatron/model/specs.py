@@ -59,13 +59,20 @@ class RotarySpec:
 
     width: number of dimensions of a head that are rotated. base: rope_theta. scaling: the key `rope_scaling`;
     None for layers that it does not apply to. positions: length of the longest text, from which scaling
-    stretches unless it gives a length of its own.
+    stretches unless it gives a length of its own. interleaved: neighbouring dimensions are rotated together,
+    not those of the two halves.
     """
 
     width: int
     base: float
     positions: int
     scaling: Mapping[str, Any] | None = field(default=None, hash=False)
+    interleaved: bool = False
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on how long a text is."""
+        return self.scaling is not None and self.scaling["rope_type"] in ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ class AttentionSpec:
     its own; transformers' `sliding_window` counts the token itself: W + 1 there is W here. None: all are
     seen.
     backend: `attention_backend`; flash where `attention_config` names it beside global.
-    scale: factor of the logits; None: 1 / sqrt(head_dim). bias: whether its linears have biases.
+    scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c);
+    None: they stay. clip: queries, keys and values are clamped to +- this. bias, output_bias: whether the
+    linear of queries, keys and values, and the last one, have biases.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
     (gpt_j_residual). lora: the adapters of its linears.
     """
@@ -101,7 +110,10 @@ class AttentionSpec:
     relative: RelativeSpec | None
     norms: HeadNormSpec | None
     scale: float | None
+    softcap: float | None
+    clip: float | None
     bias: bool
+    output_bias: bool
     dropout: float
     backend: str
     parallel_residual: bool
@@ -122,7 +134,7 @@ class AttentionSpec:
 class DenseSpec:
     """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) where it is gated.
 
-    width: its inner width. activation: a name in `mlp.ACTIVATIONS`. parallel_residual, lora: as of
+    width: its inner width. activation: a name in `mlp.ACTIVATIONS`, or xielu. parallel_residual, lora: as of
     `AttentionSpec`.
     """
 
@@ -166,7 +178,7 @@ class EmbeddingSpec:
 @dataclass(frozen=True)
 class BlockSpec:
     """One transformer block. norms: by their names in the block; which of them exist follows from
-    `residual`."""
+    `residual`. multiplier: of what mixer and feed-forward add to the residual stream."""
 
     kind: ClassVar[str] = "block"
     index: int
@@ -175,21 +187,23 @@ class BlockSpec:
     norms: Mapping[str, NormSpec]
     residual: Residual
     dropout: float
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
 class FinalNormSpec:
-    """The norm after the last block."""
+    """The norm after the last block. multiplier: of its output, and so of the logits of tokens."""
 
     kind: ClassVar[str] = "norm"
     index: int
     norm: NormSpec
+    multiplier: float = 1.0
 
 
 @dataclass(frozen=True)
 class HeadSpec:
     """The output layer, from hidden states to logits. tied: it has the embedding's weight, and its copy.
-    copied: as of `EmbeddingSpec`."""
+    copied: as of `EmbeddingSpec`. softcap: c of logits x that become c tanh(x / c); None: they stay."""
 
     kind: ClassVar[str] = "head"
     index: int
@@ -197,6 +211,7 @@ class HeadSpec:
     vocab: int | None
     tied: bool
     copied: bool = False
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -244,8 +259,8 @@ def rotary_spec(args: NeoXArgs, *, local: bool = False) -> RotarySpec:
     # NeoX rounds the rotated width down to an even number of dimensions.
     width, positions = int(args.head_dim * args.rotary_pct) // 2 * 2, args.max_position_embeddings
     if local and args.rope_local_base_freq is not None:
-        return RotarySpec(width, args.rope_local_base_freq, positions)
-    return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling)
+        return RotarySpec(width, args.rope_local_base_freq, positions, interleaved=args.rotary_interleaved)
+    return RotarySpec(width, args.rotary_emb_base, positions, args.rope_scaling, args.rotary_interleaved)
 
 
 def head_norm_spec(args: NeoXArgs) -> HeadNormSpec | None:
@@ -277,11 +292,19 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
         hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
         head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
         alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
-        scale=None if args.query_pre_attn_scalar is None else args.query_pre_attn_scalar**-0.5,
-        bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
+        scale=attention_scale(args), softcap=args.attn_logit_softcapping, clip=args.clip_qkv,
+        bias=args.use_bias_in_attn_linear or args.add_qkv_bias, output_bias=args.use_bias_in_attn_linear,
+        dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
         lora=lora_spec(args),
     )  # fmt: skip
+
+
+def attention_scale(args: NeoXArgs) -> float | None:
+    """The factor of attention logits; None: 1 / sqrt(head_dim)."""
+    if args.query_pre_attn_scalar is not None:
+        return args.query_pre_attn_scalar**-0.5
+    return args.attention_multiplier
 
 
 def lora_spec(args: NeoXArgs) -> LoraSpec | None:

@@ -65,12 +65,15 @@ class InferenceContext:
     positions count on from the context in every branch.
     logit_positions: `[n]` int64, row * seq + column of the only tokens whose logits are computed, as
     `[n, 1, vocab/T]`; None: all.
+    text_lengths: `[batch]` int64, tokens of the texts that rows are parts of, for rotary frequencies that
+    depend on it; None: texts end with the last token of each row.
     """
 
     cache: KVCache | None = None
     last_tokens: Tensor | None = None
     branch_ids: Tensor | None = None
     logit_positions: Tensor | None = None
+    text_lengths: Tensor | None = None
 
 
 class Stage(nn.Module):
@@ -185,9 +188,12 @@ class Stage(nn.Module):
             # Rows of every length: a mask compiles nothing anew.
             return tree_inputs(mixer, positions, branches, torch.zeros_like(branches), length, None, bias)
         if cache is not None and batch.positions is not None:
-            return cached_inputs(mixer, positions, context.last_tokens, cache.length, self.dtype, bias)
+            return cached_inputs(mixer, positions, context.text_lengths, cache.length, self.dtype, bias)
         form = self.backends[mixer.backend].form(batch, mixer.window)
-        inputs = text_inputs(mixer, batch, positions, context.last_tokens, form, bias)
+        lengths = context.text_lengths
+        if lengths is None and context.last_tokens is not None:
+            lengths = context.last_tokens + 1
+        inputs = text_inputs(mixer, batch, positions, lengths, form, bias)
         if self.compiled and inputs.cu_seqlens is not None and inputs.longest is not None:
             for sized in (inputs.cu_seqlens, inputs.longest, inputs.written_out):
                 if sized is None:

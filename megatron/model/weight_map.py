@@ -6,6 +6,7 @@ per-layer checkpoint files (layer 0 embedding, 2..N+1 blocks, N+3 final norm, N+
 holds no parameter when tied).
 """
 
+from dataclasses import replace
 from typing import Any
 
 from megatron.model.block import FEED_FORWARDS, MIXERS, Block, sublayer_spec
@@ -35,14 +36,18 @@ def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     blocks = []
     for i in range(args.num_layers):
         mixer, feed_forward = sublayer_spec(MIXERS, args, i), sublayer_spec(FEED_FORWARDS, args, i)
-        blocks.append(BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout))
+        blocks.append(
+            BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout, args.residual_multiplier)
+        )
     head: LayerSpec = HeadSpec(
         last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying,
         copied="lm_head" in copied_modules(args) if args.no_weight_tying else "embed_tokens" in copied_modules(args),
+        softcap=args.final_logit_softcapping,
     )  # fmt: skip
-    if args.score_head:
-        head = ScoreSpec(last + 3, args.hidden_size)
-    return (embedding_spec(args), *blocks, FinalNormSpec(last + 2, norm_spec(args)), head)
+    norm = FinalNormSpec(last + 2, norm_spec(args), args.logit_scale)
+    if args.score_head:  # of hidden states as the norm leaves them, as transformers' classes
+        head, norm = ScoreSpec(last + 3, args.hidden_size), replace(norm, multiplier=1.0)
+    return (embedding_spec(args), *blocks, norm, head)
 
 
 def block_specs(args: NeoXArgs) -> tuple[BlockSpec, ...]:

@@ -147,7 +147,7 @@ def top_tokens(
         x = chosen(flat, places)
         found = []
         for chunk in chunks(len(x), _FP32_COPIES * 4 * layer.weight.shape[0]):
-            logits = layer.product.output(x[chunk], layer.weight)
+            logits = layer.logits(x[chunk])
             found.append(_top_of_chunk(_log_softmax(logits, part, temperature), k, part))
         top = TopTokens(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         if places is None:
@@ -213,12 +213,13 @@ class _DistillationSums(torch.autograd.Function):
         total, part, own = hidden.new_zeros(2, dtype=torch.float32), mix.part, mix.part.own
         for chunk in chunks(len(hidden), _FP32_COPIES * 4 * weight.shape[0]):
             x, weights = hidden[chunk], mix.weights[chunk]
-            logits = layer.product.output(x, weight)
+            logits = layer.logits(x)
+            slope = layer.slope(logits) if gradient else None
             if isinstance(source, TopTokens):
                 top = TopTokens(source.ids[chunk], source.logprobs[chunk])
                 rows, slopes = _beside_top(logits, top, mix, gradient)
             else:
-                others = source.layer.product.output(source.hidden[chunk], source.layer.weight)
+                others = source.layer.logits(source.hidden[chunk])
                 rows, slopes = _beside_all(logits, others, mix, gradient)
             nll = torch.zeros_like(rows)
             if mix.labels is not None:
@@ -230,6 +231,8 @@ class _DistillationSums(torch.autograd.Function):
                 continue
             logits[:, :own] = slopes * weights[:, None]
             logits[:, own:] = 0
+            if slope is not None:
+                logits.mul_(slope)
             if of_hidden is not None:
                 of_hidden[chunk] = layer.product.input_gradient(logits, weight)
             if of_weight is not None:

@@ -30,11 +30,22 @@ class OutputLayer:
     """The output projection inside the forward pass of its module, where its weight is there.
 
     weight: `[vocab/T, hidden]`. product: by which it is multiplied. kernels: for the logits of a chunk.
+    softcap: c of products x whose logits are c tanh(x / c); None: they are the products.
     """
 
     weight: Tensor
     product: Product
     kernels: Kernels
+    softcap: float | None = None
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The logits `[rows, vocab/T]` of hidden states `[rows, hidden]`, outside autograd."""
+        found = self.product.output(x, self.weight)
+        return found if self.softcap is None else found.div_(self.softcap).tanh_().mul_(self.softcap)
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """The derivative of logits by the products that they are made of, fp32; None where it is 1."""
+        return None if self.softcap is None else 1 - (logits.float() / self.softcap).square_()
 
 
 class HeadInput(NamedTuple):
@@ -147,16 +158,19 @@ class _LossSum(torch.autograd.Function):
         of_hidden = torch.empty_like(hidden) if gradient and ctx.needs_input_grad[0] else None
         of_weight = WeightGradient(layer) if gradient and ctx.needs_input_grad[1] else None
         gradient = of_hidden is not None or of_weight is not None
-        local, product, rows = part.local(labels), layer.product, []
+        local, rows = part.local(labels), []
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
-            logits = product.output(x, weight)
+            logits = layer.logits(x)
+            slope = layer.slope(logits) if gradient else None
             rows.append(_loss_rows(logits, local[chunk], weights[chunk], part, layer.kernels, kind, gradient))
+            if slope is not None:
+                logits.mul_(slope)
             if of_hidden is not None:
-                of_hidden[chunk] = product.input_gradient(logits, weight)
+                of_hidden[chunk] = layer.product.input_gradient(logits, weight)
             if of_weight is not None:
                 of_weight.add(logits, x)
-            del logits  # before the next are made
+            del logits, slope  # before the next are made
         ctx.gradients = of_hidden, of_weight
         sums = torch.cat(rows, -1).sum(-1)
         loss, more = sums[0], sums[1:]
@@ -270,7 +284,7 @@ class _Logprobs(torch.autograd.Function):
         local, kept, found = part.local(labels), list[Tensor](), list[TokenValues]()
         left = KEPT_BYTES if gradient and any(ctx.needs_input_grad[:2]) else 0
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
-            logits = layer.product.output(hidden[chunk], weight)
+            logits = layer.logits(hidden[chunk])
             found.append(values_of(logits, local[chunk], part, layer.kernels, statistics))
             if len(kept) + 1 == len(found) and logits.nbytes <= left:
                 kept.append(logits)
@@ -294,16 +308,19 @@ class _Logprobs(torch.autograd.Function):
         of_weight = WeightGradient(layer) if ctx.needs_input_grad[1] else None
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             x = hidden[chunk]
-            logits = kept.pop() if kept else layer.product.output(x, weight)
+            logits = kept.pop() if kept else layer.logits(x)
+            slope = layer.slope(logits)
             if part.own:
                 rows = (values[chunk] for values in (highest, inverse, local, grad))
                 layer.kernels.put_logprob_gradient(logits[:, : part.own], *rows)
             logits[:, part.own :] = 0
+            if slope is not None:
+                logits.mul_(slope)
             if of_hidden is not None:
                 of_hidden[chunk] = layer.product.input_gradient(logits, weight)
             if of_weight is not None:
                 of_weight.add(logits, x)
-            del logits
+            del logits, slope
         return of_hidden, None if of_weight is None else of_weight.whole(), *(None,) * 5
 
 

@@ -15,25 +15,21 @@ from megatron.mpu.groups import ParallelGroups
 class ParamSpec:
     """One parameter of one layer.
 
-    shape: of the whole parameter, over all tensor ranks.
-    axis: the dimension cut over tensor ranks, None when every rank holds a copy.
-    blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA, [up, gate] of gated
-    MLPs).
-    init: "embedding", "input" (init_method), "output" (output_layer_init_method), "xavier_normal", "ones",
-    "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)) or "gaussian_over_rank" (deviation 1 / rows).
-    sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
-    weight_decay: False for norms and biases.
-    shared: one parameter of all blocks, of which each block's file holds a copy.
-    tied: the head on the last pipeline stage is this parameter too.
-    projections: of a weight that holds several linear layers, how many rows belong to each in turn, again and
-    again down the rows.
-    """
+    shape: of the whole parameter, over all tensor ranks. axis: the dimension cut over tensor ranks, None when
+    every rank holds a copy. blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA,
+    [up, gate] of gated MLPs). init: "embedding", "input" (init_method), "output" (output_layer_init_method),
+    "xavier_normal", "ones", "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)) or "gaussian_over_rank"
+    (deviation 1 / rows); a number: all elements are it. sum_over_tensor: on disk each tensor rank holds a
+    part and the parts sum to the effective value. weight_decay: False for norms and biases. shared: one
+    parameter of all blocks, of which each block's file holds a copy. tied: the head on the last pipeline
+    stage is this parameter too. projections: of a weight that holds several linear layers, how many rows
+    belong to each in turn, again and again down the rows."""
 
     name: str
     shape: tuple[int, ...]
     axis: int | None = None
     blocks: tuple[int, ...] = ()
-    init: str = "zeros"
+    init: str | float = "zeros"
     sum_over_tensor: bool = False
     weight_decay: bool = False
     shared: bool = False

@@ -58,6 +58,30 @@ MIXED: dict[str, Any] = {
     "no_rope_layers": [1, 0, 0, 1],
     "attention_config": [[["flash"], 2], [["global"], 2]],
 }
+# What single families have, all at once.
+OPTIONS: dict[str, Any] = {
+    "norm": "layernorm",
+    "use_bias_in_norms": False,
+    "gpt_j_residual": True,
+    "gpt_j_tied": True,
+    "activation": "xielu",
+    "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False,
+    "add_qkv_bias": True,
+    "use_bias_in_mlp": False,
+    "clip_qkv": 0.8,
+    "rotary_pct": 0.5,
+    "rotary_interleaved": True,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.3,
+    },
+    "attention_multiplier": 0.7,
+    "attn_logit_softcapping": 0.6,
+    "final_logit_softcapping": 1.5,
+    "residual_multiplier": 0.4,
+    "logit_scale": 1.3,
+    "num_layers": 4,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "llama": LLAMA,
@@ -67,6 +91,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "window": WINDOW,
     "gemma": GEMMA,
     "mixed": MIXED,
+    "options": OPTIONS,
 }
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},

@@ -82,10 +82,10 @@ def test_logits_are_llamas(name: str) -> None:
 
 def test_a_length_for_each_row() -> None:
     args, positions = args_of(SCALINGS["dynamic"]), torch.arange(5).expand(2, 5)
-    both = rope_tables(positions, *rope_frequencies(rotary_spec(args), torch.tensor([[8], [20]]), CPU))
+    both = rope_tables(rotary_spec(args), positions, torch.tensor([[8], [20]]))
     for row, length in enumerate((8, 20)):
-        alone = rope_tables(positions[:1], *rope_frequencies(rotary_spec(args), length, CPU))
-        for table, expected in zip(both, alone, strict=True):
+        alone = rope_tables(rotary_spec(args), positions[:1], length)
+        for table, expected in zip(both[:2], alone[:2], strict=True):
             torch.testing.assert_close(table[:, row : row + 1], expected)
     assert not torch.allclose(both[0][:, 0], both[0][:, 1])
 
@@ -108,3 +108,19 @@ def test_generation_with_dynamic_frequencies() -> None:
             assert isinstance(logits, Tensor)
             assert int(logits[-1, 0].argmax()) == token
             text.append(token)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_documents_of_a_packed_row_rotate_as_they_do_alone(kind: str) -> None:
+    """A long one and two short ones in a row, each with the frequencies of its own length."""
+    longrope = {"rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0],
+                "original_max_position_embeddings": 8}  # fmt: skip
+    scaling = longrope if kind == "longrope" else SCALINGS["dynamic"]
+    args = args_of(scaling, hidden_size=16)
+    stage, lengths = stage_with(args, random_weights(args)), [12, 5, 3]
+    tokens = torch.randint(0, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
+    starts = torch.tensor([0, 12, 17, 20], dtype=torch.int32)
+    packed = stage(None, Batch(tokens, tokens, torch.ones_like(tokens), positions, cu_seqlens=starts, max_seqlen=12))
+    alone = [stage(None, Batch(text, text, torch.ones_like(text))) for text in tokens.split(lengths, 1)]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)

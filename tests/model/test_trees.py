@@ -102,13 +102,17 @@ def test_pairs_that_share_prompts_run_on_flex_attention(name: str, flex_on_a_cpu
     torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_equals_the_plain_formula(window: int | None, packed: bool, flex_on_a_cpu: None) -> None:
+def test_flex_attention_equals_the_plain_formula(
+    window: int | None, packed: bool, softcap: float | None, flex_on_a_cpu: None
+) -> None:
     """Rows and packed rows, through the model."""
     outcomes = []
     for name in ("flex", "math"):
-        args = small(num_kv_heads=2, sliding_window_width=window, attention_backend=name)
+        capped = {"attn_logit_softcapping": softcap, "attention_backend": name}
+        args = small(num_kv_heads=2, sliding_window_width=window, **capped)
         stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
         positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
         assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron.mpu import Divergence, build_groups, distillation_sums, top_tokens
 from tests.mpu.test_divergence import PLACES, models
-from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, head_of, sizes
+from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, capped, head_of, sizes
 from tests.pool import run_ranks
 
 K = 5
@@ -53,8 +53,8 @@ def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
     """(loss, divergence, nll, gradient of hidden states, of the weight) by TRL and autograd."""
     model, teacher = models()
     hidden, weight = (x.double().requires_grad_() for x in (model.hidden, model.weight))
-    logits = (hidden @ weight.t())[..., : run["columns"]]
-    others = (teacher.hidden.double() @ teacher.weight.double().t())[..., : run["columns"]]
+    logits = capped((hidden @ weight.t())[..., : run["columns"]], run["softcap"])
+    others = capped((teacher.hidden.double() @ teacher.weight.double().t())[..., : run["columns"]], 4.0)
     beta, temperature = run["loss"]
     if run["top"]:
         ids = others.topk(K).indices
@@ -82,15 +82,17 @@ def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[
         model, teacher = models()
         rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
         hidden, weight = model.hidden.clone().requires_grad_(), model.weight[rows].clone().requires_grad_()
-        beside, columns, places = head_of(teacher.hidden, teacher.weight[rows]), run["columns"], run["places"]
+        beside, columns = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["columns"]
+        places = run["places"]
         beta, temperature = run["loss"]
         with sizes(run["chunk"], 0):
             source = top_tokens(beside, K, temperature, group, columns, places) if run["top"] else beside.use
             labels, divergence = model.labels % (columns or VOCAB), Divergence(beta, temperature)
             args = labels, model.weights, divergence, run["share"], group, columns, places
-            sums = distillation_sums(head_of(hidden, weight), source, *args)
+            head = head_of(hidden, weight, softcap=run["softcap"])
+            sums = distillation_sums(head, source, *args)
             with torch.no_grad():  # where there is nothing to learn, as in validation
-                assert distillation_sums(head_of(hidden, weight), source, *args).loss == sums.loss
+                assert distillation_sums(head, source, *args).loss == sums.loss
         sums.loss.backward()
         assert hidden.grad is not None and weight.grad is not None
         results.append((*(value.detach() for value in sums), hidden.grad, weight.grad))
@@ -100,7 +102,15 @@ def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_trl_s_loss_mixed_with_cross_entropy(ranks: int) -> None:
     runs = [
-        {"loss": loss, "top": top, "chunk": chunk, "columns": columns, "places": places, "share": share}
+        {
+            "loss": loss,
+            "top": top,
+            "chunk": chunk,
+            "columns": columns,
+            "places": places,
+            "share": share,
+            "softcap": None if places is None else 5.0,
+        }
         for loss in LOSSES
         for top in (False, True)
         for chunk, columns, places, share in (

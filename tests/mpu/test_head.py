@@ -56,9 +56,13 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 
 
 def head_of(
-    hidden: Tensor, weight: Tensor, kernels: Kernels | None = None, product: Product | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    kernels: Kernels | None = None,
+    product: Product | None = None,
+    softcap: float | None = None,
 ) -> HeadInput:
-    layer = OutputLayer(weight, product or PlainProduct(), kernels or plain_kernels())
+    layer = OutputLayer(weight, product or PlainProduct(), kernels or plain_kernels(), softcap)
     return HeadInput(hidden, lambda x, use: use(x, layer))
 
 
@@ -89,7 +93,8 @@ def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, ke
     hidden = given.hidden.requires_grad_()
     weight = given.weight.chunk(world_size)[rank].contiguous().requires_grad_()
     places = places_of(given) if options.get("places") else None
-    head, labels = head_of(hidden, weight, kernels), given.labels % (columns or VOCAB)
+    head = head_of(hidden, weight, kernels, softcap=options.get("softcap"))
+    labels = given.labels % (columns or VOCAB)
     with sizes(options.get("chunk", THREE_CHUNKS * dtype.itemsize // world_size), options.get("kept", 0)):
         if kind is not None:
             loss, sums = token_loss_sum(head, labels, given.weights, kind, group, columns, places)
@@ -111,11 +116,15 @@ def places_of(given: Case) -> Tensor:
     return torch.cat([weights.nonzero()[::2, 0], (weights == 0).nonzero()[:5, 0]])
 
 
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def formula(given: Case, options: Options, dtype: torch.dtype = torch.float64) -> Found:
     """The same by torch's functions of all logits. dtype: of products; what follows is in fp32 at least."""
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (given.hidden, given.weight))
     columns, kind = options.get("columns"), options.get("kind")
-    logits = (hidden @ weight.t())[..., :columns]
+    logits = capped((hidden @ weight.t())[..., :columns], options.get("softcap"))
     logits = logits if dtype == torch.float64 else logits.float()
     distribution, labels = logits.log_softmax(-1), given.labels % (columns or VOCAB)
     logprobs = distribution.gather(-1, labels[..., None]).squeeze(-1)
@@ -160,6 +169,8 @@ KINDS: dict[str, Options] = {
     "nll, one chunk": {"kind": LossOfTokens(nll), "chunk": ALL_AT_ONCE},
     "nll, places": {"kind": LossOfTokens(nll, 0.0, True), "places": True},
     "z-loss, statistics, padded": {"kind": LossOfTokens(nll, 0.1, True), "columns": 21},
+    "logprobs, capped": {"softcap": 30.0, "columns": 21, "kept": 2 * THREE_CHUNKS * 4},
+    "nll, capped": {"kind": LossOfTokens(nll, 0.1, True), "softcap": 30.0, "columns": 21},
     "dft": {"kind": LossOfTokens(dft, 0.0, True)},
 }
 

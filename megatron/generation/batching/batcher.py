@@ -14,7 +14,7 @@ from megatron.generation.batching.scheduler import Scheduler
 from megatron.generation.batching.sequence import SequenceState, check_request
 from megatron.generation.sampling import TokenSampler
 from megatron.model import KVCache, Model
-from megatron.model.positions import dynamic_ntk_limit
+from megatron.model.positions import rope_length_limit
 
 _PREFILL = {"cpu": 1024, "cuda": 8192}  # prompt tokens a step, so that rows that decode need not wait long
 _SCORED = 512  # prompt tokens a step whose logits are all read
@@ -45,7 +45,9 @@ class Batcher:
         values on this rank, None: as `kv_cache_gb` says. log: called with an automatic choice. Raises
         ConfigError for a cache that holds nothing."""
         self.model, self.device = model, model.groups.device
-        self.longest_cached = dynamic_ntk_limit(model.args)
+        limit, scaling = rope_length_limit(model.args), model.args.rope_scaling or {}
+        self.longest_cached = limit if scaling.get("rope_type") == "dynamic" else None
+        self.longest_short = limit if self.longest_cached is None else None
         self.capacity = -(-model.positions // BLOCK_SIZE)  # blocks of the longest text
         self.cache: KVCache | None = None
         self.blocks = BlockAllocator(0, BLOCK_SIZE)
@@ -63,7 +65,7 @@ class Batcher:
     def add(self, request: Request) -> int:
         """Let a request wait for its turn; its id. Raises RequestError, and keeps nothing of it, where it
         cannot be served (`check_request`)."""
-        sequence = SequenceState(self._last_id + 1, request, self.model, self.longest_cached)
+        sequence = SequenceState(self._last_id + 1, request, self.model, self.longest_cached, self.longest_short)
         check_request(sequence, self.model, self.blocks.total)
         self._last_id += 1
         self.scheduler.waiting.append(sequence)
@@ -204,6 +206,7 @@ class Batcher:
         return Forward(
             tokens, None if fresh else positions, last, view, sampler, _draw(finished, sampler), _top(rows),
             targets if scoring else None, self._adapters(rows),
+            None if self.longest_short is None else torch.tensor([len(row.tokens) for row in rows]),
         )  # fmt: skip
 
     def _adapters(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
@@ -249,6 +252,7 @@ class Batcher:
         if request.maximum_tokens == 0:
             self.scheduler.finish(sequence)
             return Event(sequence.id, finish_reason="length", prompt_logprobs=prompt_logprobs)
+        was_long = sequence.is_long
         sequence.tokens.append(output.token)
         ended = output.token in sequence.stop_token_ids
         if ended:
@@ -263,6 +267,8 @@ class Batcher:
                 finish_reason = "stop"
         if finish_reason is not None:
             self.scheduler.finish(sequence)
+        elif sequence.cached and sequence.is_long != was_long:
+            self.scheduler.preempt(sequence)  # all that the cache holds of it would have other frequencies now
         logprobs = (
             () if request.logprobs is None or output.logprob is None else (_only_top(output.logprob, request.logprobs),)
         )

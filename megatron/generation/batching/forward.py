@@ -23,7 +23,8 @@ class Forward:
     row's last column; uniforms: as `TokenSampler.sample`. top: how many most likely tokens are reported,
     None: no log-probabilities. targets: `[rows, seq]`, tokens that log-probabilities are wanted of
     everywhere, or None. adapters: `[rows]` int64, the number of each row's (`Request.adapter`); None: none.
-    """
+    lengths: `[rows]` int64, tokens of the whole text of each row, of which these may be a part; None: rows
+    end with their texts."""
 
     tokens: Tensor
     positions: Tensor | None
@@ -34,6 +35,7 @@ class Forward:
     top: int | None = None
     targets: Tensor | None = None
     adapters: Tensor | None = None
+    lengths: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -71,7 +73,10 @@ def run_forwards(model: Model, forwards: Sequence[Forward]) -> list[list[RowOutp
             model.adapter_rows.rows = current.adapters
         rows = torch.arange(len(current.last), device=current.last.device)
         wanted = rows * batch.tokens.shape[1] + current.last if current.targets is None else None
-        context = InferenceContext(cache=current.cache, last_tokens=current.last, logit_positions=wanted)
+        lengths = None if current.lengths is None else current.lengths.to(current.last.device)
+        context = InferenceContext(
+            cache=current.cache, last_tokens=current.last, logit_positions=wanted, text_lengths=lengths
+        )
         return model.stage(hidden, batch, finish, context)
 
     numbers = forward_only(

@@ -59,8 +59,13 @@ class Scheduler:
                     continue
                 youngest = max((row for row in self.running if row.cached), key=lambda row: row.id)
                 preempted.add(youngest)
-                self.finish(youngest)
-                self.waiting.appendleft(youngest)
+                self.preempt(youngest)
+
+    def preempt(self, sequence: SequenceState) -> None:
+        """Take a sequence off its row, give its blocks back, and let it wait in front of all others, to be
+        run again."""
+        self.finish(sequence)
+        self.waiting.appendleft(sequence)
 
     def finish(self, sequence: SequenceState) -> None:
         """Take a sequence off its row, and give its blocks back."""

@@ -11,10 +11,13 @@ from megatron.model import Model
 class SequenceState:
     """The state of one request between steps. Only its last column in a forward gives a new token."""
 
-    def __init__(self, id: int, request: Request, model: Model, longest_cached: int | None) -> None:
+    def __init__(
+        self, id: int, request: Request, model: Model, longest_cached: int | None, longest_short: int | None
+    ) -> None:
         """longest_cached: tokens of the longest text that may use the cache, None: any. Longer ones have
         rotary frequencies of their own (dynamic NTK), and keys in a cache would keep those of a shorter
-        text."""
+        text. longest_short: tokens up to which texts have one set of frequencies, and beyond which another
+        (LongRoPE); None: all have the same."""
         self.id, self.request = id, request
         self.tokens = list(request.tokens)
         self.prompt_length = len(self.tokens)
@@ -31,10 +34,21 @@ class SequenceState:
         self.cached = not model.args.recompute and (longest_cached is None or self.longest <= longest_cached)
         self.blocks: list[int] = []
         self.computed = 0  # tokens whose keys and values are in the cache
-        self.first_prefix_id = -request.adapter  # keys and values are other ones under other adapters
+        self.longest_short = longest_short
         # Blocks given to `BlockAllocator.register`, and the last one's id
         self.registered, self.prefix_id = 0, self.first_prefix_id
         self.last_column = -1  # of its row in the current forward
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its tokens have the frequencies of texts beyond `longest_short`."""
+        return self.longest_short is not None and len(self.tokens) > self.longest_short
+
+    @property
+    def first_prefix_id(self) -> int:
+        """What its blocks are registered behind: keys and values are other ones under other adapters, and
+        with other rotary frequencies."""
+        return -2 * self.request.adapter - self.is_long
 
     @property
     def beginning(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
 from megatron.generation.scoring.tree_rows import PADDING, ScoreRequest, TreeRow, make_tree_rows, rolling_windows
 from megatron.model import HiddenStates, InferenceContext, Model, forward_only
-from megatron.model.positions import dynamic_ntk_limit
+from megatron.model.positions import rope_length_limit
 from megatron.mpu import HeadInput
 from megatron.neox_arguments import ConfigError
 
@@ -65,7 +65,7 @@ def score(
         fits = _fit(i, request, model.positions, overlong)
         if fits is not None:
             fitting[i] = fits
-    ntk = dynamic_ntk_limit(model.args)
+    ntk = rope_length_limit(model.args)
     rows = make_tree_rows([(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk)
     budget = budget or forward_budget(model, batch_size)
     size, rank = model.groups.size("data"), model.groups.rank("data")

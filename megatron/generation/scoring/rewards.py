@@ -12,7 +12,7 @@ from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.memory_budget import ForwardBudget
 from megatron.model import Model, forward_only
-from megatron.model.positions import dynamic_ntk_limit
+from megatron.model.positions import rope_length_limit
 from megatron.mpu import HeadInput
 from megatron.objectives import response_scores
 
@@ -30,7 +30,7 @@ def score_documents(
     the share that is done. Raises CheckpointError for scores that are not numbers.
     """
     groups, size = model.groups, model.groups.size("data")
-    apart = dynamic_ntk_limit(model.args) is not None  # frequencies depend on the length of a row
+    apart = rope_length_limit(model.args) is not None  # frequencies depend on the length of a row
     batches = list(_batches(documents, budget, apart))[groups.rank("data") :: size]
 
     def read(head: HeadInput, batch: Batch) -> Tensor:

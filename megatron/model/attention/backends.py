@@ -49,13 +49,15 @@ class AttentionOptions(NamedTuple):
     cache: takes the new keys and values in; with `AttentionInputs.columns` queries attend to all of the cache
     that the mask shows.
     dropout_p: dropout of attention probabilities, whose mask is a function of `seed` alone.
-    scale: factor of the logits; None: 1 / sqrt(head_dim).
+    scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c)
+    before masks are added; None: they stay.
     """
 
     cache: LayerCache | None = None
     dropout_p: float = 0.0
     seed: Tensor | None = None
     scale: float | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,15 +65,15 @@ class AttentionBackend:
     """One way to compute attention; name: the value of `attention_backend` that asks for it.
 
     needs_gpu: it runs on GPUs alone. by_name_only: it runs only where its name is asked for. plans_shapes:
-    its first call of every shape takes long. form: what of `AttentionInputs` tells it which keys are seen,
-    where neither a mask nor plain causality does. A new backend is a subclass in a file here and a line in
-    `neox_arguments.keys.attention.ATTENTION_BACKENDS`.
-    """
+    its first call of every shape takes long. caps_logits: it knows `AttentionOptions.softcap`. form: what of
+    `AttentionInputs` tells it which keys are seen, where neither a mask nor plain causality does. A new
+    backend is a subclass in a file here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`."""
 
     name: str
     needs_gpu: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     plans_shapes: ClassVar[bool] = False
+    caps_logits: ClassVar[bool] = False
     form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
 
     def missing(self) -> str | None:
@@ -101,6 +103,8 @@ class AttentionBackend:
         """None where the backend can do such calls, else the reason in words, found out by one tiny call and
         its gradient."""
         spec, training = call.spec, call.queries == call.keys
+        if spec.softcap is not None and not self.caps_logits:
+            return "it does not cap logits (attn_logit_softcapping)"
         kv_heads = min(spec.kv_heads, 2)
         heads = kv_heads * spec.heads // spec.kv_heads
         shapes = (call.queries, 2, heads), (call.keys, 2, kv_heads), (call.keys, 2, kv_heads)
@@ -127,7 +131,8 @@ class AttentionBackend:
         with warnings.catch_warnings(record=True) as caught_warnings, torch.set_grad_enabled(training):
             warnings.simplefilter("always")
             try:
-                options = AttentionOptions(dropout_p=spec.dropout if call.dropping else 0.0, seed=seed_tensor(0))
+                p = spec.dropout if call.dropping else 0.0
+                options = AttentionOptions(dropout_p=p, seed=seed_tensor(0), softcap=spec.softcap)
                 out = self.run(q, k, v, inputs, options)
                 if training:
                     out.sum().backward()
@@ -159,7 +164,10 @@ class Sdpa(AttentionBackend):
         return super().supports(call)
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
-        sdpa = partial(F.scaled_dot_product_attention, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
+        sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
+        if options.softcap is not None:
+            sdpa = partial(_capped_attention, softcap=options.softcap)
+        sdpa = partial(sdpa, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
         mask, p = inputs.mask, options.dropout_p
         if mask is not None and mask.is_floating_point():
             mask = mask.to(q.dtype)
@@ -197,7 +205,7 @@ class Efficient(Sdpa):
 
 
 class Math(Sdpa):
-    kernel = SDPBackend.MATH
+    caps_logits, kernel = True, SDPBackend.MATH
 
 
 class Varlen(AttentionBackend):
@@ -245,6 +253,32 @@ class EfficientVarlen(AttentionBackend):
         else:
             out = efficient_varlen(q, k, v, starts, most, inputs.window, 0.0, options.scale)
         return out.view(shape).transpose(0, 1)
+
+
+def _capped_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    softcap: float,
+) -> Tensor:
+    """`scaled_dot_product_attention` with logits c tanh(x / c), in fp32 from the product on; all logits are
+    in memory. Arguments are torch's."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = softcap * torch.tanh((q @ k.transpose(-2, -1)).float() * (scale / softcap))
+    if is_causal:
+        attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        logits = logits.masked_fill(~attn_mask, float("-inf"))
+    elif attn_mask is not None:
+        logits = logits + attn_mask
+    return logits.softmax(-1).to(q.dtype) @ v
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from megatron.model.attention.masks import (
     tree_attention_mask,
     window_mask,
 )
-from megatron.model.positions import Rope, rope_frequencies, rope_tables
+from megatron.model.positions import Rope, rope_tables
 from megatron.model.specs import AttentionSpec
 
 if TYPE_CHECKING:
@@ -64,13 +64,13 @@ def text_inputs(
     spec: AttentionSpec,
     batch: Batch,
     positions: Tensor,
-    last: Tensor | None,
+    lengths: Tensor | None,
     form: str | None,
     bias: BiasFunction,
 ) -> AttentionInputs:
     """The inputs for texts from their beginning.
 
-    last: `[batch]`, the index of the last token of each row where rows are padded; None: they are not.
+    lengths: `[batch]`, tokens of the text of each row; None: rows are as long as their texts.
     form: as of `AttentionBackends.form`.
     """
     (rows, seq), device = batch.tokens.shape, batch.tokens.device
@@ -78,7 +78,7 @@ def text_inputs(
     if documents is not None and prefixes is not None and form != "cu_seqlens":
         branch_ids, context_ids = prefix_ids(documents, prefixes.cu_seqlens, rows, seq)
         return tree_inputs(spec, positions, branch_ids, context_ids, seq, form, bias)
-    rope = _rope(spec, positions, seq if last is None else (last + 1).unsqueeze(1))
+    rope = _rope(spec, positions, _text_lengths(spec, documents, rows, seq, lengths))
     if form == "blocks":
         ids = None if documents is None else document_ids(documents, rows, seq)
         return AttentionInputs(rope, blocks=block_mask(seq, device, window, branch_ids=ids))
@@ -110,16 +110,17 @@ def text_inputs(
 def cached_inputs(
     spec: AttentionSpec,
     positions: Tensor,
-    last: Tensor | None,
+    lengths: Tensor | None,
     keys: int,
     dtype: torch.dtype,
     bias: BiasFunction,
 ) -> AttentionInputs:
     """The inputs for tokens that continue texts in a key-value cache.
 
-    keys: number of columns of the cache. last: as of `text_inputs`. dtype: of the weights.
+    keys: number of columns of the cache. lengths: as of `text_inputs`; None: texts end with these tokens.
+    dtype: of the weights.
     """
-    rope = _rope(spec, positions, positions.shape[1] if last is None else (last + 1).unsqueeze(1))
+    rope = _rope(spec, positions, positions.amax(1, keepdim=True) + 1 if lengths is None else lengths.unsqueeze(1))
     mask, added = window_mask(keys, spec.window, positions.device, positions), bias(keys, positions, None)
     if added is None:  # else every block would make its own of it
         added = torch.zeros_like(mask, dtype=dtype)
@@ -153,10 +154,21 @@ def tree_inputs(
     return AttentionInputs(rope, _added(bias(seq, None, distance), mask))
 
 
+def _text_lengths(
+    spec: AttentionSpec, documents: Tensor | None, rows: int, seq: int, lengths: Tensor | None
+) -> int | Tensor:
+    """The lengths of the texts, as of `rope_frequencies`: those of documents where rows hold several."""
+    if lengths is not None:
+        return lengths.unsqueeze(1)
+    if documents is None or spec.rotary is None or not spec.rotary.by_length:
+        return seq
+    return documents.diff()[document_ids(documents, rows, seq) - 1]
+
+
 def _rope(spec: AttentionSpec, positions: Tensor, length: int | Tensor) -> Rope | None:
     if spec.rotary is None:
         return None
-    return rope_tables(positions, *rope_frequencies(spec.rotary, length, positions.device))
+    return rope_tables(spec.rotary, positions, length)
 
 
 def _added(bias: Tensor | None, mask: Tensor | None) -> Tensor | None:

@@ -38,7 +38,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         size = groups.size("tensor")
         self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
-        self.scale, self.dropout_p = spec.scale, spec.dropout
+        self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
         self.backends = backends
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
@@ -60,8 +60,13 @@ class SelfAttention(nn.Module):
         return (
             LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=of_each_head, adapters=split),
             LinearSpec(
-                query, spec.hidden, "row", spec.bias, bias_sum_over_tensor=spec.parallel_residual, adapters=whole
-            ),
+                query,
+                spec.hidden,
+                "row",
+                spec.output_bias,
+                bias_sum_over_tensor=spec.parallel_residual,
+                adapters=whole,
+            ),  # fmt: skip
         )
 
     @classmethod
@@ -105,12 +110,15 @@ class SelfAttention(nn.Module):
         seed: of the dropout of attention probabilities; adapter_seed: as of `Linear.forward`; None where
         there is none.
         """
-        q, k, v = self._split(self.query_key_value(x, adapter_seed))
+        qkv = self.query_key_value(x, adapter_seed)
+        q, k, v = self._split(qkv if self.clip is None else qkv.clamp(-self.clip, self.clip))
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
+            q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
         p = self.dropout_p if self.training and seed is not None else 0.0
-        return self.backends.attend(q, k, v, inputs, AttentionOptions(cache, p, seed, self.scale)).flatten(2)
+        options = AttentionOptions(cache, p, seed, self.scale, self.softcap)
+        return self.backends.attend(q, k, v, inputs, options).flatten(2)

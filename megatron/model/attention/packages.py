@@ -47,6 +47,7 @@ class FlashAttn(PackageBackend):
     windows, dropout, grouped queries; deterministic where torch is asked to be."""
 
     module, functions = "flash_attn", ("flash_attn_func", "flash_attn_varlen_func")
+    caps_logits = True
 
     def supports(self, call: AttentionCall) -> str | None:
         if call.compiled and call.spec.dropout > 0.0:
@@ -60,6 +61,7 @@ class FlashAttn(PackageBackend):
             "softmax_scale": options.scale,
             "causal": True,
             "deterministic": torch.are_deterministic_algorithms_enabled(),
+            **({} if options.softcap is None else {"softcap": options.softcap}),  # since 2.6
         }
         rows = [x.transpose(0, 1) for x in (q, k, v)]
         if starts is None:

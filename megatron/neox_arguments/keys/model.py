@@ -13,7 +13,8 @@ Init = Literal[
     "small_init", "single_residual_scaled_normal",
 ]  # fmt: skip
 Activation = Literal[
-    "gelu", "geglu", "geglu_tanh", "relu", "softsign", "swish", "mish", "silu", "reglu", "swiglu", "bilinear", "glu",
+    "gelu", "geglu", "geglu_tanh", "relu", "relu2", "softsign", "swish", "mish", "silu", "xielu", "reglu", "swiglu",
+    "bilinear", "glu",
 ]  # fmt: skip
 DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
@@ -110,12 +111,34 @@ class ModelKeys:
     )
     rotary_pct: float = key(1.0, "Share of each head's dimensions that is rotated", gt=0, le=1)
     rotary_emb_base: int | float = key(10000, "Base of the rotary frequencies", gt=0)
+    rotary_interleaved: bool = new_key(
+        False, "Rotate neighbouring dimensions (0 and 1, 2 and 3, ...) and not halves of a head; GPT-J, GLM 4, Cohere 2"
+    )
     query_pre_attn_scalar: float | None = new_key(
         None, "Attention logits are divided by its root; unset: head_dim", gt=0
     )
+    attention_multiplier: float | None = new_key(
+        None, "Attention logits are multiplied by this, instead of being divided; as Granite", gt=0
+    )
+    attn_logit_softcapping: float | None = new_key(
+        None,
+        "Attention logits x become c tanh(x / c) with this c, as in Gemma 2; flex does it on GPUs, math anywhere, with "
+        "all logits in memory",
+        gt=0,
+    )
+    final_logit_softcapping: float | None = new_key(
+        None, "Logits of tokens x become c tanh(x / c) with this c, as in Gemma 2", gt=0
+    )
+    clip_qkv: float | None = new_key(None, "Queries, keys and values are clamped to +- this, as in OLMo 1", gt=0)
     embedding_multiplier: float = new_key(
         1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0
     )  # fmt: skip
+    residual_multiplier: float = new_key(
+        1.0, "What attention and MLP add to the residual stream is multiplied by this, as in Granite", gt=0
+    )
+    logit_scale: float = new_key(
+        1.0, "Logits of tokens are multiplied by this, as in Cohere 2; Granite: 1 / logits_scaling", gt=0
+    )
     no_weight_tying: bool = key(False, "Give the output layer its own weights instead of the embedding's")
     score_head: bool | None = new_key(
         None,
@@ -165,7 +188,11 @@ class ModelKeys:
         "Leave the rows that pad the vocabulary out of the softmax. true: those behind the tokenizer's tokens; a "
         "number: those behind so many; auto: where the checkpoint, or its import from HuggingFace, says which are real",
     )
-    activation: Activation = key("gelu", "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated")
+    activation: Activation = key(
+        "gelu",
+        "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated. relu2: the square of relu; xielu: "
+        "with two trained numbers a layer (arXiv 2411.13010), as in Apertus",
+    )
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
     init_method: Init = key("normal", "Initialisation of embeddings and of linears that read the residual stream")
     output_layer_init_method: Init = key("scaled_normal", "Initialisation of linears that write to the residual stream")
@@ -177,6 +204,9 @@ class ModelKeys:
     )
     gpt_j_tied: bool = key(False, "gpt_j_residual: one norm for both, x + attn(ln1(x)) + mlp(ln1(x))")
     use_bias_in_attn_linear: bool = key(True, "Biases in the attention's linears")
+    add_qkv_bias: bool = new_key(
+        False, "Biases of queries, keys and values alone, with use_bias_in_attn_linear: false; as in Qwen 2"
+    )
     use_bias_in_mlp: bool = key(True, "Biases in the MLP's linears")
     use_bias_in_norms: bool = key(
         True, "Biases in layernorm", differs="GPT-NeoX never reads it: compat_norm_bias keeps the biases"

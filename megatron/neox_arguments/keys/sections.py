@@ -130,8 +130,8 @@ class Lora:
     target: str | tuple[str, ...] = key(
         "all-linear",
         "target_modules: names of HuggingFace's modules, LLaMA's (q_proj, k_proj, v_proj, o_proj, up_proj, gate_proj, "
-        "down_proj) or GPT-NeoX's (query_key_value, dense, dense_h_to_4h, dense_4h_to_h); all-linear: those of the "
-        "model's family",
+        "down_proj) or GPT-NeoX's (query_key_value, dense, dense_h_to_4h, dense_4h_to_h); gate_up_proj: both as one, "
+        "as Phi 3 and GLM 4 have them; all-linear: those of LLaMA where the MLP is gated, else of GPT-NeoX",
     )
     rslora: bool = key(False, "use_rslora: multiply by alpha / sqrt(r)")
     dora: bool = key(False, "use_dora: a trained magnitude for each row of W + alpha / r B A, and that as direction")
@@ -329,13 +329,25 @@ class CommsLogger:
 class RopeScaling:
     """The sub-keys of `rope_scaling`, by HuggingFace's names."""
 
-    rope_type: Literal["linear", "dynamic", "yarn", "llama3"] = key(REQUIRED, "Method")
-    factor: float = key(REQUIRED, "How much longer sequences become", ge=1)
+    rope_type: Literal["linear", "dynamic", "yarn", "llama3", "longrope"] = key(REQUIRED, "Method")
+    factor: float = key(None, "How much longer sequences become; longrope: by max_position_embeddings", ge=1)
     original_max_position_embeddings: int = key(None, "Length the model was trained at first", ge=1)
     low_freq_factor: float = key(None, "llama3", gt=0)
     high_freq_factor: float = key(None, "llama3", gt=0)
     beta_fast: float = key(None, "yarn", gt=0)
     beta_slow: float = key(None, "yarn", gt=0)
-    attention_factor: float = key(None, "yarn: multiplies the tables; unset: 0.1 ln(factor) + 1", gt=0)
+    attention_factor: float = key(
+        None,
+        "yarn, longrope: multiplies the tables; unset: 0.1 ln(factor) + 1, in longrope sqrt(1 + ln(factor) / "
+        "ln(original)) of the factor max_position_embeddings / original",
+        gt=0,
+    )
     mscale: float = key(None, "yarn, as DeepSeek", gt=0)
     mscale_all_dim: float = key(None, "yarn, as DeepSeek", gt=0)
+    short_factor: tuple[float, ...] = key(
+        None, "longrope: divides the frequencies, one number each, in texts up to the original length", gt=0
+    )
+    long_factor: tuple[float, ...] = key(None, "longrope: the same in longer texts", gt=0)
+    llama_4_scaling_beta: float = key(
+        None, "yarn: queries at position p are multiplied by 1 + beta ln(1 + floor(p / original)); Ministral 3", gt=0
+    )

@@ -56,6 +56,8 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     scaling = args.rope_scaling
+    if args.rotary_interleaved and args.pos_emb != "rotary":
+        problems.add("rotary_interleaved", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
     if args.opt_pos_emb_offset and args.pos_emb != "learned":
         problems.add("opt_pos_emb_offset", f"only pos_emb learned reads it, not {args.cite('pos_emb')}; remove it")
     rows = args.max_position_embeddings - args.opt_pos_emb_offset
@@ -73,22 +75,33 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     kind = scaling["rope_type"]
     if args.pos_emb != "rotary":
         problems.add("rope_scaling", f"only pos_emb rotary reads it, not {args.cite('pos_emb')}; remove it")
+    original = "original_max_position_embeddings"
     needed = {
-        "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "dynamic": ("original_max_position_embeddings",),
-    }.get(kind, ())
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", original),
+        "dynamic": ("factor", original),
+        "longrope": ("short_factor", "long_factor", original),
+    }.get(kind, ("factor",))
     allowed = {
-        "llama3": needed,
-        "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "mscale",
-                 "mscale_all_dim"),
-        "dynamic": ("original_max_position_embeddings",),
-    }.get(kind, ())  # fmt: skip
+        "yarn": (*needed, original, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+                 "llama_4_scaling_beta"),
+        "longrope": (*needed, "attention_factor"),
+    }.get(kind, needed)  # fmt: skip
     for name, value in scaling.items():
         if name in needed and value is None:
             problems.add("rope_scaling", f"{kind} needs {name}")
-        if value is not None and name not in (*allowed, "rope_type", "factor"):
+        if value is not None and name not in (*allowed, "rope_type"):
             problems.add(f"rope_scaling.{name}", f"{kind} does not read it; remove it")
-
+    if kind == "longrope" and (scaling[original] or 2) < 2:
+        problems.add(f"rope_scaling.{original}", f"expected at least 2 for longrope, got {scaling[original]}")
+    if scaling["llama_4_scaling_beta"] is not None and scaling[original] is None:
+        problems.add("rope_scaling.llama_4_scaling_beta", f"needs {original}")
+    pairs = int(args.head_dim * args.rotary_pct) // 2
+    for name in ("short_factor", "long_factor"):
+        if scaling[name] is not None and kind == "longrope" and len(scaling[name]) != pairs:
+            problems.add(
+                f"rope_scaling.{name}", f"expected {pairs} numbers, half of what a head rotates, got "
+                f"{len(scaling[name])}",
+            )  # fmt: skip
     fast, slow = scaling["beta_fast"] or 32, scaling["beta_slow"] or 1
     if kind == "yarn" and slow >= fast:
         problems.add("rope_scaling.beta_slow", f"{slow:g} must be less than beta_fast {fast:g}")
@@ -129,12 +142,28 @@ def _blocks(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has layernorm or rmsnorm, not {args.cite('norm')}")
     if args.zero_centered_gamma and shape not in ("rmsnorm", "te_rmsnorm"):
         problems.add("zero_centered_gamma", f"needs norm: rmsnorm, not {args.cite('norm')}")
+    _attention(args, problems)
     if args.qk_norm_per_head and not args.use_separate_qk_norms:
         problems.add("qk_norm_per_head", "needs use_separate_qk_norms: true")
     if args.use_separate_qk_norms and (not args.use_qk_layernorm or shape not in ("rmsnorm", "te_rmsnorm")):
         problems.add("use_separate_qk_norms", "needs use_qk_layernorm: true and norm: rmsnorm")
     elif args.use_qk_layernorm and not args.use_separate_qk_norms:
         _qk_layernorm(args, problems)
+
+
+def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    if args.attention_multiplier is not None and args.query_pre_attn_scalar is not None:
+        place = args.origin("query_pre_attn_scalar")
+        problems.add("attention_multiplier", f"query_pre_attn_scalar ({place}) says the factor too; remove one of them")
+    if args.attn_logit_softcapping is not None and args.attention_dropout > 0.0:
+        problems.add("attn_logit_softcapping", f"has no attention_dropout {args.cite('attention_dropout')}; set 0")
+    if args.attn_logit_softcapping is not None and args.pos_emb in ("rpe", "alibi"):
+        problems.add("attn_logit_softcapping", f"caps no biases of positions (pos_emb {args.cite('pos_emb')})")
+    if args.add_qkv_bias and args.use_bias_in_attn_linear:
+        place = args.cite("use_bias_in_attn_linear")
+        problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} has these biases and more; set it to false")
+    if args.add_qkv_bias and args.te_mha:
+        problems.add("add_qkv_bias", f"Transformer-Engine's attention has all biases or none ({args.origin('te_mha')})")
 
 
 def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
@@ -199,9 +228,13 @@ def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
         if name not in known:
             some = ", ".join(known)
             problems.add("lora.target", f"{name}: no linear of this model; write all-linear, or some of {some}")
-    parts = sorted({"q_proj", "k_proj", "v_proj"} & set(targets))
-    if "query_key_value" in targets and parts:
-        problems.add("lora.target", f"query_key_value is all of {', '.join(parts)}; name it or them")
+    for whole, names in (
+        ("query_key_value", ("q_proj", "k_proj", "v_proj")),
+        ("gate_up_proj", ("up_proj", "gate_proj")),
+    ):
+        parts = sorted(set(names) & set(targets))
+        if whole in targets and parts:
+            problems.add("lora.target", f"{whole} is all of {', '.join(parts)}; name it or them")
     _quantization(args, problems)
     copies = copied_modules(args)
     for name in sorted(copies - set(MODULES)):

@@ -10,6 +10,7 @@ _GPT_NEOX = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")
 _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_proj")
 # The names of GPT-NeoX's modules that are one of LLaMA's by another name.
 _SAME: Mapping[str, str] = {"dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
+_FUSED = "gate_up_proj"  # both of a gated MLP as one, as Phi 3 and GLM 4 have it
 ALL_LINEAR = "all-linear"
 MODULES = ("embed_tokens", "lm_head")
 _MODULE_NAMES = {**{name: name for name in MODULES}, "embed_in": "embed_tokens", "embed_out": "lm_head"}
@@ -17,8 +18,8 @@ _MODULE_NAMES = {**{name: name for name in MODULES}, "embed_in": "embed_tokens",
 
 def known_targets(args: ResolvedArgs) -> tuple[str, ...]:
     """The names that `lora.target` may hold for this model."""
-    gated = ("dense_h_to_4h",) if args.is_gated else ("gate_proj",)
-    return tuple(name for name in (*_LLAMA, *_GPT_NEOX) if name not in gated)
+    others = ("dense_h_to_4h",) if args.is_gated else ("gate_proj", _FUSED)
+    return tuple(name for name in (*_LLAMA, *_GPT_NEOX, _FUSED) if name not in others)
 
 
 def lora_targets(args: ResolvedArgs) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from megatron.data.files import cached_sha256
 from megatron.data.preferences.reference_scores import SCORES
 from megatron.data.run_datasets import SetContents
 from megatron.data.set_config import index_cache_dir
-from megatron.model.positions import dynamic_ntk_limit
+from megatron.model.positions import rope_length_limit
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import thaw
@@ -52,7 +52,7 @@ def forward_keys(args: NeoXArgs) -> dict[str, Any]:
         for name, key in keys_of(type(args)).items()
         if key.owner in _OWNERS and key.standing.startswith("honoured") and name not in _OTHERWISE
     }
-    if dynamic_ntk_limit(args) is not None:
+    if rope_length_limit(args) is not None:
         keys["seq_length"] = args.seq_length  # rotary frequencies follow from the length of a row
     if args.softmax_rows is not None:
         keys["softmax_rows"] = args.softmax_rows
