@@ -13,7 +13,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.saved_config import load_checkpoint_args
-from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.tensor_files import FileRecord, copy_file, load_tensors, save_tensors
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
@@ -62,7 +62,7 @@ def average(
             records.append(save_tensors(rank_state, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            records.append(write_bytes((last / name).read_bytes(), temporary / name, name))
+            records.append(copy_file(last / name, temporary / name, name))
         made = replace(
             manifest,
             model={key: value for key, value in model_keys(args).items() if key in manifest.model},

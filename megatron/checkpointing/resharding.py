@@ -22,7 +22,7 @@ from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
-from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors, write_bytes
+from megatron.checkpointing.tensor_files import FileRecord, copy_file, load_tensors, save_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import gather_layers, load_weights, save_layer
 from megatron.model.weight_map import layer_params
@@ -242,5 +242,5 @@ def _copied(source: Path, temporary: Path) -> list[FileRecord]:
     for file in sorted(path for path in source.glob("*/**/*") if path.is_file()):
         name = str(file.relative_to(source))
         (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-        records.append(write_bytes(file.read_bytes(), temporary / name, name))
+        records.append(copy_file(file, temporary / name, name))
     return records

@@ -158,6 +158,17 @@ def write_bytes(data: bytes, path: str | Path, name: str | None = None) -> FileR
     return _write(Path(path), lambda writer: writer.write(data), name)
 
 
+def copy_file(source: Path, path: Path, name: str) -> FileRecord:
+    """Copy a file of any size, synced to disk; the checksum is taken on the way. name: as of
+    `save_tensors`."""
+
+    def fill(writer: _HashingWriter) -> None:
+        with source.open("rb") as file:
+            shutil.copyfileobj(file, writer, 16 << 20)
+
+    return _write(path, fill, name)
+
+
 def replace_file(path: str | Path, data: bytes) -> None:
     """Write `path` so that a reader sees the old or the new content, never a part."""
     path = Path(path)

@@ -50,10 +50,105 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma 3": ("Gemma3TextConfig", {**_GQA, "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 11,
         "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING], "rope_parameters": {
         _FULL: {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0}, _SLIDING: _BASE}}),
+    "gpt 2": ("GPT2Config", {"n_inner": 40}),
+    "gpt 2 untied": ("GPT2Config", {"tie_word_embeddings": False, "activation_function": "relu",
+        "scale_attn_weights": False}),
+    "qwen 2": ("Qwen2Config", {**_GQA}),
+    "qwen 2 windows": ("Qwen2Config", {"num_key_value_heads": 8, "use_sliding_window": True, "sliding_window": 4,
+        "max_window_layers": 2, "head_dim": 6, "rope_parameters": {**_YARN, "rope_theta": 1000000.0},
+        "tie_word_embeddings": True}),
+    "olmo 1": ("OlmoConfig", {"clip_qkv": 0.3}),
+    "olmo 1 GQA": ("OlmoConfig", {**_GQA, "tie_word_embeddings": True}),
+    "gemma 2": ("Gemma2Config", {**_GQA, "head_dim": 6, "sliding_window": 5, "query_pre_attn_scalar": 11,
+        "attn_logit_softcapping": 0.5, "final_logit_softcapping": 1.5}),
+    "phi 3": ("Phi3Config", {**_GQA, "sliding_window": 6}),
+    "phi 3 long": ("Phi3Config", {"partial_rotary_factor": 0.5, "hidden_size": 64,
+        "original_max_position_embeddings": 10, "tie_word_embeddings": True, "rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 20.0}}),
+    "phi 3 short": ("Phi3Config", {"original_max_position_embeddings": 24, "rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 10000.0}}),
+    "ministral 3": ("Ministral3Config", {**_GQA, "head_dim": 6, "rope_parameters": {**_YARN, "rope_theta": 10000.0,
+        "llama_4_scaling_beta": 0.3}}),
+    "granite": ("GraniteConfig", {**_GQA, "embedding_multiplier": 6.0, "logits_scaling": 0.49,
+        "residual_multiplier": 0.22, "attention_multiplier": 0.3, "mlp_bias": True}),
+    "glm 4": ("Glm4Config", {**_GQA, "head_dim": 8}),
+    "cohere 2": ("Cohere2Config", {**_GQA, "sliding_window": 5, "logit_scale": 0.7}),
+    "starcoder 2": ("Starcoder2Config", {**_GQA, "sliding_window": 5}),
+    "starcoder 2 untied": ("Starcoder2Config", {**_GQA, "use_bias": False, "tie_word_embeddings": False}),
+    "apertus": ("ApertusConfig", {**_GQA, "rope_parameters": _LLAMA3}),
+    "apertus plain": ("ApertusConfig", {**_GQA, "rope_parameters": {**_BASE, "rope_theta": 5000.0}}),
+    "seed oss": ("SeedOssConfig", {**_GQA, "head_dim": 6}),
+    "seed oss biases": ("SeedOssConfig", {"head_dim": 6, "attention_out_bias": True, "mlp_bias": True,
+        "num_key_value_heads": 8}),
     "smollm 3": ("SmolLM3Config", {**_GQA}),
     "smollm 3 windows": ("SmolLM3Config", {**_GQA, "use_sliding_window": True, "sliding_window": 3, "mlp_bias": True,
         "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False}),
 }  # fmt: skip
+
+# A case of every family in sizes that nothing divides: a third of the heads, heads of their own width,
+# another vocabulary, epsilon and base.
+_ODD: dict[str, Any] = {
+    "vocab_size": 91, "hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
+    "intermediate_size": 50, "rms_norm_eps": 3e-4, "rope_theta": 777.0,
+}  # fmt: skip
+_PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
+_WIDE = {"head_dim": 10}
+ODD: dict[str, dict[str, Any]] = {
+    "gpt_neox": {"num_key_value_heads": 6, "layer_norm_eps": 3e-4, "rotary_pct": 0.4},
+    "gpt 2": {"num_key_value_heads": 6, "layer_norm_epsilon": 3e-4, "n_inner": 50},
+    "llama 3": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
+    "mistral": {**_WIDE, **_PLAIN_ROPE},
+    "qwen 2": {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True},
+    "qwen 3 windows": {**_WIDE, **_PLAIN_ROPE},
+    "smollm 3": _PLAIN_ROPE,
+    "olmo 1": {**_PLAIN_ROPE},
+    "olmo 2 GQA": {**_PLAIN_ROPE},
+    "olmo 3": {},
+    "gemma 2": {**_WIDE, **_PLAIN_ROPE},
+    "gemma 3": {**_WIDE, "tie_word_embeddings": False},
+    "phi 3 long": {"partial_rotary_factor": 0.75, "rope_parameters": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 777.0,
+        "partial_rotary_factor": 0.75}},
+    "ministral 3": {**_WIDE, "rope_parameters": {**_YARN, "rope_theta": 777.0, "llama_4_scaling_beta": 0.3}},
+    "granite": {**_WIDE, **_PLAIN_ROPE},
+    "glm 4": {"head_dim": 12, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
+    "cohere 2": {**_PLAIN_ROPE, "layer_norm_eps": 3e-4},
+    "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
+    "apertus": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
+    "seed oss": {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True},
+}  # fmt: skip
+
+
+# Each way of stretching, over the families that know several; LongRoPE and Ministral's are theirs alone.
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": _YARN,
+    "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
+}
+SCALED = (
+    "gpt_neox sequential",
+    "llama 2",
+    "mistral",
+    "qwen 2",
+    "qwen 3",
+    "smollm 3",
+    "olmo 1",
+    "olmo 2",
+    "gemma 2",
+    "granite",
+    "glm 4",
+    "cohere 2",
+    "starcoder 2",
+    "apertus",
+    "seed oss",
+)
+
+
+def odd_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """`random_model` of a family in the sizes of `ODD`."""
+    return random_model(case, dtype, **{**_ODD, **ODD[case], **more})
 
 
 def config_of(case: str, **more: Any) -> Any:

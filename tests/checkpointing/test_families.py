@@ -13,6 +13,7 @@ from megatron.checkpointing.families import (
     FAMILIES,
     canonical_config,
     check_hf_tensors,
+    family_kept,
     family_of,
     from_hf,
     hf_config,
@@ -27,7 +28,10 @@ from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, c
 from tests.model.stages import random_weights, small
 
 # Cases that a simpler family computes too, which is then the one that is written.
-SIMPLER = {"mistral full": "llama"}
+SIMPLER = {
+    "mistral full": "llama", "phi 3": "mistral", "phi 3 short": "llama", "seed oss": "qwen2",
+    "seed oss biases": "llama",
+}  # fmt: skip
 
 
 def nothing(name: str) -> Tensor:
@@ -45,8 +49,9 @@ def test_there_and_back_changes_no_bit(case: str, dtype: torch.dtype) -> None:
     keys, tensors = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
     ours = collected(tensors)
     args = NeoXArgs.from_dict(keys)
-    assert {n: {s.name for s in specs} for n, specs in layer_params(args).items()} == {n: {*t} for n, t in ours.items()}
-    back = dict(to_hf(args, ours.items(), vocab_size=VOCAB))
+    wanted = {n: {s.name for s in specs} for n, specs in layer_params(args).items() if specs}
+    assert wanted == {n: {*t} for n, t in ours.items()}
+    back = dict(to_hf(args, ours.items(), family=config["model_type"], vocab_size=VOCAB))
     assert back.keys() == hf_tensors.keys()
     for name, tensor in hf_tensors.items():
         assert back[name].dtype == dtype and torch.equal(back[name], tensor), name
@@ -63,6 +68,8 @@ def test_configuration_there_and_back(case: str) -> None:
     again = transformers.AutoConfig.for_model(**hf_config(args, family=config["model_type"])).to_dict()
     assert canonical_config(args_of(again)) == canonical_config(args)
     for name in ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "num_key_value_heads"):
+        for rope in (again[name], config[name]) if name == "rope_parameters" and name in again else ():
+            rope.pop("type", None)  # transformers' older name for rope_type, which it keeps beside it
         assert again.get(name) == config.get(name), name
 
 
@@ -73,12 +80,17 @@ def test_what_config_json_leaves_out_is_the_default_of_transformers(kind: str) -
     assert canonical_config(args_of(least)) == canonical_config(args_of(whole))
 
 
-# config.json as published (sizes and what changes the maths): (file, parameters on the model card or of
-# transformers).
+# config.json as published (sizes, and what changes the maths): its folder under https://huggingface.co, and
+# the parameters by the model card or by transformers.
 _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 _YARN = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
          "original_max_position_embeddings": 8192, "rope_type": "yarn"}  # fmt: skip
+_MINISTRAL = {
+    "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 16384, "max_position_embeddings": 262144, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 def sizes(
@@ -92,24 +104,76 @@ def sizes(
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
-    "Pythia 70M": (70_426_624, sizes("gpt_neox", 50304, 512, 6, 8, 8, 2048, 2048, rotary_pct=0.25)),
-    "Llama 2 7B": (6_738_415_616, sizes("llama", 32000, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-5)),
-    "Llama 3.1 8B": (8_030_261_248, sizes(
+    "EleutherAI/pythia-70m": (70_426_624, sizes("gpt_neox", 50304, 512, 6, 8, 8, 2048, 2048, rotary_pct=0.25)),
+    "openai-community/gpt2": (124_439_808, {
+        "model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
+        "n_ctx": 1024, "activation_function": "gelu_new"}),
+    "meta-llama/Llama-2-7b-hf": (6_738_415_616, sizes(
+        "llama", 32000, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-5)),
+    "meta-llama/Llama-3.1-8B": (8_030_261_248, sizes(
         "llama", 128256, 4096, 32, 32, 8, 14336, 131072, rms_norm_eps=1e-5, rope_theta=5e5, rope_scaling=_LLAMA31)),
-    "SmolLM2 135M": (134_515_008, sizes(
+    "HuggingFaceTB/SmolLM2-135M": (134_515_008, sizes(
         "llama", 49152, 576, 30, 9, 3, 1536, 8192, rope_theta=100000, tie_word_embeddings=True)),
-    "Mistral 7B": (7_241_732_096, sizes("mistral", 32000, 4096, 32, 32, 8, 14336, 32768, sliding_window=4096)),
-    "Qwen 3 0.6B": (596_049_920, sizes(
+    "mistralai/Mistral-7B-v0.1": (7_241_732_096, sizes(
+        "mistral", 32000, 4096, 32, 32, 8, 14336, 32768, sliding_window=4096)),
+    "Qwen/Qwen2.5-0.5B": (494_032_768, sizes(
+        "qwen2", 151936, 896, 24, 14, 2, 4864, 32768, rope_theta=1000000.0, tie_word_embeddings=True,
+        use_sliding_window=False, sliding_window=32768, max_window_layers=24)),
+    "Qwen/Qwen2.5-7B": (7_615_616_512, sizes(
+        "qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, rope_theta=1000000.0, use_sliding_window=False,
+        sliding_window=131072, max_window_layers=28)),
+    "Qwen/Qwen3-0.6B": (596_049_920, sizes(
         "qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, head_dim=128, rope_theta=1000000, tie_word_embeddings=True)),
-    "Qwen 3 8B": (8_190_735_360, sizes(
+    "Qwen/Qwen3-8B": (8_190_735_360, sizes(
         "qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, head_dim=128, rope_theta=1000000)),
-    "OLMo 2 7B": (7_298_617_344, sizes("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-6)),
-    "OLMo 3 7B": (7_298_011_136, sizes("olmo3", 100278, 4096, 32, 32, 32, 11008, 65536, rope_scaling=_YARN)),
-    "Gemma 3 270M": (268_098_176, sizes(
+    "allenai/OLMo-1B-hf": (1_176_764_416, sizes("olmo", 50304, 2048, 16, 16, 16, 8192, 2048, tie_word_embeddings=True)),
+    "allenai/OLMo-1.7-7B-hf": (6_888_095_744, sizes("olmo", 50304, 4096, 32, 32, 32, 11008, 4096, clip_qkv=8.0)),
+    "allenai/OLMo-2-1124-7B": (7_298_617_344, sizes("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-6)),
+    "allenai/Olmo-3-1025-7B": (7_298_011_136, sizes(
+        "olmo3", 100278, 4096, 32, 32, 32, 11008, 65536, rope_scaling=_YARN)),
+    "google/gemma-2-2b": (2_614_341_888, sizes(
+        "gemma2", 256000, 2304, 26, 8, 4, 9216, 8192, head_dim=256, query_pre_attn_scalar=256, sliding_window=4096,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh")),
+    "google/gemma-2-27b": (27_227_128_320, sizes(
+        "gemma2", 256000, 4608, 46, 32, 16, 36864, 8192, head_dim=128, query_pre_attn_scalar=144, sliding_window=4096,
+        attn_logit_softcapping=50.0, final_logit_softcapping=30.0, hidden_activation="gelu_pytorch_tanh")),
+    "google/gemma-3-270m": (268_098_176, sizes(
         "gemma3_text", 262144, 640, 18, 4, 1, 2048, 32768, head_dim=256, sliding_window=512,
         rope_local_base_freq=10000, rope_theta=1000000, _sliding_window_pattern=6)),
-    "SmolLM3 3B": (3_075_098_624, sizes(
+    # of its text_config, with the class's defaults where it says nothing
+    "google/gemma-3-4b-pt": (3_880_263_168, sizes(
+        "gemma3_text", 262208, 2560, 34, 8, 4, 10240, 131072, head_dim=256, sliding_window=1024,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"})),
+    "HuggingFaceTB/SmolLM3-3B": (3_075_098_624, sizes(
         "smollm3", 128256, 2048, 36, 16, 4, 11008, 65536, rope_theta=5000000.0, no_rope_layer_interval=4)),
+    "microsoft/Phi-3-mini-4k-instruct": (3_821_079_552, sizes(
+        "phi3", 32064, 3072, 32, 32, 32, 8192, 4096, sliding_window=2047, rope_theta=10000.0)),
+    "microsoft/Phi-4": (14_659_507_200, sizes("phi3", 100352, 5120, 40, 40, 10, 17920, 16384, rope_theta=250000)),
+    "microsoft/Phi-4-mini-instruct": (3_836_021_760, sizes(
+        "phi3", 200064, 3072, 32, 24, 8, 8192, 131072, rope_theta=10000.0, partial_rotary_factor=0.75,
+        tie_word_embeddings=True, sliding_window=262144, original_max_position_embeddings=4096,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.0 + i for i in range(48)]})),
+    "mistralai/Ministral-3-3B-Base-2512": (3_429_006_336, sizes(
+        "ministral3", 131072, 3072, 26, 32, 8, 9216, 262144, head_dim=128, rms_norm_eps=1e-5, tie_word_embeddings=True,
+        rope_parameters=_MINISTRAL)),
+    "ibm-granite/granite-3.1-2b-base": (2_533_531_648, sizes(
+        "granite", 49155, 2048, 40, 32, 8, 8192, 131072, rms_norm_eps=1e-5, rope_theta=5000000.0,
+        tie_word_embeddings=True, embedding_multiplier=12.0, logits_scaling=8.0, residual_multiplier=0.22,
+        attention_multiplier=0.015625)),
+    "zai-org/GLM-4-9B-0414": (9_400_279_040, sizes(
+        "glm4", 151552, 4096, 40, 32, 2, 13696, 32768, head_dim=128, partial_rotary_factor=0.5, rms_norm_eps=1e-5,
+        attention_bias=True)),
+    "CohereLabs/c4ai-command-r7b-12-2024": (8_028_033_024, sizes(
+        "cohere2", 256000, 4096, 32, 32, 8, 14336, 132096, sliding_window=4096, sliding_window_pattern=4,
+        rope_theta=50000, logit_scale=0.25, layer_norm_eps=1e-5)),
+    "bigcode/starcoder2-3b": (3_030_371_328, sizes(
+        "starcoder2", 49152, 3072, 30, 24, 2, 12288, 16384, sliding_window=4096, rope_theta=999999.4420358813,
+        norm_epsilon=1e-5, hidden_act="gelu_pytorch_tanh", use_bias=True)),
+    "swiss-ai/Apertus-8B-2509": (8_053_338_176, sizes(
+        "apertus", 131072, 4096, 32, 32, 8, 21504, 65536, rope_theta=12000000, rope_scaling=_LLAMA31)),
+    "ByteDance-Seed/Seed-OSS-36B-Base": (36_151_104_512, sizes(
+        "seed_oss", 155136, 5120, 64, 80, 8, 27648, 524288, head_dim=128, rope_theta=10000000.0, attention_bias=True,
+        attention_out_bias=False)),
 }  # fmt: skip
 
 
@@ -124,12 +188,14 @@ def test_published_shapes_on_the_meta_device(name: str) -> None:
     assert sum(param.numel() for param in model.parameters()) == parameters
     # transformers 5 writes it otherwise
     assert canonical_config(args_of(model.config.to_dict())) == canonical_config(args)
-    assert sum(torch.Size(shape).numel() for shape in hf_shapes(args).values()) == parameters
-    assert hf_config(args)["model_type"] == config["model_type"]
+    kind = config["model_type"]
+    written = sum(torch.Size(shape).numel() for shape in hf_shapes(args, family=kind).values())
+    assert written == parameters + args.num_layers * len(FAMILIES[kind].constants)
+    assert family_kept(args, config) == kind
 
 
 def test_two_last_layers_and_the_tied_head_of_smollm3() -> None:
-    args = args_of(PUBLISHED["SmolLM3 3B"][1]).replace(trainable={"last_layers": 2, "head": True})
+    args = args_of(PUBLISHED["HuggingFaceTB/SmolLM3-3B"][1]).replace(trainable={"last_layers": 2, "head": True})
     stage = build_stage(args, ParallelGroups.single(torch.device("meta")))
     freeze(stage_parameters(stage), args)
     trained = sum(param.numel() for param in stage.parameters() if param.requires_grad)
@@ -138,12 +204,12 @@ def test_two_last_layers_and_the_tied_head_of_smollm3() -> None:
 
 
 def test_gemma_270m_is_read_as_published() -> None:
-    args = args_of(PUBLISHED["Gemma 3 270M"][1])
+    args = args_of(PUBLISHED["google/gemma-3-270m"][1])
     assert args.layer_types == (("sliding_attention",) * 5 + ("full_attention",)) * 3
     assert (args.sliding_window_width, args.rope_local_base_freq, args.rotary_emb_base) == (511, 10000.0, 1000000)
     assert args.embedding_multiplier == 640**0.5
     assert args.head_dim == 256 != args.hidden_size // args.num_attention_heads
-    smol = args_of(PUBLISHED["SmolLM3 3B"][1])
+    smol = args_of(PUBLISHED["HuggingFaceTB/SmolLM3-3B"][1])
     assert smol.no_rope_layers == (1, 1, 1, 0) * 9 and not smol.no_weight_tying
 
 
@@ -230,15 +296,10 @@ def test_what_cannot_be_read_is_refused() -> None:
             from_hf({**config_of(case).to_dict(), **changes}, nothing)
 
     assert family_of({"model_type": "olmo3"}) == "olmo3" and set(FAMILIES) > {"llama", "gemma3_text"}
-    refused("model_type: phi3 is not supported; one of gpt_neox, llama", "llama 2", model_type="phi3")
-    refused(
-        "gpt2 is not supported; its positions are learned, and rotate in all that are", "llama 2", model_type="gpt2"
-    )
-    refused("(gemma3_text)", "gemma 3", model_type="gemma3")
-    refused("final_logit_softcapping: 30.0 is not supported", "gemma 3", final_logit_softcapping=30.0)
     refused("hidden_act: xielu is not supported", "llama 2", hidden_act="xielu")
     refused("layer_types: chunked_attention", "olmo 3", layer_types=["chunked_attention"] * 4)
-    refused("config.json: rope_scaling.rope_type", "llama 2", rope_parameters={"rope_type": "longrope", "factor": 2.0})
+    refused("config.json: rope_scaling.rope_type", "llama 2", rope_parameters={"rope_type": "other", "factor": 2.0})
+    refused("long_factor is missing", "phi 3 long", rope_parameters={"rope_type": "longrope", "short_factor": [1.0]})
     refused("partial_rotary_factor: 0.5", "llama 2", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5})
     refused("vocab_size is missing", "llama 2", vocab_size=None)
     with pytest.raises(CheckpointError, match="padded_vocab_size 64 is less than the model's 90 tokens"):
@@ -246,22 +307,18 @@ def test_what_cannot_be_read_is_refused() -> None:
 
 
 def test_what_no_family_computes_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"positions are alibi here \(pos_emb\); they rotate in all families"):
+    with pytest.raises(CheckpointError) as alibi:
         hf_config(small(pos_emb="alibi"))
-    with pytest.raises(CheckpointError) as learned:
-        hf_config(small(pos_emb="learned"))
-    assert str(learned.value) == (
+    assert str(alibi.value) == (
         "HuggingFace has no such model:\n"
-        "  positions are learned here as in GPT-2, which is not written (pos_emb); they rotate in all families "
-        "that are\n"
-        "  gpt_neox: positions (pos_emb): rotary there, learned here\n"
-        "  llama: norms (norm): rmsnorm there, layernorm here; activation: swiglu there, gelu here; positions "
-        "(pos_emb): rotary there, learned here"
+        "  positions are alibi here (pos_emb); in all families they rotate or are learned\n"
+        "  gpt_neox: positions (pos_emb): rotary there, alibi here\n"
+        "  gpt2: positions (pos_emb): learned there, alibi here"
     )
     with pytest.raises(CheckpointError, match=r"heads of keys \(num_kv_heads\): 4 there, 2 here"):
         hf_config(small(num_kv_heads=2), family="gpt_neox")
-    with pytest.raises(CheckpointError, match="no family gpt2; one of gpt_neox, llama"):
-        hf_config(small(), family="gpt2")
+    with pytest.raises(CheckpointError, match="no family gpt3; one of gpt_neox, gpt2, llama"):
+        hf_config(small(), family="gpt3")
     with pytest.raises(CheckpointError, match="llama: .*layer_types"):
         hf_config(args_of(config_of("mistral").to_dict()), family="llama")
     with pytest.raises(CheckpointError, match="vocab_size 65: the model has 64 rows"):
@@ -272,3 +329,41 @@ def test_what_no_family_computes_is_refused() -> None:
     weights[2]["mlp.linear2.bias"] = torch.zeros(31)
     with pytest.raises(CheckpointError, match=r"layer 2: mlp.linear1.bias is missing, not \(128,\), .* is \(31,\)"):
         list(to_hf(args, weights.items()))
+
+
+def test_models_of_other_families_are_told_the_nearest() -> None:
+    def told(name: str) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            family_of(getattr(transformers, name)().to_dict())
+        assert "\n" not in str(caught.value)
+        return str(caught.value).partition("nearest to ")[2]
+
+    assert told("GPTJConfig").startswith(
+        "config.json is gpt_neox (GPT-NeoX, Pythia): it differs in one norm for attention"
+    )
+    assert told("MixtralConfig").startswith(
+        "config.json is llama (Llama 1 to 3): it differs in num_experts_per_tok: 2, "
+    )
+    assert told("Qwen3MoeConfig").startswith("config.json is qwen3 (Qwen 3): it differs in ")
+    assert told("Qwen2VLConfig").startswith("config.json: text_config is qwen2 (Qwen 2, 2.5)")
+    with pytest.raises(CheckpointError, match="model_type: resnet is not supported; one of gpt_neox, gpt2, llama"):
+        family_of({"model_type": "resnet"})
+
+
+def test_fields_are_read_as_transformers_reads_them() -> None:
+    def keys_of(case: str, **changes: Any) -> dict[str, Any]:
+        return from_hf({**config_of(case).to_dict(), **changes}, nothing)[0]
+
+    assert keys_of("qwen 2", num_key_value_heads=None)["num_kv_heads"] == 8
+    assert "head_dim" not in keys_of("seed oss", head_dim=None)
+    assert keys_of("llama 2", rope_parameters={"rope_theta": None, "rope_type": "default"})["rotary_emb_base"] == 10000
+    stretched = keys_of("phi 3 long", original_max_position_embeddings=16)["rope_scaling"]
+    assert stretched["original_max_position_embeddings"] == 16  # the outer one wins
+    other = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta is not supported but with yarn"):
+        keys_of("ministral 3", rope_parameters=other)
+    with pytest.raises(CheckpointError, match="llama_4_scaling_beta is not supported"):
+        keys_of("mistral", rope_parameters={"rope_type": "yarn", "factor": 2.0, **other})
+    plain = {**config_of("apertus").to_dict(), "rope_parameters": None, "rope_theta": 5000.0}
+    theirs = transformers.AutoConfig.for_model(**plain).rope_parameters
+    assert from_hf(plain, nothing)[0]["rotary_emb_base"] == theirs["rope_theta"] == 12000000.0

@@ -11,9 +11,19 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpointing.families import check_hf_tensors, from_hf, hf_config, hf_shapes, to_hf
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
-from tests.checkpointing.family_runs import LAYOUTS, TOKENS, Model, logits_by_layout
+from tests.checkpointing.family_models import (
+    CASES,
+    PADDED,
+    SCALED,
+    SCALINGS,
+    VOCAB,
+    collected,
+    on_disk,
+    random_model,
+)
+from tests.checkpointing.family_runs import LAYOUTS, TOKENS, Model, logits_by_layout, logits_of
 from tests.model.stages import random_weights
 
 BOUND = 1e-5  # absolute, of fp32 logits of order 1
@@ -90,6 +100,24 @@ def in_layouts(some: Layouts) -> Any:
 @in_layouts([(1, 1), (2, 2), (4, 1)])
 def test_transformers_to_ours(layouts: Layouts) -> None:
     assert_within_bound("HF -> ours", [imported(case) for case in CASES], layouts)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
+    """Logits at lengths beyond the first one, in one process."""
+    for case in SCALED:
+        for tied in (True, False):
+            rope = {**SCALINGS[scaling], "rope_theta": 3000.0}
+            more = {"max_position_embeddings": 8 if scaling == "dynamic" else 32, "tie_word_embeddings": tied}
+            model = random_model(case, rope_parameters=rope, **more)
+            config, tensors = on_disk(model)
+            keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+            longest = {"max_position_embeddings": 32}
+            logits = logits_of({**keys, **longest}, collected(ours), ParallelGroups.single())
+            with torch.no_grad():
+                difference = (logits[..., :VOCAB] - model(TOKENS).logits).abs().max()
+            assert difference <= BOUND and keys["no_weight_tying"] != tied, (case, tied, difference)
 
 
 @in_layouts([(1, 1), (2, 1)])

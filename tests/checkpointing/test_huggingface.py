@@ -26,7 +26,7 @@ from megatron.checkpointing.weights import load_weights, local_layer_state
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.family_models import CASES, random_model
+from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
 from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at
 from tests.model.stages import random_weights, small
 
@@ -159,6 +159,21 @@ def test_every_case_of_every_family_passes_the_check(tmp_path: Path) -> None:
         tokens = torch.randint(0, 90, (2, comparison.length), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             assert comparison.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "olmo 1" else pytest.param(case, marks=pytest.mark.more) for case in ODD]
+)
+def test_folders_of_every_family_come_out_as_they_went_in(case: str, tmp_path: Path) -> None:
+    odd_model(case, torch.bfloat16).save_pretrained(tmp_path / "model")
+    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
+    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == value.dtype and after[name].equal(value) for name, value in before.items())
+    config, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
+    differing = {name for name in config if config[name] != again.get(name)}
+    assert differing <= {"rope_parameters"}, {name: (config[name], again.get(name)) for name in differing}
 
 
 @pytest.mark.parametrize("wrong", ["tanh", "epsilon", "heads", "bias", "NaN"])
@@ -439,3 +454,20 @@ def test_the_imported_files_hold_nothing_but_plain_tensors(tmp_path: Path) -> No
     assert embedding["word_embeddings.weight"].shape[0] == 128
     with pytest.raises(CheckpointError, match="has no tokenizer.json to save"):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "other", save_tokenizer=True)
+
+
+def test_gpt_2_as_it_is_published(tmp_path: Path) -> None:
+    """Its names lack the prefix of the class with a head, and masks stand among its weights."""
+    model = odd_model("gpt 2")
+    model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    plain = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
+    masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(4)}
+    save_file({**plain, **masks}, path, metadata={"format": "pt"})
+    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
+    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert {f"transformer.{name}" for name in plain} == after.keys()
+    save_file({**plain, "lm_head.weight": plain["wte.weight"].clone()}, path, metadata={"format": "pt"})
+    import_hf(HFFolder(tmp_path / "model"), tmp_path / "again")
+    assert all(after[f"transformer.{name}"].equal(value) for name, value in plain.items())

@@ -38,7 +38,7 @@ def test_a_folder_of_70b_is_planned_without_its_weights(large: dict[str, tuple[i
     assert all(4e9 < file.size - len(file.header) <= 5e9 for file in plan[:-1])
     assert sum(file.size - len(file.header) for file in plan) == 2 * PARAMETERS
     assert [name for file in plan for name in file.begins] == list(large)
-    index = json.loads(_index(plan, large, torch.bfloat16))
+    index = json.loads(_index(plan))
     assert index["metadata"]["total_size"] == 2 * PARAMETERS and len(index["weight_map"]) == 723
     assert index["weight_map"]["model.embed_tokens.weight"] == "model-00001-of-00030.safetensors"
 
@@ -62,7 +62,7 @@ def test_a_dry_run_tells_what_an_import_of_70b_would_write(
     for file in plan:
         (tmp_path / file.name).write_bytes(file.header)
         os.truncate(tmp_path / file.name, file.size)
-    (tmp_path / "model.safetensors.index.json").write_bytes(_index(plan, large, torch.bfloat16))
+    (tmp_path / "model.safetensors.index.json").write_bytes(_index(plan))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA3_70B))
 
     def read(self: HFFolder, name: str) -> Any:

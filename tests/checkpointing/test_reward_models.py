@@ -11,10 +11,12 @@ import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, has_score_head, layer_file, local_layer_state, save_tensors
+from megatron.checkpointing.families import from_hf, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw
 from megatron.checkpointing.weights import load_weights
+from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, config_of
 from tests.checkpointing.test_huggingface import tensors_of
 from tests.model.stages import random_weights, small
@@ -60,11 +62,17 @@ def scores_of_transformers(folder: Path) -> Tensor:
         return model(rows, attention_mask=mask).logits[:, 0]
 
 
+WITHOUT_SCORES = ("granite", "cohere 2", "apertus", "apertus plain")  # transformers has no class for them
 IN_TEST = ("gpt_neox", "llama 3", "gemma 3")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in IN_TEST else pytest.mark.more) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=() if case in IN_TEST else pytest.mark.more)
+        for case in CASES
+        if case not in WITHOUT_SCORES
+    ],
 )
 def test_scores_are_equal_and_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "hf", case)
@@ -138,3 +146,9 @@ def test_classifiers_are_refused(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "hf", "llama 3", labels=2)
     with pytest.raises(CheckpointError, match="num_labels: 2: a classifier, no reward model"):
         import_hf(HFFolder(folder), tmp_path / "neox")
+
+
+def test_families_without_reward_models_are_refused() -> None:
+    args = NeoXArgs.from_dict({**from_hf(config_of("granite").to_dict(), lambda name: None)[0], "score_head": True})
+    with pytest.raises(CheckpointError, match="transformers has no reward models of granite"):
+        hf_config(args, family="granite")

@@ -69,13 +69,13 @@ assert 0.9 < rows[-1]["train/lm_loss"] < 1.1, rows
 """,
     "Add a model family": """
 from tests.checkpointing import family_models, test_family_parity as parity
-parity.CASES = family_models.CASES = {"olmo 1": family_models.CASES["olmo 1"]}
-parity.assert_within_bound("HF -> ours", [parity.imported("olmo 1")], [(1, 1)])
-parity.assert_within_bound("ours -> HF", [parity.exported("olmo 1", Path("exported"))], [(1, 1)])
-family_models.random_model("olmo 1", vocab_size=384).save_pretrained("olmo")
-keys, _ = parity.from_hf(json.loads(Path("olmo/config.json").read_text()), lambda name: None)
+parity.CASES = family_models.CASES = {"ernie": family_models.CASES["ernie"]}
+parity.assert_within_bound("HF -> ours", [parity.imported("ernie")], [(1, 1)])
+parity.assert_within_bound("ours -> HF", [parity.exported("ernie", Path("exported"))], [(1, 1)])
+family_models.random_model("ernie", vocab_size=384).save_pretrained("ernie")
+keys, _ = parity.from_hf(json.loads(Path("ernie/config.json").read_text()), lambda name: None)
 del keys["padded_vocab_size"]
-rows = train(**keys, load="olmo")
+rows = train(**keys, load="ernie")
 """,
     "Add a dataset format": TRAIN,
     "Add an optimizer": TRAIN

@@ -12,9 +12,11 @@ import transformers
 from safetensors.torch import load_file
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
+from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.checkpointing.family_models import odd_model
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, config, run_to_end
 
@@ -138,3 +140,14 @@ def test_what_cannot_be_written_stops_the_run_before_its_first_step(tmp_path: Pa
         NeoXArgs.from_dict({**given(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
     with pytest.raises(Exception, match="ORG/NAME: cannot be had from the Hub .*`hf download ORG/NAME`"):
         run_ranks(run_to_end, 1, given(tmp_path / "run", "hf://ORG/NAME"))
+
+
+def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(tmp_path: Path) -> None:
+    """What is done to logits is of the output layer, which a reward model has not."""
+    for case in ("gemma 2", "cohere 2"):
+        odd_model(case).save_pretrained(tmp_path / case)
+        source = HFFolder(tmp_path / case)
+        keys = from_hf(source.config, source.get)[0]
+        args = NeoXArgs.from_dict({**keys, "score_head": True, "padded_vocab_size": 96})
+        loaded = load_hf_weights(tmp_path / case, args, layers=[0, 2], tensor_rank=0, tensor_size=1, new_head=True)
+        assert loaded.keys() == {0, 2} and loaded[2]

@@ -39,7 +39,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab-is-hf-tokenizer", action="store_true", help="vocab_file is a folder or a Hub name")
     parser.add_argument("--pad-token-id", type=int, default=-1, help="of the tokenizer; -1: as it says")
     parser.add_argument(
-        "--architecture", default="auto", help="auto, neox, llama, mistral, or a model_type; auto: the first that fits"
+        "--architecture",
+        default="auto",
+        help="auto, neox, or a model_type (tools/ckpts/families.py); auto: that of the model that was imported, else "
+        "the first that fits",
     )
     add_dry_run_flag(parser)
     return parser.parse_args(argv)

@@ -18,6 +18,7 @@ from megatron.checkpointing.adapters.base import BaseWeights
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
 from megatron.checkpointing.huggingface.folder import CONFIG
 from megatron.checkpointing.huggingface.logit_check import our_logits
@@ -181,6 +182,9 @@ def _publish(
         for name, content in _carried(base, source).items():
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             records.append(write_bytes(content, temporary / name, name))
+        write_carried = carried_writer(base.path if base.is_hf else base.path / HF_SUBFOLDER, base.is_hf)
+        if write_carried is not None:
+            records.append(write_carried(temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         precision = PRECISIONS[next(iter(kinds))] if len(kinds) == 1 else "fp32"
         for key in ("fp16", "bf16"):
             given.pop(key, None)

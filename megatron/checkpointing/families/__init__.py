@@ -1,7 +1,7 @@
 """HuggingFace's model families (LLaMA, Qwen, OLMo, Gemma, ...): their tensor names and their config.json,
 both ways.
 
-A new family is a `Family` (see `family.py`) in a file here, an entry in `convert.FAMILIES`, and a line in
+A new family is a `Family` (see `family.py`) in a file here, an entry in `registry.FAMILIES`, and a line in
 tests/checkpointing/family_models.py, whose tests compare logits with transformers. `convert.py` translates
 between a family and our configuration and tensors; `canonical_config.py` compares two configurations by what
 they compute.
@@ -9,26 +9,45 @@ they compute.
 
 from megatron.checkpointing.families.canonical_config import canonical_config
 from megatron.checkpointing.families.convert import (
-    FAMILIES,
     check_hf_tensors,
-    family_of,
+    family_kept,
+    fitting_families,
     from_hf,
     hf_config,
     hf_shapes,
+    is_same_model,
+    lacks_prefix,
     to_hf,
     with_fields,
 )
 from megatron.checkpointing.families.family import gives_score
+from megatron.checkpointing.families.multimodal import (
+    TEXT_TOWERS,
+    stored_name,
+    text_config,
+    text_names,
+    whole_config,
+)
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 
 __all__ = [
     "FAMILIES",
+    "TEXT_TOWERS",
     "check_hf_tensors",
+    "family_kept",
+    "fitting_families",
     "family_of",
     "from_hf",
     "gives_score",
     "hf_config",
     "hf_shapes",
+    "is_same_model",
+    "lacks_prefix",
     "canonical_config",
+    "stored_name",
+    "text_config",
+    "text_names",
     "to_hf",
+    "whole_config",
     "with_fields",
 ]

@@ -5,10 +5,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.model import block_specs
+from megatron.model.positions import longrope_factor
 from megatron.model.specs import (
     AttentionSpec,
     DenseSpec,
     RotarySpec,
+    attention_scale,
     has_one_norm,
     norm_kind,
     norm_spec,
@@ -55,9 +57,15 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "score_head": args.score_head,
         "use_qk_layernorm": args.use_qk_layernorm,
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
+        "add_qkv_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,
         "use_bias_in_mlp": args.use_bias_in_mlp,
-        "query_pre_attn_scalar": float(args.query_pre_attn_scalar or args.head_dim),
+        "attention_multiplier": float(f"{attention_scale(args) or args.head_dim**-0.5:.12g}"),
+        "attn_logit_softcapping": args.attn_logit_softcapping,
+        "final_logit_softcapping": None if args.score_head else args.final_logit_softcapping,
+        "clip_qkv": args.clip_qkv,
         "embedding_multiplier": args.embedding_multiplier,
+        "residual_multiplier": float(args.residual_multiplier),
+        "logit_scale": 1.0 if args.score_head else float(f"{args.logit_scale:.12g}"),
         "max_position_embeddings": args.max_position_embeddings,
     }
     if args.use_qk_layernorm:
@@ -80,6 +88,7 @@ def _rotary(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
     turned, plain = [mixer.rotary for mixer in mixers], rotary_spec(args)
     return {
         "rotary_pct": int(args.head_dim * args.rotary_pct) // 2 * 2,
+        "rotary_interleaved": args.rotary_interleaved,
         "no_rope_layers": [int(rotary is not None) for rotary in turned],
         "rotary_emb_base, rope_scaling, rope_local_base_freq": [_frequencies(rotary or plain) for rotary in turned],
     }
@@ -90,7 +99,9 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
         return float(rotary.base), None
     scaling = {name: value for name, value in rotary.scaling.items() if value is not None}
     if scaling["rope_type"] != "linear":
-        scaling.setdefault("original_max_position_embeddings", rotary.positions)
+        trained = scaling.setdefault("original_max_position_embeddings", rotary.positions)
+        if scaling["rope_type"] == "longrope":
+            scaling.setdefault("attention_factor", longrope_factor(trained, rotary.positions))
     return float(rotary.base), scaling
 
 
@@ -101,7 +112,12 @@ _WORDS = {
     "zero_centered_gamma": "norms around zero", "norm_placement": "place of norms", "pos_emb": "positions",
     "gpt_j_residual": "attention beside the MLP", "gpt_j_tied": "one norm for attention and MLP",
     "no_weight_tying": "an output layer of its own", "use_qk_layernorm": "norms of queries and keys",
-    "use_bias_in_attn_linear": "biases in attention", "use_bias_in_mlp": "biases in the MLP",
+    "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
+    "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
+    "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",
+    "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of what blocks add",
+    "logit_scale": "factor of logits", "rotary_interleaved": "neighbours that rotate together",
+    "use_bias_in_mlp": "biases in the MLP",
     "layer_types": "layers with a window", "sliding_window_width": "window",
     "max_position_embeddings": "longest text", "rotary_pct": "rotated numbers of a head",
     "no_rope_layers": "layers that rotate",

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.family import Config
+from megatron.model.positions import longrope_factor
 from megatron.neox_arguments import NeoXArgs
 
 # HuggingFace's hidden_act -> our activation of a gated MLP; the first of several is written.
@@ -16,6 +17,14 @@ GATES = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu_new": "geglu_tanh",
     "relu": "reglu", "linear": "bilinear", "sigmoid": "glu",
 }  # fmt: skip
+# HuggingFace's hidden_act -> activation, bias_gelu_fusion (the tanh approximation) of an MLP without gate.
+PLAIN = {
+    "gelu": ("gelu", False), "gelu_pytorch_tanh": ("gelu", True), "gelu_new": ("gelu", True),
+    "gelu_fast": ("gelu", True), "relu": ("relu", False), "relu2": ("relu2", False), "silu": ("silu", False),
+    "swish": ("silu", False), "mish": ("mish", False),
+}  # fmt: skip
+# Fields of rope_parameters that are no method of stretching.
+_NOT_OF_SCALING = ("rope_theta", "partial_rotary_factor", "type", "max_position_embeddings")
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
@@ -101,36 +110,65 @@ def rope_of(config: Config, kind: str | None = None, *, theta: float, spelt: str
     nested = config.get("rope_parameters") is not None and any(name in given for name in (SLIDING, FULL))
     rope = dict(given.get(kind or FULL) or {}) if nested else dict(given)
     rope["rope_type"] = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.setdefault("rope_theta", get(config, spelt, theta))
+    rope["rope_theta"] = get(rope, "rope_theta", get(config, spelt, theta))
     return rope
 
 
-def rope_keys(config: Config, rope: Config) -> dict[str, Any]:
-    """The base and scaling of rotary positions under our keys. rope: the result of `rope_of`."""
-    scaling = {
-        name: value
-        for name, value in rope.items()
-        if value is not None and name not in ("rope_theta", "partial_rotary_factor", "type")
-    }
-    if get(rope, "partial_rotary_factor", 1.0) != 1.0:
-        raise CheckpointError(f"config.json: partial_rotary_factor: {rope['partial_rotary_factor']} is not supported")
+def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scale: bool = False) -> dict[str, Any]:
+    """The base, scaling and share of rotary positions under our keys. rope: the result of `rope_of`. partial:
+    the family may rotate a part of each head. query_scale: its queries grow with their position
+    (llama_4_scaling_beta). Raises CheckpointError where those of a family that does not would."""
+    scaling = {name: value for name, value in rope.items() if value is not None and name not in _NOT_OF_SCALING}
+    share = get(rope, "partial_rotary_factor", get(config, "partial_rotary_factor", 1.0) if partial else 1.0)
+    if share != 1.0 and not partial:
+        raise CheckpointError(f"config.json: partial_rotary_factor: {share} is not supported")
+    if "llama_4_scaling_beta" in scaling and not (query_scale and scaling["rope_type"] == "yarn"):
+        raise CheckpointError("config.json: llama_4_scaling_beta is not supported but with yarn, in ministral3")
     keys: dict[str, Any] = {"rotary_emb_base": number(rope["rope_theta"])}
+    if share != 1.0:
+        keys["rotary_pct"] = share
     if scaling["rope_type"] == "default":
         return keys
+    if scaling["rope_type"] in ("longrope", "su"):  # Phi 3's first name
+        return {**keys, "rope_scaling": _longrope_keys(config, scaling)}
     if not scaling.pop("truncate", True):
         raise CheckpointError("config.json: rope_scaling.truncate: false is not supported")
     if scaling["rope_type"] == "dynamic":
         scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
     elif scaling["rope_type"] in ("llama3", "yarn"):
-        scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        original = scaling.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+        if scaling["rope_type"] == "yarn":
+            scaling.setdefault("factor", config["max_position_embeddings"] / original)
     return {**keys, "rope_scaling": scaling}
 
 
-def rope_config(args: NeoXArgs) -> dict[str, Any]:
-    """The fields `rope_theta` and `rope_scaling`, which every version of transformers reads."""
+def _longrope_keys(config: Config, scaling: Config) -> dict[str, Any]:
+    """`rope_scaling` of LongRoPE, with the factor of its tables, which else would follow from the longest
+    text that a run allows."""
+    name = "original_max_position_embeddings"
+    original = get(config, name, get(scaling, name, config["max_position_embeddings"]))
+    factor = get(scaling, "factor", config["max_position_embeddings"] / original)
+    grown = longrope_factor(original, factor * original)
+    missing = [name for name in ("short_factor", "long_factor") if not scaling.get(name)]
+    if missing:
+        raise CheckpointError(f"config.json: rope_scaling.{missing[0]} is missing, which longrope needs")
+    lists = {name: [number(value) for value in scaling[name]] for name in ("short_factor", "long_factor")}
+    given = {"rope_type": "longrope", name: original, "attention_factor": get(scaling, "attention_factor", grown)}
+    return {**given, **lists}
+
+
+def rope_config(args: NeoXArgs, *, partial: bool = False) -> dict[str, Any]:
+    """The fields `rope_theta` and `rope_scaling`, which every version of transformers reads; partial: and
+    `partial_rotary_factor`."""
     config: dict[str, Any] = {"rope_theta": float(args.rotary_emb_base), "rope_scaling": None}
+    if partial:
+        config["partial_rotary_factor"] = args.rotary_pct
     if args.rope_scaling is not None:
-        scaling = {name: value for name, value in args.rope_scaling.items() if value is not None}
+        scaling = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in args.rope_scaling.items()
+            if value is not None
+        }
         if scaling["rope_type"] == "dynamic":
             del scaling["original_max_position_embeddings"]
         elif scaling["rope_type"] in ("llama3", "yarn"):
@@ -171,6 +209,22 @@ def layer_types(args: NeoXArgs) -> list[str]:
 def window_of(args: NeoXArgs) -> int | None:
     """The field `sliding_window`, which counts the token itself; None without a window."""
     return None if args.sliding_window_width is None else args.sliding_window_width + 1
+
+
+def plain_activation_keys(config: Config, name: str, default: str) -> dict[str, Any]:
+    """The activation of an MLP without gate under our keys; name: the field of config.json that holds it."""
+    activation = get(config, name, default)
+    if activation not in PLAIN:
+        raise CheckpointError(f"config.json: {name}: {activation} is not supported; one of {', '.join(PLAIN)}")
+    ours, tanh = PLAIN[activation]
+    return {"activation": ours, "bias_gelu_fusion": tanh}
+
+
+def plain_activation(args: NeoXArgs, default: str) -> str:
+    """The inverse of `plain_activation_keys`: a name of `PLAIN`, of several the family's `default`."""
+    tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
+    ours = ("silu" if args.activation == "swish" else args.activation, tanh)
+    return next((name for name in (default, *PLAIN) if PLAIN[name] == ours), default)
 
 
 def activation_keys(config: Config, name: str = "hidden_act", default: str = "silu") -> dict[str, str]:

@@ -14,47 +14,20 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
 from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score
-from megatron.checkpointing.families.gemma import GEMMA3
-from megatron.checkpointing.families.gpt_neox import GPT_NEOX
-from megatron.checkpointing.families.llama import LLAMA, MISTRAL, QWEN3, SMOLLM3
-from megatron.checkpointing.families.olmo import OLMO2, OLMO3
+from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.weight_map import attention_of, layer_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
-# In the order in which they are tried for a model of ours: the simpler first.
-FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (GPT_NEOX, LLAMA, MISTRAL, QWEN3, SMOLLM3, OLMO2, OLMO3, GEMMA3)
-}
 _VOCABULARY = ("word_embeddings.weight", "final_linear.weight")  # rows are tokens
-# Models that people ask for, and what their positions are.
-_POSITIONS = {
-    "gpt2": "learned", "gpt_neo": "learned", "gpt_bigcode": "learned", "opt": "learned", "bloom": "ALiBi",
-    "mpt": "ALiBi",
-}  # fmt: skip
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Of a config.json: code that stays behind, the type of the weights, where it once was, how they were packed.
 _NOT_KEPT = {"auto_map", "dtype", "_name_or_path", "quantization_config"}
+_CHANGING = {"architectures", "vocab_size", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id"}
 _ONE_LABEL = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 _SHOWN = 8
 
 Layer = tuple[int, Mapping[str, Tensor]]
-
-
-def family_of(config: Config) -> str:
-    """The family of a config.json, by `model_type`. Raises CheckpointError for one that is not here."""
-    model_type = str(config.get("model_type"))
-    if model_type not in FAMILIES:
-        hint = "; its text models alone are (gemma3_text)" if model_type == "gemma3" else ""
-        hint = (
-            f"; its positions are {_POSITIONS[model_type]}, and rotate in all that are"
-            if model_type in _POSITIONS
-            else hint
-        )
-        raise CheckpointError(
-            f"config.json: model_type: {model_type} is not supported{hint}; one of {', '.join(FAMILIES)}"
-        )
-    return model_type
 
 
 def from_hf(
@@ -77,7 +50,7 @@ def from_hf(
     tensor), ready for `shard`. Raises CheckpointError, or ConfigError that names `config.json`.
     """
     family = FAMILIES[family_of(config)]
-    keys = family.to_keys(config)
+    keys = {name: value for name, value in family.to_keys(config).items() if value is not None}
     if gives_score(config):
         labels = config.get("num_labels", len(config.get("id2label") or (0, 1)))
         if labels != 1:
@@ -105,12 +78,17 @@ def _read(
             names = _foreign(row, layer)
             parts = [get_tensor(name) for name in names]
             rows = _rows_of(spec, vocab)
-            wanted = [tuple(part.shape) for part in row.transform.split(torch.empty(rows, device="meta"), attention)]
+            wanted = [tuple(part.shape) for part in row.split(torch.empty(rows, device="meta"), attention)]
             for name, part, shape in zip(names, parts, wanted, strict=True):
                 if tuple(part.shape) != shape:
                     raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
-            whole = row.transform.join(parts, attention)
+            whole = row.join(parts, attention)
             yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
+        if attention is not None and (layers is None or layer in layers):
+            for name, value in _constants(family, layer):
+                stored = get_tensor(name)
+                if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
+                    raise CheckpointError(f"{name}: is {stored.flatten()[0]}, only {value} is supported")
 
 
 def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
@@ -135,6 +113,23 @@ def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | No
     }
 
 
+def family_kept(args: NeoXArgs, before: Config) -> str | None:
+    """The family of `before`, the config.json of the model that was imported, where it has what `args` says;
+    None where it has not, or is none."""
+    family = FAMILIES.get(str(before.get("model_type")))
+    return None if family is None or _differences(args, family) else family.model_type
+
+
+def fitting_families(args: NeoXArgs) -> list[Family]:
+    """All families that have what `args` says, the simpler first."""
+    return [family for family in FAMILIES.values() if not _differences(args, family)]
+
+
+def is_same_model(args: NeoXArgs, before: Config) -> bool:
+    """Whether `before`, the config.json of a model of some family, says what `args` does."""
+    return not _differences(args, FAMILIES[str(before["model_type"])], before)
+
+
 def _architecture(family: Family, scores: bool) -> str:
     if not scores:
         return family.architecture
@@ -142,12 +137,15 @@ def _architecture(family: Family, scores: bool) -> str:
 
 
 def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any]:
-    """`config`, the result of `hf_config`, with further fields of `before`, the config.json of the model that
-    was imported: all that do not change the model from that of `args`. Fields are in the order of
+    """`config`, the result of `hf_config`, with the fields of `before`, the config.json of the model that was
+    imported: all as they were where that is still the model of `args`, else further ones that do not change
+    it from that. The vocabulary, token ids and dtype are those of `config`. Fields are in the order of
     `before`."""
     if before.get("model_type") != config["model_type"]:
         return dict(config)
     family, made = FAMILIES[config["model_type"]], dict(config)
+    if is_same_model(args, before):
+        made |= {name: value for name, value in before.items() if name not in _CHANGING | _NOT_KEPT}
     for name, value in before.items():
         if name not in made and name not in _NOT_KEPT and not _differences(args, family, {**made, name: value}):
             made[name] = value
@@ -157,12 +155,18 @@ def with_fields(config: Config, before: Config, args: NeoXArgs) -> dict[str, Any
 
 
 def to_hf(
-    args: NeoXArgs, layers: Iterable[Layer], *, family: str | None = None, vocab_size: int | None = None
+    args: NeoXArgs,
+    layers: Iterable[Layer],
+    *,
+    family: str | None = None,
+    vocab_size: int | None = None,
+    copy: bool = True,
 ) -> Iterator[tuple[str, Tensor]]:
-    """HuggingFace's (name, tensor) pairs of a model of ours, each tensor contiguous and with its own storage.
+    """HuggingFace's (name, tensor) pairs of a model of ours, each tensor contiguous.
 
     layers: (NeoX layer index, whole tensors by our names), in any order, each asked for when the one before
-    is done; all of `layer_params(args)` or some. family, vocab_size: as `hf_config`; rows from vocab_size on
+    is done; all of `layer_params(args)` or some. copy: each has its own storage. family, vocab_size: as
+    `hf_config`; rows from vocab_size on
     are left out.
     Raises CheckpointError for a layer whose tensors are not those of the weight map.
     """
@@ -180,9 +184,13 @@ def to_hf(
             whole = tensors[spec.name]
             if spec.name in _VOCABULARY:
                 whole = whole[:vocab]
-            parts = row.transform.split(whole, attention_of(args, layer))
+            parts = row.split(whole, attention_of(args, layer))
             for name, part in zip(_foreign(row, layer), parts, strict=True):
-                yield name, part.clone(memory_format=torch.contiguous_format)
+                yield name, part.clone(memory_format=torch.contiguous_format) if copy else part.contiguous()
+        if attention_of(args, layer) is not None:
+            like = next(iter(tensors.values()))
+            for name, value in _constants(table, layer):
+                yield name, torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def hf_shapes(
@@ -208,7 +216,7 @@ def check_hf_tensors(
     """
     family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
     wanted = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
-    head = next(row.theirs[0] for row in family.rows if row.ours == "final_linear.weight")
+    head = family.head
     extra = {n for n in shapes.keys() - wanted.keys() if n != head and not re.fullmatch(family.ignored, n)}
     missing = wanted.keys() - shapes.keys()
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
@@ -216,11 +224,22 @@ def check_hf_tensors(
     wrong = [f"{name}: shape {tuple(shapes[name])} in the file, {wanted[name]} by config.json" for name in both]
     lines += wrong[:_SHOWN] + ([f"and {len(wrong) - _SHOWN} more of another shape"] if len(wrong) > _SHOWN else [])
     if head in missing:
-        lines.append(f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json")
-    elif missing and extra and all(name.removeprefix("model.") in shapes for name in missing):
-        lines.append('names lack "model.": the folder holds the base model without its head')
+        lines.append(
+            f"without {head} the embeddings are tied: tie_word_embeddings should be true in config.json, unless "
+            "the folder holds the model without its head"
+        )
     if lines:
         raise CheckpointError(f"{where}: does not fit its config.json:\n  " + "\n  ".join(lines))
+
+
+def lacks_prefix(config: Config, names: Collection[str]) -> bool:
+    """Whether a folder is of the family's class without a head, as GPT-2's: its names lack
+    `Family.base_prefix`, and the embedding is the head."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return False
+    embedding = next(row.theirs[0] for row in family.rows if row.ours == "word_embeddings.weight")
+    return embedding not in names and embedding.removeprefix(family.base_prefix) in names
 
 
 def _grouped(names: Iterable[str]) -> list[str]:
@@ -247,15 +266,16 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
             return candidate
         candidates.append((len(differences), f"{candidate.model_type}: {_some(differences, '; ')}"))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
-    if args.pos_emb != "rotary":
-        like = " as in GPT-2, which is not written" if args.pos_emb == "learned" else ""
-        closest.insert(0, f"positions are {args.pos_emb} here{like} (pos_emb); they rotate in all families that are")
+    if args.pos_emb not in ("rotary", "learned"):
+        closest.insert(0, f"positions are {args.pos_emb} here (pos_emb); in all families they rotate or are learned")
     raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
 
 
 def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -> list[str]:
     """How the model of `config` (None: what the family makes of `args`) differs from that of `args`, in
     words."""
+    if args.score_head and not family.has_scorer:
+        return [f"transformers has no reward models of {family.model_type}"]
     try:
         keys = family.to_keys(family.to_config(args) if config is None else config)
         keys["score_head"] = args.score_head if config is None else gives_score(config)
@@ -282,6 +302,10 @@ def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tu
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: {family.model_type} has no {spec.name}")
         yield spec, table[spec.name]
+
+
+def _constants(family: Family, layer: int) -> list[tuple[str, float]]:
+    return [(name.format(layer - 2), value) for name, value in family.constants.items()]
 
 
 def _foreign(row: TensorMapping, layer: int) -> list[str]:

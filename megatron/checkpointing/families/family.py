@@ -3,11 +3,11 @@ config.json.
 
 A `TensorMapping` says which foreign tensors one of our parameters is made of, and how: `join` makes ours,
 `split` undoes it bit for bit. Shapes, tensor-parallel splits and initial values of our parameters stand in
-`model.weight_map`. The families that there are stand in `convert.FAMILIES`.
+`model.weight_map`. The families that there are stand in `registry.FAMILIES`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,7 +59,22 @@ COPY = Transform(lambda parts, attention: parts[0], lambda whole, attention: (wh
 # Ours are [q|k|v] of every head where queries and keys have as many heads, else all queries, all keys, all
 # values.
 QKV = Transform(_join_qkv, _split_qkv)
+
+
+def _join_fused(parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
+    assert attention is not None
+    query, kv = attention.heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    return _join_qkv(parts[0].split([query, kv, kv]), attention)
+
+
+# All queries, all keys, all values of one tensor, whatever the numbers of heads.
+FUSED_QKV = Transform(_join_fused, lambda whole, attention: (torch.cat(_split_qkv(whole, attention)),))
 UP_GATE = Transform(lambda parts, attention: torch.cat(tuple(parts)), lambda whole, attention: whole.chunk(2))
+# One tensor with the gate before the up projection; ours has it behind.
+GATE_UP = Transform(
+    lambda parts, attention: torch.cat(parts[0].chunk(2)[::-1]),
+    lambda whole, attention: (torch.cat(whole.chunk(2)[::-1]),),
+)
 
 
 @dataclass(frozen=True)
@@ -67,22 +82,33 @@ class TensorMapping:
     """One of our parameters and the foreign tensors that it is made of.
 
     ours: its name within a layer of the weight map. theirs: names of the foreign tensors, in which {} stands
-    for the number of the block, counted from 0.
+    for the number of the block, counted from 0. transposed: these are `[in, out]`, as GPT-2's.
     """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = COPY
+    transposed: bool = False
+
+    def join(self, parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
+        """Our tensor from the foreign ones. attention: as of `Transform`."""
+        return self.transform.join([part.t() for part in parts] if self.transposed else parts, attention)
+
+    def split(self, whole: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, ...]:
+        """The inverse of `join`."""
+        parts = self.transform.split(whole, attention)
+        return tuple(part.t() for part in parts) if self.transposed else parts
 
 
-def weight_and_bias(ours: str, *theirs: str, transform: Transform = COPY) -> tuple[TensorMapping, TensorMapping]:
+def weight_and_bias(
+    ours: str, *theirs: str, transform: Transform = COPY, transposed: bool = False
+) -> tuple[TensorMapping, TensorMapping]:
     """The mappings of the weight and of the bias of a linear layer or layernorm; names without `.weight`,
     `.bias`."""
-    weight, bias = (
-        TensorMapping(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), transform)
-        for kind in ("weight", "bias")
+    return (
+        TensorMapping(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), transform, transposed),
+        TensorMapping(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), transform),
     )
-    return weight, bias
 
 
 # The head of every class for sequence classification.
@@ -94,9 +120,15 @@ class Family:
     """A family of HuggingFace models.
 
     model_type, architecture: as in config.json, of language models; scorer: the architecture of reward
-    models, where it is not called as these are. rows: the tensor mappings of all layers; those that a model
-    has no parameter for are not used. ignored: a regular expression of foreign tensors without trained
-    values.
+    models, where it is not called as these are; has_scorer: transformers has one. rows: the tensor mappings
+    of all layers; those that a model has no parameter for are not used. ignored: a regular expression of
+    foreign tensors without trained values.
+
+    base_prefix: what names begin with in the class with a head, and lack in files of the class without one.
+    constants: foreign tensors of every block that are never trained, and the number that all their elements
+    are: they are written, and one that is otherwise is refused.
+    title: what people call the family. notes: where transformers differs from the published model, or what is
+    special, for the table in docs/huggingface.md.
 
     to_keys: config.json (of any version of transformers, defaults left out) to our keys, without the
     vocabulary.
@@ -112,3 +144,13 @@ class Family:
     to_config: Callable[[NeoXArgs], dict[str, Any]]
     ignored: str = r".*rotary_emb\.inv_freq"
     scorer: str | None = None
+    has_scorer: bool = True
+    base_prefix: str = "model."
+    constants: Mapping[str, float] = field(default_factory=dict)
+    title: str = ""
+    notes: str = ""
+
+    @property
+    def head(self) -> str:
+        """The name of the output layer's weight."""
+        return next(row.theirs[0] for row in self.rows if row.ours == "final_linear.weight")

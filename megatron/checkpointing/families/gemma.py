@@ -1,5 +1,5 @@
-"""The family of Gemma 3 for text: norms around attention and MLP that multiply by 1 + w, scaled embeddings,
-two rotary bases."""
+"""The families of Gemma 2, and of Gemma 3 for text: norms around attention and MLP that multiply by 1 + w,
+scaled embeddings; capped logits, two rotary bases."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ from megatron.checkpointing.families.config_fields import (
     layer_types,
     number,
     refuse_unless,
+    rope_config,
     rope_keys,
     rope_of,
     two_ropes_config,
@@ -23,36 +24,30 @@ from megatron.checkpointing.families.llama import PER_HEAD, ROWS, common_config,
 from megatron.checkpointing.families.olmo import local_rope_keys
 from megatron.neox_arguments import NeoXArgs
 
-_DEFAULTS = {
+_GEMMA3 = {
     "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "intermediate_size": 9216, "max_position_embeddings": 131072, "tie_word_embeddings": True,
     "hidden_activation": "gelu_pytorch_tanh",
 }  # fmt: skip
 
 
-def _keys(config: Config) -> dict[str, Any]:
-    config = {**_DEFAULTS, **config, "mlp_bias": False}
-    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        refuse_unless(config, name, False)
-    every = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
-    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config["num_hidden_layers"])]
-    windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
-    local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")
+def _common_keys(config: Config, defaults: Config) -> dict[str, Any]:
+    """Our keys for both, without positions and windows."""
+    refuse_unless(config, "use_bidirectional_attention", False)
     return {
-        **common_keys(config, _DEFAULTS, "hidden_activation"),
-        **rope_keys(config, rope_of(config, FULL, theta=1000000.0)),
-        **windows,
-        **(local_rope_keys(local) if windows else {}),
+        **common_keys({**config, "mlp_bias": False}, defaults, "hidden_activation"),
         "norm_placement": "sandwich",
         "zero_centered_gamma": True,
-        **PER_HEAD,
         "query_pre_attn_scalar": number(get(config, "query_pre_attn_scalar", 256)),
+        "attn_logit_softcapping": config.get("attn_logit_softcapping"),
+        "final_logit_softcapping": config.get("final_logit_softcapping"),
         "embedding_multiplier": config["hidden_size"] ** 0.5,
     }
 
 
-def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **two_ropes_config(args)}
+def _common_config(args: NeoXArgs) -> dict[str, Any]:
+    """The inverse of `_common_keys`, with the windows of layers."""
+    config = common_config(args)
     del config["hidden_act"]
     return {
         **config,
@@ -60,9 +55,56 @@ def _config(args: NeoXArgs) -> dict[str, Any]:
         "query_pre_attn_scalar": number(args.query_pre_attn_scalar or args.head_dim),
         "sliding_window": window_of(args) or 4096,  # must stand there even where no layer has one
         "layer_types": layer_types(args),
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
+        "attn_logit_softcapping": args.attn_logit_softcapping,
+        "final_logit_softcapping": args.final_logit_softcapping,
     }
 
 
-GEMMA3 = Family("gemma3_text", "Gemma3ForCausalLM", ROWS, _keys, _config, scorer="Gemma3TextForSequenceClassification")
+_GEMMA2 = {
+    **_GEMMA3, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+
+
+def _gemma2_keys(config: Config) -> dict[str, Any]:
+    config = {**_GEMMA2, **config}
+    kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
+    return {
+        **_common_keys(config, _GEMMA2),
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds)),
+    }
+
+
+def _gemma2_config(args: NeoXArgs) -> dict[str, Any]:
+    return {**_common_config(args), **rope_config(args)}
+
+
+GEMMA2 = Family(
+    "gemma2", "Gemma2ForCausalLM", ROWS, _gemma2_keys, _gemma2_config, title="Gemma 2",
+    notes="capped attention logits: attention_backend flex (GPUs), flash_attn or math",
+)  # fmt: skip
+
+
+def _gemma3_keys(config: Config) -> dict[str, Any]:
+    config = {**_GEMMA3, **config}
+    every = get(config, "sliding_window_pattern", get(config, "_sliding_window_pattern", 6))
+    kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(config["num_hidden_layers"])]
+    windows = window_keys(config.get("sliding_window", 4096), get(config, "layer_types", kinds))
+    local = rope_of({**config, "rope_scaling": None}, SLIDING, theta=10000.0, spelt="rope_local_base_freq")
+    return {
+        **_common_keys(config, _GEMMA3),
+        **rope_keys(config, rope_of(config, FULL, theta=1000000.0)),
+        **windows,
+        **(local_rope_keys(local) if windows else {}),
+        **PER_HEAD,
+    }
+
+
+def _gemma3_config(args: NeoXArgs) -> dict[str, Any]:
+    return {**_common_config(args), **two_ropes_config(args)}
+
+
+GEMMA3 = Family(
+    "gemma3_text", "Gemma3ForCausalLM", ROWS, _gemma3_keys, _gemma3_config, title="Gemma 3",
+    scorer="Gemma3TextForSequenceClassification",
+)  # fmt: skip

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     get,
+    plain_activation,
+    plain_activation_keys,
     rope_config,
     rope_keys,
     rope_of,
@@ -17,12 +18,6 @@ from megatron.neox_arguments import NeoXArgs
 _DEFAULTS = {
     "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64, "intermediate_size": 24576,
     "max_position_embeddings": 2048,
-}  # fmt: skip
-# hidden_act -> activation, bias_gelu_fusion (the tanh approximation); the first of several is written
-_ACTIVATIONS = {
-    "gelu": ("gelu", False), "gelu_pytorch_tanh": ("gelu", True), "gelu_new": ("gelu", True),
-    "gelu_fast": ("gelu", True), "relu": ("relu", False), "silu": ("silu", False), "swish": ("silu", False),
-    "mish": ("mish", False),
 }  # fmt: skip
 _BLOCK = "gpt_neox.layers.{}."
 ROWS = (
@@ -39,10 +34,6 @@ ROWS = (
 
 
 def to_keys(config: Config) -> dict[str, Any]:
-    act = get(config, "hidden_act", "gelu")
-    if act not in _ACTIVATIONS:
-        raise CheckpointError(f"config.json: hidden_act: {act} is not supported; one of {', '.join(_ACTIVATIONS)}")
-    activation, tanh = _ACTIVATIONS[act]
     rope = rope_of(config, theta=10000.0, spelt="rotary_emb_base")
     rotated = rope.pop("partial_rotary_factor", get(config, "rotary_pct", 0.25))
     return {
@@ -53,14 +44,11 @@ def to_keys(config: Config) -> dict[str, Any]:
         "layernorm_epsilon": get(config, "layer_norm_eps", 1e-5),
         "gpt_j_residual": get(config, "use_parallel_residual", True),
         "use_bias_in_attn_linear": get(config, "attention_bias", True),
-        "activation": activation,
-        "bias_gelu_fusion": tanh,
+        **plain_activation_keys(config, "hidden_act", "gelu"),
     }
 
 
 def to_config(args: NeoXArgs) -> dict[str, Any]:
-    tanh = args.activation == "gelu" and (args.bias_gelu_fusion or args.te_layernorm_mlp)
-    name = "silu" if args.activation == "swish" else args.activation
     rope = rope_config(args)
     return {
         **size_config(args),
@@ -70,11 +58,12 @@ def to_config(args: NeoXArgs) -> dict[str, Any]:
         "layer_norm_eps": args.layernorm_epsilon,
         "use_parallel_residual": args.gpt_j_residual,
         "attention_bias": args.use_bias_in_attn_linear,
-        "hidden_act": next((hidden_act for hidden_act, ours in _ACTIVATIONS.items() if ours == (name, tanh)), "gelu"),
+        "hidden_act": plain_activation(args, "gelu"),
     }
 
 
 GPT_NEOX = Family(
     "gpt_neox", "GPTNeoXForCausalLM", ROWS, to_keys, to_config,
-    ignored=r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*rotary_emb\.inv_freq",
+    title="GPT-NeoX, Pythia", notes="attention behind which the MLP stands, no biases by config.json",
+    base_prefix="gpt_neox.", ignored=r".*attention\.(bias|masked_bias|rotary_emb\.inv_freq)|.*rotary_emb\.inv_freq",
 )  # fmt: skip

@@ -1,5 +1,4 @@
-"""The families of LLaMA 2 and 3, Mistral, Qwen 3 and SmolLM3: one table of tensors, four translations of
-config.json."""
+"""The families of LLaMA 2 and 3 and SmolLM 3, and what all that are built like LLaMA have in common."""
 
 from typing import Any
 
@@ -53,17 +52,28 @@ ROWS = (
 )
 
 
+def rows_with(*others: TensorMapping) -> tuple[TensorMapping, ...]:
+    """`ROWS` with some in the place of those for the same parameters."""
+    return tuple({row.ours: row for row in (*ROWS, *others)}.values())
+
+
+PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_per_head": True}
+
+
 def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> dict[str, Any]:
-    """Our keys for every model built like LLaMA, without positions and windows; act: the field of its
-    activation."""
+    """Our keys for every model built like LLaMA, without positions and windows.
+
+    config: with the family's defaults where it lacks a field (a field that is null stays so: as many heads of
+    keys as of queries, heads as wide as hidden_size has room for). act: the field of its activation.
+    """
     refuse_unless(config, "rope_interleaved", False)
     heads = get(config, "num_attention_heads", defaults.get("num_attention_heads"))
-    head_dim = get(config, "head_dim", defaults.get("head_dim"))
+    head_dim = config.get("head_dim")
     keys = size_keys(config, defaults)
     return {
         **keys,
         **activation_keys(config, act, defaults.get(act, "silu")),
-        "num_kv_heads": get(config, "num_key_value_heads", defaults.get("num_key_value_heads", heads)),
+        "num_kv_heads": get(config, "num_key_value_heads", heads),
         **({} if head_dim in (None, keys["hidden_size"] / heads) else {"head_dim": head_dim}),
         "norm": "rmsnorm",
         "rms_norm_epsilon": get(config, "rms_norm_eps", defaults.get("rms_norm_eps", 1e-6)),
@@ -84,75 +94,30 @@ def common_config(args: NeoXArgs) -> dict[str, Any]:
     }
 
 
-_LLAMA = {
+LLAMA_DEFAULTS = {
     "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 11008,
     "max_position_embeddings": 2048,
 }  # fmt: skip
 
 
 def _llama_keys(config: Config) -> dict[str, Any]:
-    config = {**_LLAMA, **config}
-    return {**common_keys(config, _LLAMA), **rope_keys(config, rope_of(config, theta=10000.0))}
+    config = {**LLAMA_DEFAULTS, **config}
+    return {**common_keys(config, LLAMA_DEFAULTS), **rope_keys(config, rope_of(config, theta=10000.0))}
 
 
 def _llama_config(args: NeoXArgs) -> dict[str, Any]:
     return {**common_config(args), **rope_config(args), "mlp_bias": args.use_bias_in_mlp}
 
 
-LLAMA = Family("llama", "LlamaForCausalLM", ROWS, _llama_keys, _llama_config)
-
-_MISTRAL = {**_LLAMA, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
-
-
-def _mistral_keys(config: Config) -> dict[str, Any]:
-    window = config.get("sliding_window", 4096)
-    config = {**_MISTRAL, **config}
-    window_settings = window_keys(window, [SLIDING])
-    window_settings.pop("layer_types", None)
-    plain = {**config, "attention_bias": False, "mlp_bias": False}
-    return {**common_keys(plain, _MISTRAL), **rope_keys(config, rope_of(config, theta=10000.0)), **window_settings}
-
-
-def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args), "sliding_window": window_of(args)}
-    del config["attention_bias"]
-    return config
-
-
-MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config)
-
-_QWEN3 = {
-    **_LLAMA, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768,
-}  # fmt: skip
-PER_HEAD = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_per_head": True}
-
-
-def _qwen3_keys(config: Config) -> dict[str, Any]:
-    config = {**_QWEN3, **config}
-    full = get(config, "max_window_layers", 28)
-    kinds = [SLIDING if i >= full else FULL for i in range(config["num_hidden_layers"])]
-    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
-    return {
-        **common_keys({**config, "mlp_bias": False}, _QWEN3),
-        **rope_keys(config, rope_of(config, theta=10000.0)),
-        **window_keys(window, get(config, "layer_types", kinds)),
-        **PER_HEAD,
-    }
-
-
-def _qwen3_config(args: NeoXArgs) -> dict[str, Any]:
-    types = layer_types(args)
-    return {
-        **common_config(args),
-        **rope_config(args),
-        "use_sliding_window": SLIDING in types,
-        "sliding_window": window_of(args),
-        "max_window_layers": types.index(SLIDING) if SLIDING in types else args.num_layers,
-        "layer_types": types,
-    }
-
-
-QWEN3 = Family("qwen3", "Qwen3ForCausalLM", ROWS, _qwen3_keys, _qwen3_config)
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    ROWS,
+    _llama_keys,
+    _llama_config,
+    title="Llama 1 to 3",
+    notes="grouped queries, biases, linear, dynamic, yarn and llama3 scaling by config.json",
+)
 
 _SMOLLM3 = {
     "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16, "num_key_value_heads": 4,
@@ -185,4 +150,12 @@ def _smollm3_config(args: NeoXArgs) -> dict[str, Any]:
     }
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", ROWS, _smollm3_keys, _smollm3_config)
+SMOLLM3 = Family(
+    "smollm3",
+    "SmolLM3ForCausalLM",
+    ROWS,
+    _smollm3_keys,
+    _smollm3_config,
+    title="SmolLM 3",
+    notes="windows by config.json",
+)

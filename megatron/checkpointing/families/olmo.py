@@ -1,5 +1,5 @@
-"""The families of OLMo 2 and OLMo 3: norms after attention and MLP, and over the whole width of queries and
-keys."""
+"""The families of OLMo 1, whose norms have no weights, and of OLMo 2 and 3: norms after attention and MLP,
+and over the whole width of queries and keys."""
 
 from typing import Any
 
@@ -69,5 +69,27 @@ def _olmo3_config(args: NeoXArgs) -> dict[str, Any]:
     return {**common_config(args), **config, **windows}
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, _olmo2_config)
-OLMO3 = Family("olmo3", "Olmo3ForCausalLM", ROWS, _olmo3_keys, _olmo3_config)
+def _olmo1_keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config, "mlp_bias": False}
+    keys = common_keys(config, _DEFAULTS)
+    del keys["rms_norm_epsilon"]
+    return {
+        **keys,
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        "norm": "non_parametric_layernorm",
+        "layernorm_epsilon": 1e-5,
+        "clip_qkv": config.get("clip_qkv"),
+    }
+
+
+def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args), "clip_qkv": args.clip_qkv}
+    del config["rms_norm_eps"]
+    if args.head_dim * args.num_attention_heads == args.hidden_size:
+        del config["head_dim"]
+    return config
+
+
+OLMO1 = Family("olmo", "OlmoForCausalLM", ROWS, _olmo1_keys, _olmo1_config, title="OLMo 1", notes="clip_qkv")
+OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, _olmo2_config, title="OLMo 2")
+OLMO3 = Family("olmo3", "Olmo3ForCausalLM", ROWS, _olmo3_keys, _olmo3_config, title="OLMo 3")

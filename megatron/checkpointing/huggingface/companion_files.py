@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import text_config
 from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL, TEMPLATES
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes
 from megatron.data.files import sync
@@ -45,7 +46,8 @@ class CompanionFiles:
     files: content of each file to be written, by name. ids: `bos_token_id` and so on for config.json.
     vocab_size: rows of the embedding before it was padded; None where that is not known. tokens: number of
     tokens of the tokenizer; None without one. config, card: config.json and README.md of the model that was
-    imported, empty without one.
+    imported, empty without one. whole: as config; of a multimodal model all of it, config is that of its
+    language model.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -54,6 +56,7 @@ class CompanionFiles:
     tokens: int | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     card: str = ""
+    whole: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | None = None) -> dict[str, bytes]:
@@ -96,7 +99,7 @@ def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None
 
     carried: the companion files of the checkpoint. tokens: number of tokens of its tokenizer.
     """
-    rows = json.loads(carried.get(CONFIG, b"{}")).get("vocab_size")
+    rows = text_config(json.loads(carried.get(CONFIG, b"{}"))).get("vocab_size")
     return None if rows is None else max(rows, tokens)
 
 
@@ -104,7 +107,7 @@ def declared_eos_ids(carried: Mapping[str, bytes]) -> tuple[int, ...]:
     """The ids that end a text by a model's own files: `eos_token_id` of generation_config.json, else of
     config.json, as transformers reads them."""
     file = GENERATION if GENERATION in carried else CONFIG
-    eos = json.loads(carried.get(file, b"{}")).get("eos_token_id")
+    eos = text_config(json.loads(carried.get(file, b"{}"))).get("eos_token_id")
     return tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
 
 
@@ -126,7 +129,8 @@ def companion_files_of(
     Raises CheckpointError for a tokenizer that cannot be had.
     """
     kept = read_companion_files(source / HF_SUBFOLDER)
-    config, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
+    whole, card = json.loads(kept.pop(CONFIG, b"{}")), kept.pop(CARD, b"").decode(errors="replace")
+    config = text_config(whole)
     files, ids, tokens = dict(kept), {}, None
     carried, built_tokenizer = any(map(is_of_tokenizer, files)), None
     if not carried and tokenizer:
@@ -150,7 +154,7 @@ def companion_files_of(
         files.pop(GENERATION, None)
     elif GENERATION not in files:
         files[GENERATION] = _json({"_from_model_config": True, **{key: v for key, v in ids.items() if v is not None}})
-    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card)
+    return CompanionFiles(files, ids, config.get("vocab_size"), tokens, config, card, whole)
 
 
 def _pad_of_scores(source: Path, ids: Mapping[str, Any], tokenizer: Tokenizer | None, given: int | None) -> int:

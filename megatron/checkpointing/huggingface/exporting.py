@@ -15,13 +15,30 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError, DamagedError
-from megatron.checkpointing.families import hf_config, hf_shapes, to_hf, with_fields
-from megatron.checkpointing.huggingface.companion_files import CARD, companion_files_of, write_companion_files
+from megatron.checkpointing.families import (
+    TEXT_TOWERS,
+    family_kept,
+    hf_config,
+    hf_shapes,
+    is_same_model,
+    stored_name,
+    to_hf,
+    whole_config,
+    with_fields,
+)
+from megatron.checkpointing.huggingface.carried_tensors import carried_tensors
+from megatron.checkpointing.huggingface.companion_files import (
+    CARD,
+    HF_SUBFOLDER,
+    companion_files_of,
+    write_companion_files,
+)
 from megatron.checkpointing.huggingface.folder import (
     CONFIG,
     SHARD_BYTES,
     TEMPLATES,
     HFFolder,
+    SafetensorsFile,
     cast_to,
     planned_sizes,
     weight_bytes,
@@ -54,15 +71,44 @@ def no_progress(layers: Iterable[int], count: int) -> Iterable[int]:
 class _Export:
     """All of an export but the values of the weights.
 
-    args: the model's, as of `plain_args`. dtype, shapes: of the weights that are written, by their names
-    there. vocab: rows of vocabulary that are kept. files: content of the other files, by name.
+    args: the model's, as of `plain_args`. dtype, shapes: of the weights that are written, by the names that
+    `family` has for them. vocab: rows of vocabulary that are kept. files: content of the other files, by
+    name. carried: the other tensors of a multimodal model whose language model this is.
     """
 
     args: NeoXArgs
     dtype: torch.dtype
     vocab: int
+    family: str | None
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, bytes]
+    carried: SafetensorsFile | None
+
+    @property
+    def all_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors of the folder: of a multimodal model those that were carried along
+        too."""
+        return {self.name(name): shape for name, shape in self.shapes.items()} | self._carried_shapes
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The dtypes of all tensors of the folder; carried ones keep theirs."""
+        own = {self.name(name): self.dtype for name in self.shapes}
+        return own | {name: self.carried.get(name).dtype for name in self._carried_shapes if self.carried}
+
+    @property
+    def _carried_shapes(self) -> dict[str, tuple[int, ...]]:
+        return {} if self.carried is None else dict(self.carried.shapes)
+
+    def name(self, name: str) -> str:
+        """What a tensor of the language model is called in the folder."""
+        return name if self.carried is None else stored_name(name, self.carried.shapes)
+
+    def with_carried(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of the folder. tensors: those of the language model."""
+        yield from ((self.name(name), tensor) for name, tensor in tensors)
+        if self.carried is not None:
+            yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
 
 
 def export_hf(
@@ -82,20 +128,20 @@ def export_hf(
 ) -> LogitComparison | None:
     """Write checkpoint `source` (of `args`, see `load_checkpoint_args`) as the HuggingFace folder `output`.
 
-    dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: the
-    first that computes what `args` says. check: compare logits with transformers before the folder appears;
-    returns the comparison. each: wraps the layers, for a progress bar. notes: further .json files by name.
-    A tensor is written while the next is read, and while the files of later layers are checked against the
-    manifest, each before it is used; no others are in memory. A folder of an earlier conversion is replaced;
-    an interrupted call is simply made again. Raises CheckpointError.
-    """
+    dtype: of the weights that are written; None: that of the checkpoint. family: a `model_type`; None: that
+    of the model that was imported, all of it where that was multimodal, else the first that computes what
+    `args` says. check: compare logits with transformers before the folder appears; returns the comparison.
+    each: wraps the layers, for a progress bar. notes: further .json files by name. A tensor is written while
+    the next is read, and while the files of later layers are checked against the manifest, each before it is
+    used; no others are in memory. A folder of an earlier conversion is replaced; an interrupted call is
+    simply made again. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
     manifest = read_manifest(source)
     names = [] if manifest is None else [name for name in manifest.files if not is_optimizer_file(name)]
     of_layers = {file.name: layer for (layer, _), file in layout.layer_files(source).items() if file.name in names}
     verify(source, set(names).difference(of_layers))
     made = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    temporary = begin_folder(output, weight_bytes(made.shapes, made.dtype))
+    temporary = begin_folder(output, weight_bytes(made.all_shapes, made.dtype))
     try:
         with VerifyBeside(source, sorted(of_layers)) as verified, SyncBeside() as to_disk:
 
@@ -105,8 +151,8 @@ def export_hf(
                     yield layer
 
             read = _read(source, made, checked(sorted(layer_params(made.args))))
-            tensors = to_hf(made.args, read, family=family, vocab_size=made.vocab)
-            write_weights(temporary, made.shapes, made.dtype, tensors, shard_bytes, to_disk=to_disk)
+            tensors = made.with_carried(to_hf(made.args, read, family=made.family, vocab_size=made.vocab, copy=False))
+            write_weights(temporary, made.all_shapes, made.dtypes, tensors, shard_bytes, to_disk=to_disk)
         write_companion_files({**made.files, **(notes or {})}, temporary)
 
         def weights(layer: int) -> Mapping[str, Tensor]:
@@ -137,7 +183,7 @@ def export_plan(
     """The files that `export_hf` would write and their sizes in bytes; no weight is read. Arguments and
     errors as there."""
     made = _prepare(Path(source), args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
-    return planned_sizes(made.shapes, made.dtype) | {name: len(content) for name, content in made.files.items()}
+    return planned_sizes(made.all_shapes, made.dtypes) | {name: len(content) for name, content in made.files.items()}
 
 
 def _prepare(
@@ -169,13 +215,22 @@ def _prepare(
             "tokenizer of another model; set vocab_file to the one it was trained with"
         )
     vocab = max(vocab, extras.tokens or 0)
+    kept = family_kept(args, extras.config)
+    if family in TEXT_TOWERS:
+        if kept is None or extras.whole.get("model_type") != family:
+            raise CheckpointError(f"{source}: was not imported from a {family} model, whose other parts it would need")
+        family = None
+    carried = carried_tensors(source / HF_SUBFOLDER) if family is None and kept is not None else None
+    family = family or kept
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     card = model_card(source, given, config, parameters, dtype, extras.card)
+    if carried is not None:
+        config = whole_config(config, extras.whole, is_same_model(args, extras.config))
     files = {**extras.files, CARD: card, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-    return _Export(args, dtype, vocab, shapes, files)
+    return _Export(args, dtype, vocab, family, shapes, files, carried)
 
 
 def _only_dtype(source: Path) -> torch.dtype:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,14 @@ import torch
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import gives_score
+from megatron.checkpointing.families import (
+    FAMILIES,
+    TEXT_TOWERS,
+    gives_score,
+    lacks_prefix,
+    text_config,
+    text_names,
+)
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
 from megatron.data.files import sync
@@ -98,7 +106,9 @@ class _Entry:
 class HFFolder:
     """A folder in HuggingFace's format, whose tensors are read one at a time.
 
-    config: the content of config.json. shapes: of all tensors, by name. origin: what errors call the folder,
+    config: the content of config.json; of a multimodal model, that of its language model, whose tensors then
+    are the folder's, under the names that they have alone. shapes: of all tensors, by name. carried: shapes
+    of a multimodal model's other tensors, by the names in the files. origin: what errors call the folder,
     where that is not its path. dtype: weights are cast to it when they are read; None: each keeps its own.
     Weights that are quantised (`quantised` says how, in words; None: they are not) are read as numbers, by
     default in the dtype that config.json names, and their scales are no tensors of the folder.
@@ -106,12 +116,14 @@ class HFFolder:
     """
 
     quantised: str | None = None
+    carried: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
         self.path, self.dtype = Path(path), dtype
         self.origin = origin or str(path)
-        self.config = read_json(self.path / CONFIG)
-        self._scheme = scheme_of(self.config, self.origin)
+        file_config = read_json(self.path / CONFIG)
+        self.config = text_config(file_config)
+        self._scheme = scheme_of(file_config, self.origin)
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
         self._entries: dict[str, _Entry] = {}
         for file in self._weight_files():
@@ -129,6 +141,19 @@ class HFFolder:
             self.quantised = f"{len(self._packed)} weights are quantised ({self._scheme}) and read as {name}"
         stored = {name: entry.shape for name, entry in self._entries.items() if name not in hidden}
         self.shapes: Mapping[str, tuple[int, ...]] = stored | {name: of.shape for name, of in self._packed.items()}
+        self._names: Mapping[str, str] = {}
+        if file_config.get("model_type") in TEXT_TOWERS:
+            self._names = text_names(self.shapes)
+            own = set(self._names.values())
+            self.carried = {name: shape for name, shape in self.shapes.items() if name not in own}
+            self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
+            # transformers reads that of the whole.
+            tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
+            self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
+        elif lacks_prefix(self.config, self.shapes):
+            family = FAMILIES[self.config["model_type"]]
+            self._names = {name if name == family.head else family.base_prefix + name: name for name in self.shapes}
+            self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
 
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
@@ -147,7 +172,8 @@ class HFFolder:
         """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
         own = {name: entry.dtype if entry.dtype in _NAMES else None for name, entry in self._entries.items()}
         own |= dict.fromkeys(self._packed, weight_dtype(self.config))
-        return {name: own[name] and (self.dtype or own[name]) for name in self.shapes}
+        found = {name: own[self._names.get(name, name)] for name in self.shapes}
+        return {name: dtype and (self.dtype or dtype) for name, dtype in found.items()}
 
     @property
     def vocab_size(self) -> int:
@@ -161,12 +187,28 @@ class HFFolder:
 
         Raises CheckpointError where fp16 cannot hold its values.
         """
+        name = self._names.get(name, name)
         if name in self._packed:
             return self._dequantised(name)
         if self._entries[name].dtype not in _NAMES:
             raise CheckpointError(f"{self._entries[name].file}: {name} is no floating-point tensor")
         tensor = self._stored(name)
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
+
+    @property
+    def carried_dtypes(self) -> dict[str, torch.dtype]:
+        """The dtype of each of the tensors `carried`. Raises CheckpointError for one that is no weight."""
+        found = {}
+        for name in self.carried:
+            dtype = weight_dtype(self.config) if name in self._packed else self._entries[name].dtype
+            if dtype not in _NAMES:
+                raise CheckpointError(f"{self.origin}: {name} is no floating-point tensor, and is not carried along")
+            found[name] = dtype
+        return found
+
+    def get_carried(self, name: str) -> Tensor:
+        """One of the tensors `carried`, as it is stored unless that is quantised."""
+        return self._dequantised(name) if name in self._packed else self._stored(name)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]
@@ -262,6 +304,14 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> i
     return sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
 
 
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+"""One dtype for all tensors, or that of each by its name."""
+
+
+def _of(dtypes: Dtypes, name: str) -> torch.dtype:
+    return dtypes if isinstance(dtypes, torch.dtype) else dtypes[name]
+
+
 @dataclass(frozen=True)
 class _PlannedFile:
     """A file of weights before it is written: name; header: its first bytes; begins: where each tensor
@@ -274,13 +324,13 @@ class _PlannedFile:
 
 
 def _plan(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int, whole: str = WEIGHTS
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Dtypes, limit: int, whole: str = WEIGHTS
 ) -> list[_PlannedFile]:
     """The files of `write_weights`, tensors in the order given."""
     files: list[dict[str, tuple[int, int]]] = [{}]
     at = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * dtype.itemsize
+        size = math.prod(shape) * _of(dtypes, name).itemsize
         if files[-1] and at + size > limit:
             files.append({})
             at = 0
@@ -290,7 +340,8 @@ def _plan(
     for i, tensors in enumerate(files):
         fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, offsets in tensors.items():
-            fields[name] = {"dtype": _NAMES[dtype], "shape": list(shapes[name]), "data_offsets": list(offsets)}
+            dtype = _NAMES[_of(dtypes, name)]
+            fields[name] = {"dtype": dtype, "shape": list(shapes[name]), "data_offsets": list(offsets)}
         text = json.dumps(fields, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
@@ -301,28 +352,26 @@ def _plan(
     return planned
 
 
-def _index(plan: Sequence[_PlannedFile], shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
+def _index(plan: Sequence[_PlannedFile]) -> bytes:
     """The content of the index of several files."""
     index = {
-        "metadata": {"total_size": weight_bytes(shapes, dtype)},
+        "metadata": {"total_size": sum(file.size - len(file.header) for file in plan)},
         "weight_map": {name: file.name for file in plan for name in file.begins},
     }
     return (json.dumps(index, indent=2) + "\n").encode()
 
 
-def planned_sizes(
-    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, limit: int = SHARD_BYTES
-) -> dict[str, int]:
+def planned_sizes(shapes: Mapping[str, tuple[int, ...]], dtypes: Dtypes, limit: int = SHARD_BYTES) -> dict[str, int]:
     """The files that `write_weights` would write, the index too, and their sizes in bytes."""
-    plan = _plan(shapes, dtype, limit)
-    index = {INDEX: len(_index(plan, shapes, dtype))} if len(plan) > 1 else {}
+    plan = _plan(shapes, dtypes, limit)
+    index = {INDEX: len(_index(plan))} if len(plan) > 1 else {}
     return {file.name: file.size for file in plan} | index
 
 
 def write_weights(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Dtypes,
     tensors: Iterable[tuple[str, Tensor]],
     limit: int = SHARD_BYTES,
     whole: str = WEIGHTS,
@@ -334,7 +383,7 @@ def write_weights(
     where it is one file. to_disk: syncs a file that is whole, or sees to it (`SyncBeside`). Raises
     CheckpointError.
     """
-    plan = _plan(shapes, dtype, limit, whole)
+    plan = _plan(shapes, dtypes, limit, whole)
     file_of = {name: file for file in plan for name in file.begins}
 
     def write(file: _PlannedFile, name: str, data: memoryview) -> None:
@@ -353,12 +402,12 @@ def write_weights(
         with OneBehind() as behind:
             for name, tensor in tensors:
                 assert tuple(tensor.shape) == tuple(shapes[name]), name
-                data = cast_to(tensor, dtype, name).contiguous().view(-1).view(torch.uint8).numpy().data
+                data = cast_to(tensor, _of(dtypes, name), name).contiguous().view(-1).view(torch.uint8).numpy().data
                 behind(partial(write, file_of[name], name, data))
                 del tensor, data
         assert not any(missing.values()), f"not given: {missing}"
     if len(plan) > 1:
-        write_bytes(_index(plan, shapes, dtype), path / INDEX)
+        write_bytes(_index(plan), path / INDEX)
 
 
 def cast_to(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:

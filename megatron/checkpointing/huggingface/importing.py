@@ -2,11 +2,10 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import canonical_config, check_hf_tensors, from_hf
+from megatron.checkpointing.huggingface.carried_tensors import CARRIED, write_carried
 from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,
     GENERATION,
@@ -74,20 +74,18 @@ def import_hf(
     _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
-    needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1)
+    needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1) + weight_bytes(folder.carried, dtype)
     temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
     try:
         records: list[FileRecord] = []
-        layers, plain = groupby(tensors, key=lambda row: row[0]), plain_args(args)
+        layers, plain = _by_layer(tensors, sorted(specs)), plain_args(args)
 
         def write(layer: int, whole: dict[str, Tensor]) -> None:
             records.extend(save_layer(temporary, layer, whole, args, naming, to_disk))
             whole.clear()
 
         with SyncBeside() as to_disk, OneBehind() as behind:
-            for layer, (_, rows_of_layer) in zip(each(sorted(specs), len(specs)), layers, strict=True):
-                whole = {name: value for _, name, value in rows_of_layer}
-                del rows_of_layer
+            for layer, whole in zip(each(sorted(specs), len(specs)), layers, strict=True):
                 behind(partial(write, layer, whole))
 
         def weights(layer: int) -> Mapping[str, Tensor]:
@@ -99,6 +97,8 @@ def import_hf(
         states = [bare_state(args, iteration)] * (max(pipe, 1) * tensor)
         records += write_model_files(temporary, states, sequential=pipe == 0)
         records += write_companion_files(companions, temporary / HF_SUBFOLDER, f"{HF_SUBFOLDER}/")
+        if folder.carried:
+            records.append(write_carried(folder, temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         given = {**keys, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
             given |= _save_tokenizer(save, companions, folder)
@@ -117,6 +117,17 @@ def import_hf(
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _by_layer(tensors: Iterator[tuple[int, str, Tensor]], layers: Iterable[int]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each layer by name, {} of one whose norms have no weights."""
+    following = next(tensors, None)
+    for layer in layers:
+        whole = {}
+        while following is not None and following[0] == layer:
+            whole[following[1]] = following[2]
+            following = next(tensors, None)
+        yield whole
 
 
 def import_plan(
@@ -150,6 +161,8 @@ def import_plan(
         files = layers | {layout.model_file(rank): _RECORD for rank in range(pipe * tensor)}
     companions = _companion_files(folder, chat_template)
     files |= {f"{HF_SUBFOLDER}/{name}": len(content) for name, content in companions.items()}
+    if folder.carried:
+        files[f"{HF_SUBFOLDER}/{CARRIED}"] = weight_bytes(folder.carried, dtype)
     return {f"{layout.step_tag(iteration)}/{name}": size for name, size in files.items()}
 
 
@@ -267,7 +280,8 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str, new_head: bo
     if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
         wanted["max_position_embeddings"] = now["max_position_embeddings"]
     if new_head:
-        wanted |= {key: now[key] for key in ("no_weight_tying", "score_head")}
+        of_head = ("no_weight_tying", "score_head", "final_logit_softcapping", "logit_scale")
+        wanted |= {key: now[key] for key in of_head}
     wrong = [key for key in {**wanted, **now} if wanted.get(key) != now.get(key)]
     if wrong:
         differences = [f"{key}: {_in_short(wanted.get(key))} there, {_in_short(now.get(key))} here" for key in wrong]

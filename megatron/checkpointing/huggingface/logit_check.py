@@ -98,8 +98,9 @@ def our_logits(args: NeoXArgs, weights: Callable[[int], Mapping[str, Tensor]], t
         return weights(layer).__getitem__
 
     for spec in stage.specs:
-        tied = isinstance(spec, HeadSpec) and spec.tied
-        _lend(stage.layers[str(spec.index)], partial(load, 0 if tied else spec.index))
+        tied, module = isinstance(spec, HeadSpec) and spec.tied, stage.layers[str(spec.index)]
+        if any(True for _ in module.parameters()):  # norms may have none
+            _lend(module, partial(load, 0 if tied else spec.index))
     out = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
     return out.transpose(0, 1)
 
@@ -116,7 +117,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
     except ModuleNotFoundError:
         raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
     try:
-        config = transformers.AutoConfig.from_pretrained(folder.path, trust_remote_code=False)
+        config = transformers.AutoConfig.for_model(**folder.config)
         scores = gives_score(folder.config)
         auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
         with _without_weights():

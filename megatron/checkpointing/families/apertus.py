@@ -1,0 +1,57 @@
+"""The family of Apertus: norms of queries and keys, and xIELU, whose shape is trained, in an MLP without
+gate."""
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, common_config, common_keys, rows_with
+from megatron.model.mlp import XIELU_BETA, XIELU_EPS
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    **LLAMA_DEFAULTS, "intermediate_size": 14336, "max_position_embeddings": 65536, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 12000000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+_BLOCK = "model.layers.{}."
+ROWS = rows_with(
+    TensorMapping("input_layernorm.scale", (_BLOCK + "attention_layernorm.weight",)),
+    TensorMapping("post_attention_layernorm.scale", (_BLOCK + "feedforward_layernorm.weight",)),
+    *weight_and_bias("mlp.linear1", _BLOCK + "mlp.up_proj"),
+    TensorMapping("mlp.act_fn.alpha_p", (_BLOCK + "mlp.act_fn.alpha_p",)),
+    TensorMapping("mlp.act_fn.alpha_n", (_BLOCK + "mlp.act_fn.alpha_n",)),
+)
+_CONSTANTS = {_BLOCK + "mlp.act_fn.beta": XIELU_BETA, _BLOCK + "mlp.act_fn.eps": XIELU_EPS}
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config}
+    act = get(config, "hidden_act", "xielu")
+    if act != "xielu":
+        raise CheckpointError(f"config.json: hidden_act: {act} is not supported, only xielu")
+    if get(config, "post_norm", False) or not get(config, "qk_norm", True):
+        raise CheckpointError("config.json: post_norm: true or qk_norm: false is not supported")
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        config["rope_parameters"] = _LLAMA3  # as transformers, whatever rope_theta says
+    return {
+        **common_keys({**config, "hidden_act": "silu", "mlp_bias": False}, _DEFAULTS),
+        **rope_keys(config, rope_of(config, theta=12000000.0)),
+        **PER_HEAD,
+        "activation": "xielu",
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    rope = rope_config(args)
+    whole = {**(rope["rope_scaling"] or {"rope_type": "default"}), "rope_theta": rope["rope_theta"]}
+    return {**common_config(args), **rope, "rope_parameters": whole, "hidden_act": "xielu"}
+
+
+APERTUS = Family(
+    "apertus", "ApertusForCausalLM", ROWS, _keys, _config, constants=_CONSTANTS, title="Apertus", has_scorer=False,
+    notes="xIELU is computed in fp32, in transformers in the type of the weights",
+)  # fmt: skip

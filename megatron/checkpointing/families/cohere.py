@@ -1,0 +1,76 @@
+"""The family of Cohere's Command R7B and Command A: attention beside the MLP behind one norm, rotary
+positions in the layers with windows alone."""
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import (
+    FULL,
+    SLIDING,
+    get,
+    layer_types,
+    rope_config,
+    rope_keys,
+    rope_of,
+    window_keys,
+    window_of,
+)
+from megatron.checkpointing.families.family import Config, Family, TensorMapping
+from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 64, "intermediate_size": 22528,
+    "max_position_embeddings": 8192, "tie_word_embeddings": True,
+}  # fmt: skip
+ROWS = rows_with(
+    TensorMapping("input_layernorm.weight", ("model.layers.{}.input_layernorm.weight",)),
+    TensorMapping("norm.weight", ("model.norm.weight",)),
+)
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config, "mlp_bias": False}
+    every = get(config, "sliding_window_pattern", 4)
+    kinds = get(
+        config, "layer_types", [SLIDING if (i + 1) % every else FULL for i in range(config["num_hidden_layers"])]
+    )
+    window = config.get("sliding_window", 4096)
+    if window is None and SLIDING in kinds:
+        raise CheckpointError("config.json: sliding_window is null, and layer_types has sliding_attention")
+    if get(config, "use_qk_norm", False):
+        raise CheckpointError("config.json: use_qk_norm: true is not supported")
+    keys = common_keys(config, _DEFAULTS)
+    del keys["rms_norm_epsilon"]
+    return {
+        **keys,
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **window_keys(window, kinds),
+        "rotary_interleaved": True,
+        "no_rope_layers": [int(kind == SLIDING) for kind in kinds],
+        "norm": "layernorm",
+        "layernorm_epsilon": get(config, "layer_norm_eps", 1e-5),
+        "use_bias_in_norms": False,
+        "gpt_j_residual": True,
+        "gpt_j_tied": True,
+        "logit_scale": get(config, "logit_scale", 0.0625),
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args)}
+    del config["rms_norm_eps"]
+    if args.head_dim * args.num_attention_heads == args.hidden_size:
+        del config["head_dim"]
+    return {
+        **config,
+        "layer_norm_eps": args.layernorm_epsilon,
+        "sliding_window": window_of(args) or 4096,  # must stand there even where no layer has one
+        "layer_types": layer_types(args),
+        "logit_scale": args.logit_scale,
+    }
+
+
+COHERE2 = Family(
+    "cohere2", "Cohere2ForCausalLM", ROWS, _keys, _config, title="Command R7B, Command A (Cohere 2)", has_scorer=False
+)

@@ -1,0 +1,42 @@
+"""The family of GLM 4 (0414): norms on both sides of attention and MLP, neighbours that rotate together in
+half of each head."""
+
+from typing import Any
+
+from megatron.checkpointing.families.config_fields import get, rope_config, rope_keys, rope_of
+from megatron.checkpointing.families.family import GATE_UP, Config, Family, TensorMapping
+from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 2, "head_dim": 128,
+    "intermediate_size": 13696, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
+}  # fmt: skip
+_BLOCK = "model.layers.{}."
+ROWS = rows_with(
+    # GLM's names of norms say behind which part they stand, ours what they are given.
+    TensorMapping("post_attention_layernorm.scale", (_BLOCK + "post_self_attn_layernorm.weight",)),
+    TensorMapping("pre_feedforward_layernorm.scale", (_BLOCK + "post_attention_layernorm.weight",)),
+    TensorMapping("post_feedforward_layernorm.scale", (_BLOCK + "post_mlp_layernorm.weight",)),
+    TensorMapping("mlp.linear1.weight", (_BLOCK + "mlp.gate_up_proj.weight",), GATE_UP),
+)
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, "partial_rotary_factor": 0.5, **config}
+    plain = {**config, "attention_bias": False, "mlp_bias": False}
+    return {
+        **common_keys(plain, _DEFAULTS),
+        **rope_keys(config, rope_of(config, theta=10000.0), partial=True),
+        "rotary_interleaved": True,
+        "add_qkv_bias": get(config, "attention_bias", True),
+        "norm_placement": "sandwich",
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    biases = args.add_qkv_bias or args.use_bias_in_attn_linear
+    return {**common_config(args), **rope_config(args, partial=True), "attention_bias": biases}
+
+
+GLM4 = Family("glm4", "Glm4ForCausalLM", ROWS, _keys, _config, title="GLM 4 (0414)")

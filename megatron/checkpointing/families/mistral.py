@@ -1,0 +1,72 @@
+"""The families of Mistral and of Ministral 3, whose queries grow with their position."""
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import (
+    SLIDING,
+    rope_config,
+    rope_keys,
+    rope_of,
+    window_keys,
+    window_of,
+)
+from megatron.checkpointing.families.family import Config, Family
+from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_config, common_keys
+from megatron.neox_arguments import NeoXArgs
+
+_MISTRAL = {**LLAMA_DEFAULTS, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+
+
+def _mistral_keys(config: Config) -> dict[str, Any]:
+    window = config.get("sliding_window", 4096)
+    config = {**_MISTRAL, **config}
+    return {**same_windows(config, _MISTRAL, window), **rope_keys(config, rope_of(config, theta=10000.0))}
+
+
+def same_windows(config: Config, defaults: Config, window: int | None) -> dict[str, Any]:
+    """Our keys for a model whose layers all have the same window."""
+    windows = window_keys(window, [SLIDING])
+    windows.pop("layer_types", None)
+    return {**common_keys({**config, "attention_bias": False, "mlp_bias": False}, defaults), **windows}
+
+
+def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args), "sliding_window": window_of(args)}
+    del config["attention_bias"]
+    return config
+
+
+MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config, title="Mistral")
+
+
+_MINISTRAL3 = {
+    **LLAMA_DEFAULTS, "hidden_size": 4096, "num_hidden_layers": 34, "intermediate_size": 14336,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def _ministral3_keys(config: Config) -> dict[str, Any]:
+    config = {**_MINISTRAL3, **config}
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        config["rope_parameters"] = _YARN
+    rope = rope_of(config, theta=10000.0)
+    if rope.get("llama_4_scaling_beta") is None:
+        raise CheckpointError("config.json: rope_parameters.llama_4_scaling_beta is missing, which ministral3 reads")
+    windows = same_windows(config, _MINISTRAL3, config.get("sliding_window"))
+    return {**windows, **rope_keys(config, rope, query_scale=True)}
+
+
+def _ministral3_config(args: NeoXArgs) -> dict[str, Any]:
+    config = _mistral_config(args)
+    theta, scaling = config.pop("rope_theta"), config.pop("rope_scaling") or {"rope_type": "default"}
+    return {**config, "rope_parameters": {**scaling, "rope_theta": theta}}
+
+
+MINISTRAL3 = Family(
+    "ministral3", "Ministral3ForCausalLM", ROWS, _ministral3_keys, _ministral3_config, title="Ministral 3"
+)

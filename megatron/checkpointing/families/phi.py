@@ -1,0 +1,55 @@
+"""The family of Phi 3 and 4: LLaMA's blocks with fused projections, LongRoPE, and heads that rotate in
+part."""
+
+from typing import Any
+
+from megatron.checkpointing.families.config_fields import rope_config, rope_keys, rope_of, window_of
+from megatron.checkpointing.families.family import FUSED_QKV, GATE_UP, Config, Family, TensorMapping
+from megatron.checkpointing.families.llama import common_config, rows_with
+from megatron.checkpointing.families.mistral import same_windows
+from megatron.model.positions import longrope_factor
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32, "intermediate_size": 8192,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+ROWS = rows_with(
+    TensorMapping("attention.query_key_value.weight", ("model.layers.{}.self_attn.qkv_proj.weight",), FUSED_QKV),
+    TensorMapping("mlp.linear1.weight", ("model.layers.{}.mlp.gate_up_proj.weight",), GATE_UP),
+)
+_ORIGINAL = "original_max_position_embeddings"
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config}
+    rope = rope_of(config, theta=10000.0)
+    if rope["rope_type"] == "yarn":  # so transformers reads Phi 3's files of that name
+        rope["rope_type"] = "longrope"
+    config.setdefault(_ORIGINAL, 4096)
+    return {
+        **same_windows(config, _DEFAULTS, config.get("sliding_window")),
+        **rope_keys(config, rope, partial=True),
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args, partial=True), "sliding_window": window_of(args)}
+    del config["attention_bias"]
+    if args.head_dim * args.num_attention_heads == args.hidden_size:
+        del config["head_dim"]
+    scaling = config["rope_scaling"] or {}
+    if scaling.get("rope_type") != "longrope":
+        return {**config, _ORIGINAL: args.max_position_embeddings}
+    original = scaling.pop(_ORIGINAL)
+    scaling["type"] = scaling.pop("rope_type")  # readers before transformers 5 take this name alone
+    if scaling.get("attention_factor") == longrope_factor(original, args.max_position_embeddings):
+        del scaling["attention_factor"]  # nor this one
+    return {**config, _ORIGINAL: original}
+
+
+PHI3 = Family(
+    "phi3", "Phi3ForCausalLM", ROWS, _keys, _config, title="Phi 3, 3.5, 4",
+    notes="fused projections; windows, a part of each head, tied head by config.json. LongRoPE: transformers takes the "
+    "long factors for all texts of a batch where the longest one is long; here each text has its own",
+)  # fmt: skip

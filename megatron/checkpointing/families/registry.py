@@ -1,0 +1,153 @@
+"""The families that there are, and which of them a config.json is of, or nearest to."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.apertus import APERTUS
+from megatron.checkpointing.families.cohere import COHERE2
+from megatron.checkpointing.families.family import Config, Family
+from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
+from megatron.checkpointing.families.glm import GLM4
+from megatron.checkpointing.families.gpt2 import GPT2
+from megatron.checkpointing.families.gpt_neox import GPT_NEOX
+from megatron.checkpointing.families.granite import GRANITE
+from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
+from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL
+from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3
+from megatron.checkpointing.families.phi import PHI3
+from megatron.checkpointing.families.qwen import QWEN2, QWEN3
+from megatron.checkpointing.families.seed_oss import SEED_OSS
+from megatron.checkpointing.families.starcoder import STARCODER2
+from megatron.neox_arguments import ConfigError, NeoXArgs
+
+# In the order in which they are tried for a model of ours: the simpler first.
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (
+        GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
+        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS,
+    )
+}  # fmt: skip
+
+# Fields of a config.json that say nothing of what a model computes, once it is trained.
+_NEUTRAL = {
+    "model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "vocab_size", "initializer_range", "pretraining_tp",
+    "_name_or_path", "id2label", "label2id", "num_labels", "problem_type",
+    "quantization_config", "return_dict", "output_attentions", "output_hidden_states", "tokenizer_class",
+    "_attn_implementation", "tie_word_embeddings", "is_decoder", "finetuning_task", "chunk_size_feed_forward",
+}  # fmt: skip
+_NEUTRAL_PARTS = ("token_id", "dropout", "pdrop", "_init_", "initializer")
+# Read by all families whose positions rotate, under other names than they write.
+_ROTARY = {"rope_theta", "rope_scaling", "rope_parameters"}
+_ACTIVATIONS = {"hidden_act", "hidden_activation", "activation_function"}  # have several names each
+# Models that people ask for, whose config.json does not say what they compute: the nearest family, and what
+# differs from it.
+_OTHERS = {
+    "gptj": ("gpt_neox", "one norm for attention and MLP, neighbours that rotate together, no biases in attention"),
+    "gpt_neo": ("gpt2", "windows in every second layer, attention logits without a factor"),
+    "gpt_bigcode": ("gpt2", "one head of keys and values for all queries (multi_query)"),
+    "opt": ("gpt2", "an offset before the learned positions, relu, a tokenizer's padding row"),
+    "bloom": ("gpt_neox", "ALiBi positions, a norm behind the embedding"),
+    "mpt": ("gpt2", "ALiBi positions, no biases"),
+    "falcon": ("gpt_neox", "one head of keys and values or a few (multi_query), no biases, ALiBi in some sizes"),
+    "phi": ("gpt_neox", "one norm for attention and MLP, a bias of the output layer"),
+    "stablelm": ("llama", "LayerNorm, a part of each head rotates; in some sizes biases, attention beside the MLP"),
+    "nemotron": ("llama", "LayerNorm with 1 + weight and bias, relu2 without a gate, a part of each head rotates"),
+    "gemma": ("gemma2", "no norms behind attention and MLP, no windows, no capped logits"),
+    "gemma4_text": ("gemma3_text", "heads of keys that differ between layers, embeddings of each layer"),
+    "gemma3n_text": ("gemma3_text", "embeddings of each layer, several residual streams, shared keys and values"),
+    "cohere": ("cohere2", "no windows, positions in all layers, in some sizes norms of queries and keys"),
+    "glm": ("glm4", "no norms behind attention and MLP"),
+    "helium": ("llama", "neighbours that rotate together"),
+    "ernie4_5": ("llama", "neighbours that rotate together"),
+    "arcee": ("llama", "relu2 without a gate"),
+    "llama4_text": ("llama", "experts, layers without positions, attention in chunks, norms of queries and keys"),
+    "mamba": ("llama", "no attention: a state space in its place"),
+}  # fmt: skip
+_SHOWN, _LONGEST = 6, 40
+
+
+def family_of(config: Config) -> str:
+    """The family of a config.json, by `model_type`. Raises CheckpointError for one that is not here, in a
+    line with the nearest and what differs from it."""
+    model_type, inner = config.get("model_type"), config.get("text_config")
+    if model_type in FAMILIES:
+        return str(model_type)
+    where = "config.json: text_config" if isinstance(inner, Mapping) else "config.json"
+    fields = inner if isinstance(inner, Mapping) else config
+    if not any(fields.get(name) for name in ("hidden_size", "n_embd", "d_model")):
+        known = ", ".join(FAMILIES)
+        raise CheckpointError(f"config.json: model_type: {model_type} is not supported; one of {known}")
+    nearest, differences = nearest_family(fields)
+    shown = ", ".join(differences[:_SHOWN])
+    more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    told = f"it differs in {shown}{more}" if differences else "no field differs, so the code of the models may"
+    raise CheckpointError(
+        f"config.json: model_type: {model_type} is not supported; nearest to {where} is {nearest.model_type} "
+        f"({nearest.title}): {told}"
+    )
+
+
+def nearest_family(config: Config) -> tuple[Family, list[str]]:
+    """The family that is nearest to a config.json of another, and in words what differs: of models that are
+    known, what they compute; else the fields that the family does not know, or does not take with these
+    values."""
+    model_type = str(config.get("model_type"))
+    if model_type in _OTHERS:
+        nearest, differs = _OTHERS[model_type]
+        return FAMILIES[nearest], [differs]
+    candidates = [(family, _not_said(family, config)) for family in FAMILIES.values()]
+    return min(candidates, key=lambda pair: len(pair[1]) - _alike(pair[0].model_type, model_type))
+
+
+def _alike(family: str, model_type: str) -> float:
+    """How many fields a likeness of names counts for."""
+    begins = model_type.startswith(family.removesuffix("_text"))
+    return 1.5 * (_stem(family) == _stem(model_type)) + begins
+
+
+def _stem(model_type: str) -> str:
+    return re.sub(r"[\d_].*", "", model_type)
+
+
+def _not_said(family: Family, config: Config) -> list[str]:
+    fields = {name: value for name, value in config.items() if not _is_neutral(name) and not _is_off(value)}
+    if fields.get("num_key_value_heads") == fields.get("num_attention_heads"):
+        fields.pop("num_key_value_heads", None)
+    known, problems = dict(family.to_config(small_model(family))), dict[str, str]()
+    try:
+        args = NeoXArgs.from_dict({**family.to_keys(config), "padded_vocab_size": 128}, "config.json")
+        written = family.to_config(args)
+        known |= written
+        for name, value in fields.items():
+            if name in written and name not in _ROTARY | _ACTIVATIONS and written[name] != value:
+                problems[name] = _field(name, value)
+    except (CheckpointError, ConfigError) as problem:
+        text = str(problem).splitlines()[0].removeprefix("config.json: ")
+        problems[text.partition(":")[0]] = text
+    names = {*known, *_ROTARY, "layer_types"}
+    unknown = [_field(name, value) for name, value in fields.items() if name not in names | problems.keys()]
+    wanted = {"hidden_size", "n_embd", "num_hidden_layers", "n_layer"} & known.keys()
+    lacking = [f"no {name}" for name in sorted(wanted) if name not in config]
+    return [*problems.values(), *unknown, *lacking]
+
+
+def _field(name: str, value: Any) -> str:
+    text = str(value)
+    return f"{name}: {text if len(text) <= _LONGEST else text[: _LONGEST - 3] + '...'}"
+
+
+def small_model(family: Family) -> NeoXArgs:
+    """A model of the family with its default configuration, for what that is and writes."""
+    return NeoXArgs.from_dict({**family.to_keys({"vocab_size": 128}), "padded_vocab_size": 128})
+
+
+def _is_neutral(name: str) -> bool:
+    return name in _NEUTRAL or any(part in name for part in _NEUTRAL_PARTS)
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ([], {}, "")

@@ -1,0 +1,64 @@
+"""The family of StarCoder 2: GPT's LayerNorm, biases and MLP without gate, with rotary positions and grouped
+queries."""
+
+from typing import Any
+
+from megatron.checkpointing.families.config_fields import (
+    get,
+    plain_activation,
+    plain_activation_keys,
+    rope_config,
+    rope_keys,
+    rope_of,
+    window_of,
+)
+from megatron.checkpointing.families.family import Config, Family, weight_and_bias
+from megatron.checkpointing.families.llama import common_config, rows_with
+from megatron.checkpointing.families.mistral import same_windows
+from megatron.neox_arguments import NeoXArgs
+
+_DEFAULTS = {
+    "hidden_size": 3072, "num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2,
+    "intermediate_size": 12288, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+_BLOCK = "model.layers.{}."
+ROWS = rows_with(
+    *weight_and_bias("input_layernorm", _BLOCK + "input_layernorm"),
+    *weight_and_bias("post_attention_layernorm", _BLOCK + "post_attention_layernorm"),
+    *weight_and_bias("mlp.linear1", _BLOCK + "mlp.c_fc"),
+    *weight_and_bias("mlp.linear2", _BLOCK + "mlp.c_proj"),
+    *weight_and_bias("norm", "model.norm"),
+)
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    config = {**_DEFAULTS, **config}
+    keys = same_windows({**config, "hidden_act": "silu"}, _DEFAULTS, config.get("sliding_window"))
+    del keys["rms_norm_epsilon"]
+    biases = get(config, "use_bias", True)
+    return {
+        **keys,
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **plain_activation_keys(config, "hidden_act", "gelu_pytorch_tanh"),
+        "norm": "layernorm",
+        "layernorm_epsilon": get(config, "norm_epsilon", 1e-5),
+        "use_bias_in_attn_linear": biases,
+        "use_bias_in_mlp": biases,
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args)}
+    del config["rms_norm_eps"], config["attention_bias"]
+    if args.head_dim * args.num_attention_heads == args.hidden_size:
+        del config["head_dim"]
+    return {
+        **config,
+        "hidden_act": plain_activation(args, "gelu_pytorch_tanh"),
+        "norm_epsilon": args.layernorm_epsilon,
+        "sliding_window": window_of(args),
+        "use_bias": args.use_bias_in_attn_linear,
+    }
+
+
+STARCODER2 = Family("starcoder2", "Starcoder2ForCausalLM", ROWS, _keys, _config, title="StarCoder 2")

@@ -1,0 +1,80 @@
+"""The families as a table for people: `tools/ckpts/families.py` prints it, docs/huggingface.md has it."""
+
+from dataclasses import dataclass
+
+from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families.multimodal import TEXT_TOWERS
+from megatron.checkpointing.families.registry import FAMILIES, small_model
+from megatron.model import block_specs
+from megatron.model.specs import AttentionSpec, has_one_norm, norm_kind
+from megatron.neox_arguments import NeoXArgs
+
+_NORMS = {
+    "layernorm": "LayerNorm", "rmsnorm": "RMSNorm", "non_parametric_layernorm": "LayerNorm without weights",
+}  # fmt: skip
+_PLACES = {"olmo3": "norms behind attention and MLP", "sandwich": "norms before and behind attention and MLP"}
+
+
+@dataclass(frozen=True)
+class FamilyRow:
+    """A family in words. title: what people call it. model_types, architectures: in config.json, also of
+    multimodal models whose language model it is. features: what its default configuration has beside
+    attention, an MLP and rotary positions. notes: `Family.notes`."""
+
+    title: str
+    model_types: tuple[str, ...]
+    architectures: tuple[str, ...]
+    features: tuple[str, ...]
+    notes: str
+
+
+def family_rows() -> list[FamilyRow]:
+    """All families in the order of their titles."""
+    rows = [_row(family) for family in FAMILIES.values()]
+    return sorted(rows, key=lambda row: row.title.lower())
+
+
+def _row(family: Family) -> FamilyRow:
+    whole = [name for name, texts in TEXT_TOWERS.items() if family.model_type in texts]
+    classes = [f"{name.capitalize()}ForConditionalGeneration" for name in whole]
+    return FamilyRow(
+        family.title, (family.model_type, *whole), (family.architecture, *classes), _features(small_model(family)),
+        family.notes,
+    )  # fmt: skip
+
+
+def _features(args: NeoXArgs) -> tuple[str, ...]:
+    mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
+    first, windows = mixers[0], {mixer.window is not None for mixer in mixers}
+    turned = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
+    scalings = {rotary.scaling["rope_type"] for rotary in turned if rotary.scaling is not None}
+    norm = _NORMS[norm_kind(args)] + (" (1 + w)" if args.zero_centered_gamma else "")
+    norm += " without bias" if args.norm == "layernorm" and not args.use_bias_in_norms else ""
+    said = {
+        norm: True,
+        _PLACES.get(args.norm_placement, ""): args.norm_placement in _PLACES,
+        f"attention beside the MLP{' behind one norm' if has_one_norm(args) else ''}": args.gpt_j_residual,
+        "MLP without gate": not args.is_gated,
+        args.activation: args.activation in ("xielu", "relu2"),
+        "grouped queries": first.kv_heads < first.heads,
+        "learned positions": args.pos_emb == "learned",
+        "layers without positions": args.pos_emb == "rotary" and len(turned) < len(mixers),
+        "a part of each head rotates": bool(turned) and turned[0].width < args.head_dim,
+        "neighbours rotate together": args.rotary_interleaved,
+        "two rotary bases": len({rotary.base for rotary in turned}) > 1,
+        " ".join(sorted(scalings)): bool(scalings),
+        "queries grow with position": any(
+            rotary.scaling is not None and rotary.scaling["llama_4_scaling_beta"] is not None for rotary in turned
+        ),
+        "windows in some layers": windows == {True, False},
+        "windows": windows == {True},
+        "norms of queries and keys": first.norms is not None,
+        "biases of queries, keys, values": first.bias and not first.output_bias,
+        "biases": first.output_bias,
+        "capped attention logits": first.softcap is not None,
+        "capped logits": args.final_logit_softcapping is not None,
+        "scaled embeddings": args.embedding_multiplier != 1.0,
+        "scaled logits": args.logit_scale != 1.0,
+        "tied head": not args.no_weight_tying,
+    }
+    return tuple(words for words, holds in said.items() if holds)

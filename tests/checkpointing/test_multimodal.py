@@ -1,0 +1,212 @@
+"""The language model out of a multimodal folder and back, with the rest carried along bit for bit."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron.checkpointing import CheckpointError, read_manifest
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, config, run_to_end
+
+VOCAB = 384
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 12, "intermediate_size": 48, "max_position_embeddings": 32,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+def gemma3() -> Any:
+    kinds = ["sliding_attention", "full_attention"]
+    text = transformers.Gemma3TextConfig(**_SIZES, sliding_window=5, layer_types=kinds)
+    return transformers.Gemma3ForConditionalGeneration(
+        transformers.Gemma3Config(text_config=text, vision_config=_VISION, mm_tokens_per_image=1)
+    )
+
+
+def ministral3() -> Any:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    text = transformers.Ministral3Config(**_SIZES, rope_parameters=rope)
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config=text, vision_config=transformers.PixtralVisionConfig(**_VISION), tie_word_embeddings=False
+        )
+    )
+
+
+def mistral() -> Any:
+    """As Mistral Small 3.1."""
+    text = transformers.MistralConfig(**_SIZES, sliding_window=None)
+    return transformers.Mistral3ForConditionalGeneration(
+        transformers.Mistral3Config(
+            text_config=text, vision_config=transformers.PixtralVisionConfig(**_VISION), tie_word_embeddings=False
+        )
+    )
+
+
+MODELS = {"gemma3": gemma3, "mistral3": ministral3, "mistral3 with mistral": mistral}
+
+
+def folder(path: Path, kind: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    torch.manual_seed(3)
+    model = MODELS[kind]().to(dtype).eval()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(path)
+    return path
+
+
+def without(values: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_there_and_back(kind: str, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", kind)
+    made, parity = import_hf(HFFolder(path), tmp_path / "run")
+    assert parity.difference <= parity.bound
+    args, _ = load_checkpoint_args(made)
+    export_hf(made, args, tmp_path / "back")
+    before, after = load_file(path / "model.safetensors"), load_file(tmp_path / "back" / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(name.startswith("vision_tower.") for name in before)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
+    text = export_hf(made, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
+    assert text is not None and text.difference <= text.bound
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    both: Any = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    tokens = torch.arange(5, 25).view(2, 10)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, both(input_ids=tokens).logits, rtol=0, atol=2e-5)
+
+
+def test_names_as_in_memory_and_other_dtypes(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "gemma3")
+    tensors = load_file(path / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.", "model.language_model.")
+        if name.startswith("language_model.") else f"model.{name}": value.clone()
+        for name, value in tensors.items()
+    }  # fmt: skip
+    odd = "model.multi_modal_projector.mm_soft_emb_norm.weight"
+    renamed[odd] = renamed[odd].float()
+    save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
+    made, _ = import_hf(HFFolder(path), tmp_path / "run")
+    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert after.keys() == renamed.keys()
+    assert all(after[name].dtype == value.dtype and after[name].equal(value) for name, value in renamed.items())
+
+
+def test_a_tied_head_that_is_in_the_file_is_none(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "gemma3")
+    tensors = load_file(path / "model.safetensors")
+    tensors["language_model.lm_head.weight"] = tensors["language_model.model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    made, _ = import_hf(HFFolder(path), tmp_path / "run")
+    assert not load_checkpoint_args(made)[0].no_weight_tying
+
+
+def test_carried_tensors_are_one_file_and_outlive_their_source(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "gemma3")
+    write = carried_writer(path, True)
+    assert write is not None
+    for name in ("a", "b", "c", "d"):
+        (tmp_path / name).mkdir()
+    first = write(tmp_path / "a" / CARRIED, "x")
+    shutil.rmtree(path)
+    assert write(tmp_path / "b" / CARRIED, "y") == replace(first, name="y")
+    assert (tmp_path / "a" / CARRIED).samefile(tmp_path / "b" / CARRIED)
+    content = (tmp_path / "a" / CARRIED).read_bytes()
+    again = carried_writer(tmp_path / "b", False)
+    assert again is not None
+    for name in ("a", "b"):
+        shutil.rmtree(tmp_path / name)
+    for name in ("c", "d"):  # no name of it is left: copies
+        assert again(tmp_path / name / CARRIED, "x") == first and (tmp_path / name / CARRIED).read_bytes() == content
+        shutil.rmtree(tmp_path / name)
+
+
+@pytest.mark.parametrize("imported", [True, False])
+def test_training_carries_the_rest(imported: bool, tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "gemma3", torch.float32)
+    source = import_hf(HFFolder(path), tmp_path / "run")[0].parent if imported else path
+    keys = {
+        name: value for name, value in _keys(path).items() if name not in ("padded_vocab_size", "seq_length")
+    }  # fmt: skip
+    values = config(keys, {
+        "save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2, "checkpoint_factor": 1,
+        "keep_last_n_checkpoints": 1, "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "save_hf": 2,
+    })  # fmt: skip
+    run_ranks(run_to_end, 1, values)
+    last = tmp_path / "trained" / "global_step2"
+    manifest = read_manifest(last)
+    assert manifest is not None and "huggingface/carried.safetensors" in manifest.files
+    before = load_file(path / "model.safetensors")
+    after = load_file(tmp_path / "trained" / "huggingface" / "global_step2" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert after[name].equal(value) == (not name.startswith("language_model.")), name
+    loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(  # type: ignore[misc]
+        tmp_path / "trained" / "huggingface" / "global_step2", output_loading_info=True
+    )
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def _keys(path: Path) -> dict[str, Any]:
+    from megatron.checkpointing.families import from_hf
+
+    found = HFFolder(path)
+    return from_hf(found.config, found.get)[0]
+
+
+def test_other_language_models_are_refused(tmp_path: Path) -> None:
+    path = folder(tmp_path / "model", "mistral3")
+    raw = json.loads((path / "config.json").read_text())
+    raw["text_config"]["model_type"] = "qwen2"
+    (path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="qwen2 is not supported in mistral3, only mistral, ministral3"):
+        HFFolder(path)
+
+
+def test_quantised_as_published(tmp_path: Path) -> None:
+    """Ministral 3's folders: FP8 with one scale a matrix in the language model alone, bf16 in all else."""
+    path = folder(tmp_path / "model", "mistral3")
+    tensors, packed = load_file(path / "model.safetensors"), {}
+    for name, value in tensors.items():
+        if not name.startswith("language_model.model.layers.") or value.dim() < 2:
+            packed[name] = value
+            continue
+        scale = value.float().abs().max() / 448
+        packed[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+        packed[name.replace(".weight", ".weight_scale_inv")] = scale.to(torch.bfloat16)
+        packed[name.replace(".weight", ".activation_scale")] = torch.tensor(1.0, dtype=torch.bfloat16)
+    save_file(packed, path / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((path / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    (path / "config.json").write_text(json.dumps(raw))
+    made, parity = import_hf(HFFolder(path), tmp_path / "run")
+    assert parity.difference <= parity.bound
+    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
+    after = load_file(tmp_path / "back" / "model.safetensors")
+    assert after.keys() == tensors.keys() and all(value.dtype == torch.bfloat16 for value in after.values())
+    for name, value in tensors.items():
+        close = name.startswith("language_model.model.layers.") and value.dim() == 2
+        torch.testing.assert_close(after[name], value, rtol=0.07 if close else 0, atol=1e-3 if close else 0)
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())

@@ -1,0 +1,47 @@
+"""Print the HuggingFace families that are read and written, with what each has beside attention and an MLP.
+
+python tools/ckpts/families.py              # all, a line each
+python tools/ckpts/families.py gemma2       # one, with all that is known of it
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_type", nargs="*", help="of config.json, or how the name of a family begins; none: all")
+    options = parser.parse_args(argv)
+    from megatron.checkpointing.families.table import family_rows
+
+    rows = family_rows()
+    known = {name: row for row in rows for name in row.model_types}
+    known |= {word: row for word in options.model_type for row in rows if row.title.lower().startswith(word.lower())}
+    unknown = [name for name in options.model_type if name not in known]
+    if unknown:
+        sys.exit(f"families.py: error: {unknown[0]}: no family; one of {', '.join(sorted(known))}")
+    for name in options.model_type:
+        row = known[name]
+        print(f"{row.title}\n  model_type     {', '.join(row.model_types)}")
+        print(f"  architectures  {', '.join(row.architectures)}")
+        print("  features       " + "\n                 ".join(row.features))
+        if row.notes:
+            print(f"  note           {row.notes}")
+    if not options.model_type:
+        width = max(len(row.title) for row in rows)
+        types = max(len(", ".join(row.model_types)) for row in rows)
+        for row in rows:
+            print(f"{row.title:<{width}}  {', '.join(row.model_types):<{types}}  {', '.join(row.features)}")
+    try:
+        print(f"transformers {version('transformers')} is installed; docs/huggingface.md names the one tested against")
+    except PackageNotFoundError:
+        print("transformers is not installed; docs/huggingface.md names the version tested against")
+
+
+if __name__ == "__main__":
+    main()

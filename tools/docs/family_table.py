@@ -1,0 +1,45 @@
+"""Writes the table of HuggingFace families in docs/huggingface.md; --check: is it stale?"""
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron.checkpointing.families.table import FamilyRow, family_rows  # noqa: E402
+from tools.docs.generated_page import write_or_check  # noqa: E402
+
+BEGIN = "<!-- families: made by tools/docs/family_table.py; do not edit -->\n"
+END = "<!-- end -->\n"
+
+
+def table() -> str:
+    """A row for each family, and the version of transformers that tests compare with."""
+    pinned = re.search(r"^transformers==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.M)
+    assert pinned is not None
+    head = [
+        "| family | `model_type` | architectures | its default configuration has | options, notes |",
+        "|---|---|---|---|---|",
+    ]
+    tested = f"\nTested against transformers {pinned[1]}, logits, three steps of AdamW and greedy text of each.\n"
+    return "\n".join([*head, *map(_line, family_rows())]) + "\n" + tested
+
+
+def _line(row: FamilyRow) -> str:
+    types, classes = (", ".join(f"`{name}`" for name in names) for names in (row.model_types, row.architectures))
+    return f"| {row.title} | {types} | {classes} | {', '.join(row.features)} | {row.notes} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
+    options = parser.parse_args()
+    return write_or_check(
+        ROOT / "docs" / "huggingface.md", {BEGIN: table()}, END, "tools/docs/family_table.py", options.check
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
