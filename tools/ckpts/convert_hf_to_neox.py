@@ -82,9 +82,7 @@ def convert(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **how).items()})
         return
-    path, parity = import_hf(
-        folder, output, save_tokenizer=options.save_tokenizer, each=progress_then_check, **how
-    )
+    path, parity = import_hf(folder, output, save_tokenizer=options.save_tokenizer, each=progress_then_check, **how)
     names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")
     if options.names == "te":

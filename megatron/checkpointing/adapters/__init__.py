@@ -8,6 +8,7 @@ from megatron.checkpointing.adapters.base import (
     BaseWeights,
     base_record,
     checkpoint_folder,
+    family_below,
     known_digests,
     open_base,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "base_record",
     "check_base",
     "check_peft_names",
+    "family_below",
     "checkpoint_folder",
     "compare_merged",
     "compare_with_peft",

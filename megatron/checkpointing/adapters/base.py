@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
+from megatron.checkpointing.families import FAMILIES, from_hf, text_config
+from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
+from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, find_hf, has_hf_score, is_hf, read_json
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
@@ -57,6 +58,19 @@ def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
     folder = Path(path)
     alone = iteration is None and is_tag(folder.name) and not (folder / LATEST).exists()
     return folder if alone and folder.is_dir() else find_checkpoint(folder, iteration)
+
+
+def family_below(path: str | Path | None) -> str | None:
+    """The family of the weights below adapters by the config.json that came with them; None where they came
+    without one, or cannot be had. path: a checkpoint, or a HuggingFace folder or name on the Hub."""
+    if path is None:
+        return None
+    try:
+        folder = find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER
+        model_type = text_config(read_json(folder / CONFIG)).get("model_type")
+    except CheckpointError:
+        return None
+    return model_type if model_type in FAMILIES else None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.adapters.base import BaseWeights, checkpoint_folder
+from megatron.checkpointing.adapters.base import BaseWeights, checkpoint_folder, family_below
 from megatron.checkpointing.adapters.merging import some_tokens, unmerged_logits
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
@@ -64,14 +64,14 @@ def export_peft(
     """Write adapters as the folder `output` in peft's format, with the tokenizer of the run.
 
     base: the name of the model below, which peft loads; None: as the checkpoint says. family: as of
-    `hf_config`. dtype: of what is written; None: as it is stored. notes: further files by name. An earlier
-    one is replaced. Raises CheckpointError.
-    """
+    `hf_config`; None: that of the model below. dtype: of what is written; None: as it is stored. notes:
+    further files by name. An earlier one is replaced. Raises CheckpointError."""
     output = Path(output).resolve()
     layers = sorted(adapter_params(source.args))
     recorded = None if source.manifest is None else source.manifest.base
     # One that holds both began with the weights that `load` names.
-    named = base or base_name(source.args.load if recorded is None else recorded["path"])
+    below = source.args.load if recorded is None else recorded["path"]
+    named, family = base or base_name(below), family or family_below(below)
     kinds = {value.dtype for value in source.read(2).values()}
     files, vocab = _companions(source)
     temporary = begin_folder(output, sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()))

@@ -12,8 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.adapters.peft_names import PREFIX, PeftTensor, family_of_adapters, peft_tensors
+from megatron.checkpointing.adapters.peft_names import (
+    PREFIX,
+    PeftTensor,
+    family_of_adapters,
+    family_of_modules,
+    peft_tensors,
+    short_name,
+    target_of,
+)
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.folder import SafetensorsFile, read_json, write_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.adapters import copied_modules
@@ -24,6 +33,7 @@ CAUSAL, SCORES = "CAUSAL_LM", "SEQ_CLS"
 _READ = {
     "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "task_type",
     "base_model_name_or_path", "peft_type",
+    "fan_in_fan_out",  # follows from the modules: GPT-2's weights are stored transposed, its adapters are not
 }  # fmt: skip
 _SILENT = {
     "auto_mapping", "inference_mode", "revision", "peft_version", "megatron_core", "qalora_group_size",
@@ -37,7 +47,6 @@ _HINTS = {
     "alpha_pattern": "each layer would have an alpha of its own",
     "layers_to_transform": "all layers have adapters here",
     "bias": "biases stay as they are here",
-    "fan_in_fan_out": "it is of weights that are stored transposed, as GPT-2's",
 }
 _SHOWN = 4
 
@@ -94,9 +103,9 @@ class PeftFolder:
         return [name.removeprefix(PREFIX).removesuffix(end) for name in self._stored if name.endswith(end)]
 
     @cached_property
-    def targets(self) -> tuple[str, ...]:
-        """The last parts of the names of the modules that have adapters."""
-        return tuple(sorted({name.rpartition(".")[2] for name in self._names(".lora_A.weight")}))
+    def modules(self) -> tuple[str, ...]:
+        """The names of the modules that have adapters."""
+        return tuple(self._names(".lora_A.weight"))
 
     @cached_property
     def copies(self) -> Mapping[str, int]:
@@ -115,7 +124,7 @@ class PeftFolder:
 
     def args_over(self, base: NeoXArgs) -> NeoXArgs:
         """The configuration of a base model with these adapters. Raises CheckpointError."""
-        if not self.targets:
+        if not self.modules:
             raise CheckpointError(f"{self.path}: holds no adapter of a linear layer (lora_A)")
         heads = set(self.copies) - {"score"}
         if not base.no_weight_tying and not base.score_head:
@@ -125,7 +134,7 @@ class PeftFolder:
         lora = {
             "r": given["r"], "alpha": given["lora_alpha"], "dropout": given.get("lora_dropout") or 0.0,
             "rslora": bool(given.get("use_rslora")), "dora": bool(given.get("use_dora")),
-            "target": list(self.targets),
+            "target": sorted({target_of(base, family_of_modules(base, self.modules), name) for name in self.modules}),
             "modules_to_save": sorted({"embed_out": "lm_head"}.get(name, name) for name in heads) or None,
         }  # fmt: skip
         try:
@@ -140,7 +149,7 @@ class PeftFolder:
         Copies of the vocabulary are padded with the mean of their rows. Raises CheckpointError that names
         every missing or unknown tensor and wrong shape.
         """
-        tensors = peft_tensors(args, family_of_adapters(args))
+        tensors = peft_tensors(args, family_of_modules(args, self.modules))
         self._check_tensors(args, tensors)
         by_layer: dict[int, list[PeftTensor]] = {}
         for tensor in tensors:
@@ -150,7 +159,7 @@ class PeftFolder:
     def _read(self, tensor: PeftTensor) -> Tensor:
         there = [key for key in tensor.keys if key in self._stored]
         whole = self.file.get(self._stored[there[0]]).clone()
-        return _padded(whole, tensor.spec.shape[0]) if tensor.vocabulary else whole
+        return _padded(whole, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(whole)
 
     def _check_tensors(self, args: NeoXArgs, tensors: Iterable[PeftTensor]) -> None:
         problems, unknown = [], set(self._stored)
@@ -195,11 +204,12 @@ def _padded(whole: Tensor, rows: int) -> Tensor:
     return torch.cat([whole, mean.expand(rows - len(whole), -1)])
 
 
-def peft_config(args: NeoXArgs, tensors: Iterable[PeftTensor], base: str | None) -> dict[str, Any]:
+def peft_config(args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], base: str | None) -> dict[str, Any]:
     """adapter_config.json of the adapters of a model. base: the name of the model below."""
     assert args.lora is not None
     lora, keys = args.lora, [key.removeprefix(PREFIX) for tensor in tensors for key in tensor.keys]
-    modules = [key.removesuffix(".lora_A.weight").rpartition(".")[2] for key in keys if key.endswith(".lora_A.weight")]
+    named = [key.removesuffix(".lora_A.weight") for key in keys if key.endswith(".lora_A.weight")]
+    modules = [short_name(family, module) for module in named]
     copies = [key.split(".")[-2] for key in keys if ".lora_" not in key]
     alpha = float(lora["alpha"])
     return {
@@ -215,7 +225,7 @@ def peft_config(args: NeoXArgs, tensors: Iterable[PeftTensor], base: str | None)
         "use_rslora": lora["rslora"],
         "use_dora": lora["dora"],
         "bias": "none",
-        "fan_in_fan_out": False,
+        "fan_in_fan_out": any(row.transposed for row in family.rows),
         "init_lora_weights": True,
         "modules_to_save": list(dict.fromkeys(copies)) or None,
         # The embedding that is the head too stays so.
@@ -239,7 +249,8 @@ def write_peft(
     of `family_of_adapters`. base: the name of the model below. vocab_size: rows that copies of the vocabulary
     keep; None: all. Raises CheckpointError.
     """
-    tensors = peft_tensors(args, family_of_adapters(args, family))
+    its_family = family_of_adapters(args, family)
+    tensors = peft_tensors(args, its_family)
     by_name = {(tensor.layer, tensor.spec.name): tensor for tensor in tensors}
     shapes = {
         key: tuple(part.shape)
@@ -254,7 +265,7 @@ def write_peft(
 
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     write_weights(folder, shapes, dtype, each(), limit=size + 1, whole=WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(peft_config(args, tensors, base), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(peft_config(args, its_family, tensors, base), indent=2) + "\n")
 
 
 def _parts(tensor: PeftTensor, whole: Tensor, vocab_size: int | None) -> Iterator[tuple[str, Tensor]]:

@@ -1,12 +1,13 @@
 """The tensors of peft's adapters by the names of HuggingFace's modules, from the tables of the families."""
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, hf_config
+from megatron.checkpointing.families import FAMILIES, fitting_families, hf_config
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
@@ -15,6 +16,11 @@ from megatron.neox_arguments import NeoXArgs
 
 PREFIX = "base_model.model."
 _WEIGHT = ".weight"
+# The linears of a block, and the adapter of all rows of each.
+_WHOLE = {
+    "attention.query_key_value.weight": "query_key_value", "attention.dense.weight": "dense",
+    "mlp.linear1.weight": "gate_up_proj", "mlp.linear2.weight": "dense_4h_to_h",
+}  # fmt: skip
 # What of an adapter is called otherwise in peft's files.
 _PARTS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude_vector": "lora_magnitude_vector"}
 _COPIES = {"word_embeddings.modules_to_save": "word_embeddings", "final_linear.modules_to_save": "final_linear"}
@@ -27,13 +33,14 @@ class PeftTensor:
     """A parameter of ours and the tensors that peft has for it.
 
     layer: its NeoX index. keys: their names in peft's file. split: what the whole parameter is in them, in
-    their order. vocabulary: rows are tokens.
+    their order; join: its inverse, of one that has a name. vocabulary: rows are tokens.
     """
 
     layer: int
     spec: ParamSpec
     keys: tuple[str, ...]
     split: Callable[[Tensor], tuple[Tensor, ...]]
+    join: Callable[[Tensor], Tensor] = lambda value: value
     vocabulary: bool = False
 
 
@@ -43,9 +50,54 @@ def family_of_adapters(args: NeoXArgs, family: str | None = None) -> Family:
     return FAMILIES[hf_config(args.replace(lora=None), family=family)["model_type"]]
 
 
-def check_peft_names(args: NeoXArgs) -> None:
-    """Raise CheckpointError for adapters that peft's format cannot have."""
-    peft_tensors(args, family_of_adapters(args))
+def check_peft_names(args: NeoXArgs, family: str | None = None) -> None:
+    """Raise CheckpointError for adapters that peft's format cannot have. family: as of
+    `family_of_adapters`."""
+    peft_tensors(args, family_of_adapters(args, family))
+
+
+def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
+    """The family among those that compute what `args` says which has modules of these names (without
+    `PREFIX`); the first of them where none has all."""
+    fitting = fitting_families(args.replace(lora=None))
+    for family in fitting:
+        if all(_row_of(family, module) is not None for module in modules):
+            return family
+    return fitting[0] if fitting else family_of_adapters(args)
+
+
+def target_of(args: NeoXArgs, family: Family, module: str) -> str:
+    """What `lora.target` calls a module of the family: its own name where the linear here holds several of
+    its kind, else that of the whole linear."""
+    row = _row_of(family, module)
+    if row is None or len(row.theirs) > 1 or row.ours not in _WHOLE:
+        return module.rpartition(".")[2]
+    if row.ours == "mlp.linear1.weight" and not args.is_gated:
+        return "dense_h_to_4h"
+    return _WHOLE[row.ours]
+
+
+def _own_targets(family: Family) -> list[str]:
+    """All targets of which the family has modules."""
+    rows = [row for row in family.rows if row.ours in _WHOLE]
+    return [name for row in rows for name in (map(_last, row.theirs) if len(row.theirs) > 1 else [_WHOLE[row.ours]])]
+
+
+def short_name(family: Family, module: str) -> str:
+    """How peft's target_modules name a module: by its last part, or by two where another linear has that."""
+    last = module.rpartition(".")[2]
+    sharing = [row for row in family.rows if row.ours in _WHOLE and _last(row.theirs[0]) == last]
+    return ".".join(module.split(".")[-2:]) if len(sharing) > 1 else last
+
+
+def _last(name: str) -> str:
+    return name.removesuffix(_WEIGHT).rpartition(".")[2]
+
+
+def _row_of(family: Family, module: str) -> TensorMapping | None:
+    """The mapping of the weight of a module, by its name."""
+    general = re.sub(r"\.\d+\.", ".{}.", f"{module}{_WEIGHT}", count=1)
+    return next((row for row in family.rows if general in row.theirs), None)
 
 
 def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
@@ -80,16 +132,19 @@ def _of_linear(
     family: Family,
 ) -> PeftTensor:
     modules = _modules(row, layer)
-    if whole and len(modules) > 1:  # one A for all their rows: each has it, and its own rows of B
-        cut = _repeated(len(modules)) if part == "lora_A" else lambda rows: row.transform.split(rows, attention)
-        return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), cut)
-    if not whole:
-        modules = [module for module in modules if module.endswith(f".{name}")]
+    if whole:  # one A for all rows: each module has it, and its own rows of B
+        keys = _keys(modules, _PARTS[part])
+        if part == "lora_A":
+            return PeftTensor(layer, spec, keys, _repeated(len(modules)))
+        join, split = row.transform.join, row.transform.split
+        return PeftTensor(layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention))
+    modules = [module for module in modules if module.endswith(f".{name}")]
     if not modules:
         own = row.theirs[0].removesuffix(_WEIGHT).rpartition(".")[2]
         raise CheckpointError(
             f"{name}: {family.model_type} has no such module, of which peft could have an adapter, but {own} for all "
-            "of its rows; merge it into the weights (tools/ckpts/adapter.py merge)"
+            f"of its rows; write lora.target: [{', '.join(_own_targets(family))}], or some of these, or merge the "
+            "adapter into the weights (tools/ckpts/adapter.py merge)"
         )
     return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1))
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,10 @@ from megatron.checkpointing import (
     write_bytes,
     zero_file,
 )
-from megatron.checkpointing.adapters import check_peft_names, export_peft, open_adapter
+from megatron.checkpointing.adapters import check_peft_names, export_peft, family_below, open_adapter
 from megatron.checkpointing.families import hf_config
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, export_hf, read_companion_files
+from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.layout import LOGITS, is_optimizer_file
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint, keep_manifest_only
@@ -98,9 +100,11 @@ class CheckpointWriter:
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
+        self.carried_tensors = None if folder is None else carried_writer(folder, source.is_hf)
         if args.save_hf is not None or args.save_best is not None or args.push_to_hub:
             # Raises for a model that HuggingFace does not have, or adapters that peft has not.
-            on_rank_zero(groups, lambda: hf_config(args) if args.lora is None else check_peft_names(args))
+            check = hf_config if args.lora is None else partial(check_peft_names, family=family_below(args.load))
+            on_rank_zero(groups, lambda: check(args))
         self.saved_at: int | None = None
         self._lock: Any = None
         self._said: set[str] = set()
@@ -396,6 +400,8 @@ class CheckpointWriter:
                 yield f"tokenizer/{name}", content
             for name, content in self.carried.items():
                 yield f"{HF_SUBFOLDER}/{name}", content
+            if self.carried_tensors is not None:
+                yield f"{HF_SUBFOLDER}/{CARRIED}", self.carried_tensors
 
     def _write(self, path: Path, states: Iterator[tuple[str, Any]]) -> list[FileRecord]:
         """Raises CheckpointError, but only when all states are taken: other ranks gather with this one."""
@@ -409,6 +415,8 @@ class CheckpointWriter:
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 if isinstance(state, bytes):
                     records.append(write_bytes(state, path / name, name))
+                elif callable(state):
+                    records.append(state(path / name, name))
                 else:
                     records.append(save_tensors(state, path / name))
                 if self._store is not None:
