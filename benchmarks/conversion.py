@@ -144,12 +144,12 @@ def run(command: str, source: Path, *argv: str) -> dict[str, dict[str, float]]:
         sys.exit("\n".join(lines))
     marks = [(line.split()[1], float(line.split()[2])) for line in lines if line.startswith("phase ")]
     base = [sample for sample in samples if sample[0] <= marks[0][1]][-1]
-    found: dict[str, dict[str, float]] = {}
+    phases: dict[str, dict[str, float]] = {}
     for (name, begin), (_, end) in zip(marks, marks[1:], strict=False):
         within = [sample for sample in samples if begin <= sample[0] <= end] or [base]
         needed, resident = (max(sample[at] for sample in within) for at in (1, 2))
-        found[name] = {"seconds": end - begin, "needed": needed - base[1], "resident": resident - base[3]}
-    return found
+        phases[name] = {"seconds": end - begin, "needed": needed - base[1], "resident": resident - base[3]}
+    return phases
 
 
 def _memory(pid: int) -> tuple[int, int, int]:
@@ -172,10 +172,10 @@ def measure(folder: Path, tp: int) -> dict[str, Any]:
     hf, neox, back = (folder / name for name in ("hf", "neox", "back"))
     for made in (neox, back):
         shutil.rmtree(made, ignore_errors=True)
-    found: dict[str, Any] = {"copy": copy(hf, folder / "copy")}
-    found["there"] = run(WAYS["there"], hf, "--hf-model", str(hf), "--output-dir", str(neox), "--tp", str(tp))
-    found["back"] = run(WAYS["back"], neox, "--input_dir", str(neox), "--output_dir", str(back))
-    return found
+    measured: dict[str, Any] = {"copy": copy(hf, folder / "copy")}
+    measured["there"] = run(WAYS["there"], hf, "--hf-model", str(hf), "--output-dir", str(neox), "--tp", str(tp))
+    measured["back"] = run(WAYS["back"], neox, "--input_dir", str(neox), "--output_dir", str(back))
+    return measured
 
 
 def main() -> None:
@@ -203,20 +203,20 @@ def main() -> None:
         shard = max(file.stat().st_size for file in files)
     finally:
         shutil.rmtree(folder)
-    found = {"bytes": size, "largest_layer": largest, "largest_shard": shard, "same": same, "rounds": rounds}
+    summary = {"bytes": size, "largest_layer": largest, "largest_shard": shard, "same": same, "rounds": rounds}
     if options.json:
-        print(json.dumps(found))
+        print(json.dumps(summary))
         return
     print(f"{size / 1e9:.2f} GB ({options.precision}, {layers} layers, the largest {largest / 1e6:.0f} MB), "
           f"{len(files)} shards, the largest {shard / 1e6:.0f} MB")  # fmt: skip
-    copies = [found["copy"] for found in rounds]
+    copies = [one["copy"] for one in rounds]
     print(f"copy, synced       {median(copies):6.1f} s  ({min(copies):.1f} to {max(copies):.1f})")
     for way, name in (("there", "HF -> checkpoint"), ("back", "checkpoint -> HF")):
         for phase in ("convert", "check"):
-            rows = [found[way][phase] for found in rounds]
+            rows = [one[way][phase] for one in rounds]
             seconds = [row["seconds"] for row in rows]
             if phase == "convert":  # to publish is a part of it, but what the check leaves in memory is not
-                seconds = [took + found[way]["publish"]["seconds"] for took, found in zip(seconds, rounds, strict=True)]
+                seconds = [took + one[way]["publish"]["seconds"] for took, one in zip(seconds, rounds, strict=True)]
             needed, resident = (max(row[key] for row in rows) for key in ("needed", "resident"))
             ratios = [took / base for took, base in zip(seconds, copies, strict=True)]
             title = name if phase == "convert" else "  its check"

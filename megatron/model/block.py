@@ -150,7 +150,8 @@ class Block(nn.Module):
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
     def _added(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """What is added to the residual stream of an output `x`."""
+        """The output of a mixer or feed-forward as the residual stream gets it: after dropout, times the
+        multiplier."""
         x = x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
         return x if self.multiplier == 1.0 else x * self.multiplier
 

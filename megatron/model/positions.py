@@ -36,8 +36,8 @@ def _frequencies(dim: int, base: float | Tensor, device: torch.device | None = N
 def rope_length_limit(args: NeoXArgs) -> int | None:
     """The length of a text beyond which its rotary frequencies are other ones: for each length (dynamic NTK),
     or the same for all that are longer (LongRoPE). None where they never depend on it."""
-    scaling = args.rope_scaling if args.pos_emb == "rotary" else None
-    if scaling is None or scaling["rope_type"] not in ("dynamic", "longrope"):
+    scaling = args.rope_scaling
+    if scaling is None or not args.rotates_by_length:
         return None
     return scaling["original_max_position_embeddings"] or args.max_position_embeddings
 

@@ -112,6 +112,12 @@ class ResolvedArgs(
         return ffn_width(self)
 
     @property
+    def rotates_by_length(self) -> bool:
+        """Whether rotary frequencies depend on how long a text is."""
+        scaling = self.rope_scaling if self.pos_emb == "rotary" else None
+        return scaling is not None and scaling["rope_type"] in ("dynamic", "longrope")
+
+    @property
     def kv_heads(self) -> int | tuple[int, ...]:
         """The number of key-value heads, a tuple with one for each layer where they differ."""
         return self.num_kv_heads or self.num_attention_heads

@@ -58,10 +58,8 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args)}
+    config = {**common_config(args, head_dim=False), **rope_config(args)}
     del config["rms_norm_eps"]
-    if args.head_dim * args.num_attention_heads == args.hidden_size:
-        del config["head_dim"]
     return {
         **config,
         "layer_norm_eps": args.layernorm_epsilon,

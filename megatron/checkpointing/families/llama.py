@@ -82,12 +82,14 @@ def common_keys(config: Config, defaults: Config, act: str = "hidden_act") -> di
     }
 
 
-def common_config(args: NeoXArgs) -> dict[str, Any]:
-    """The inverse of `common_keys`."""
+def common_config(args: NeoXArgs, *, head_dim: bool = True) -> dict[str, Any]:
+    """The inverse of `common_keys`. head_dim: false for a family whose class has no such field, but takes
+    one; it is left out where it says nothing."""
+    usual = args.head_dim * args.num_attention_heads == args.hidden_size
     return {
         **size_config(args),
         "num_key_value_heads": args.kv_heads,
-        "head_dim": args.head_dim,
+        **({"head_dim": args.head_dim} if head_dim or not usual else {}),
         "hidden_act": first_name(GATES, args.activation) or "silu",
         "rms_norm_eps": args.rms_norm_epsilon,
         "attention_bias": args.use_bias_in_attn_linear,

@@ -83,10 +83,8 @@ def _olmo1_keys(config: Config) -> dict[str, Any]:
 
 
 def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args), "clip_qkv": args.clip_qkv}
+    config = {**common_config(args, head_dim=False), **rope_config(args), "clip_qkv": args.clip_qkv}
     del config["rms_norm_eps"]
-    if args.head_dim * args.num_attention_heads == args.hidden_size:
-        del config["head_dim"]
     return config
 
 

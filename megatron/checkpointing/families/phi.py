@@ -34,10 +34,12 @@ def _keys(config: Config) -> dict[str, Any]:
 
 
 def _config(args: NeoXArgs) -> dict[str, Any]:
-    config = {**common_config(args), **rope_config(args, partial=True), "sliding_window": window_of(args)}
+    config = {
+        **common_config(args, head_dim=False),
+        **rope_config(args, partial=True),
+        "sliding_window": window_of(args),
+    }
     del config["attention_bias"]
-    if args.head_dim * args.num_attention_heads == args.hidden_size:
-        del config["head_dim"]
     scaling = config["rope_scaling"] or {}
     if scaling.get("rope_type") != "longrope":
         return {**config, _ORIGINAL: args.max_position_embeddings}

@@ -101,7 +101,7 @@ class _Export:
         return {} if self.carried is None else dict(self.carried.shapes)
 
     def name(self, name: str) -> str:
-        """What a tensor of the language model is called in the folder."""
+        """The name that a tensor of the language model has in the folder."""
         return name if self.carried is None else stored_name(name, self.carried.shapes)
 
     def with_carried(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -17,10 +17,10 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
         _pairs(args, problems)
     if args.train_impl == "rm" and not args.score_head:
         problems.add("score_head", f"train_impl {args.cite('train_impl')} trains scores; remove it")
-    scaling = args.rope_scaling
-    if args.prefix_sharing is True and scaling is not None and scaling["rope_type"] in ("dynamic", "longrope"):
-        problems.add("prefix_sharing", f"{scaling['rope_type']} rotates by the length of a text, and answers to a "
-            "prompt differ in theirs; set auto, or false")  # fmt: skip
+    if args.prefix_sharing is True and args.rotates_by_length and args.rope_scaling is not None:
+        kind = args.rope_scaling["rope_type"]
+        problems.add("prefix_sharing", f"{kind} rotates by the length of a text, and answers to a prompt differ in "
+                     "theirs; set auto, or false")  # fmt: skip
     if args.prefix_sharing is True and args.pack_impl != "best_fit":
         problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
                                        f"{args.cite('pack_impl')})")  # fmt: skip

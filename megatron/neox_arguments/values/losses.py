@@ -67,8 +67,8 @@ def least_prefix_saving(args: ResolvedArgs) -> float | None:
     if not args.prefix_sharing or sample_kind(args) != "pairs" or args.pack_impl != "best_fit" or args.compat_pack_impl:
         return None
     if args.prefix_sharing == "auto":
-        lengths_matter = args.rope_scaling is not None and args.rope_scaling["rope_type"] in ("dynamic", "longrope")
-        return None if args.hidden_dropout or args.attention_dropout or lengths_matter else _SAVING_THAT_PAYS
+        unlike = args.hidden_dropout or args.attention_dropout or args.rotates_by_length
+        return None if unlike else _SAVING_THAT_PAYS
     return 0.0
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,14 @@ class CheckpointWriter:
         folder = None if source.path is None else source.path if source.is_hf else source.path / HF_SUBFOLDER
         # What an imported model brought goes on with it, and out again when it is exported.
         self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
-        self.carried_tensors = None if folder is None else carried_writer(folder, source.is_hf)
+        writes = folder is not None and groups.world_rank == 0
+        self.carried_tensors = carried_writer(folder, source.is_hf) if writes and folder is not None else None
         if args.save_hf is not None or args.save_best is not None or args.push_to_hub:
             # Raises for a model that HuggingFace does not have, or adapters that peft has not.
-            check = hf_config if args.lora is None else partial(check_peft_names, family=family_below(args.load))
-            on_rank_zero(groups, lambda: check(args))
+            on_rank_zero(
+                groups,
+                lambda: hf_config(args) if args.lora is None else check_peft_names(args, family_below(args.load)),
+            )
         self.saved_at: int | None = None
         self._lock: Any = None
         self._said: set[str] = set()
