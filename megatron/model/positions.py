@@ -107,8 +107,10 @@ def _yarn(frequencies: Tensor, scaling: Mapping[str, Any], trained: int, dim: in
     def dimension(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    first = max(math.floor(dimension(scaling["beta_fast"] or 32)), 0)
-    last = min(math.ceil(dimension(scaling["beta_slow"] or 1)), dim - 1)
+    first, last = dimension(scaling["beta_fast"] or 32), dimension(scaling["beta_slow"] or 1)
+    if scaling["truncate"] is not False:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, dim - 1)
     steps = torch.arange(dim // 2, dtype=torch.float32, device=frequencies.device)
     kept = 1 - ((steps - first) / (last - first or 0.001)).clamp(0, 1)
     stretched = 1.0 / (scaling["factor"] * base ** (2 * steps / dim))

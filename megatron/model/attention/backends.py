@@ -50,7 +50,8 @@ class AttentionOptions(NamedTuple):
     that the mask shows.
     dropout_p: dropout of attention probabilities, whose mask is a function of `seed` alone.
     scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c)
-    before masks are added; None: they stay.
+    before masks are added; None: they stay. sinks: `[heads]`, a logit that joins each query's, and whose
+    probability is given to no value; None: there is none.
     """
 
     cache: LayerCache | None = None
@@ -58,6 +59,7 @@ class AttentionOptions(NamedTuple):
     seed: Tensor | None = None
     scale: float | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -65,15 +67,17 @@ class AttentionBackend:
     """One way to compute attention; name: the value of `attention_backend` that asks for it.
 
     needs_gpu: it runs on GPUs alone. by_name_only: it runs only where its name is asked for. plans_shapes:
-    its first call of every shape takes long. caps_logits: it knows `AttentionOptions.softcap`. form: what of
-    `AttentionInputs` tells it which keys are seen, where neither a mask nor plain causality does. A new
-    backend is a subclass in a file here and a line in `neox_arguments.keys.attention.ATTENTION_BACKENDS`."""
+    its first call of every shape takes long. caps_logits: it knows `AttentionOptions.softcap`. has_sinks: it
+    knows `AttentionOptions.sinks`. form: what of `AttentionInputs` tells it which keys are seen, where
+    neither a mask nor plain causality does. A new backend is a subclass in a file here and a line in
+    `neox_arguments.keys.attention.ATTENTION_BACKENDS`."""
 
     name: str
     needs_gpu: ClassVar[bool] = False
     by_name_only: ClassVar[bool] = False
     plans_shapes: ClassVar[bool] = False
     caps_logits: ClassVar[bool] = False
+    has_sinks: ClassVar[bool] = False
     form: ClassVar[Literal["cu_seqlens", "blocks"]] = "cu_seqlens"
 
     def missing(self) -> str | None:
@@ -105,6 +109,8 @@ class AttentionBackend:
         spec, training = call.spec, call.queries == call.keys
         if spec.softcap is not None and not self.caps_logits:
             return "it does not cap logits (attn_logit_softcapping)"
+        if spec.sinks and not self.has_sinks:
+            return "it has no attention sinks (attention_sinks)"
         kv_heads = min(spec.kv_heads, 2)
         heads = kv_heads * spec.heads // spec.kv_heads
         shapes = (call.queries, 2, heads), (call.keys, 2, kv_heads), (call.keys, 2, kv_heads)
@@ -132,7 +138,8 @@ class AttentionBackend:
             warnings.simplefilter("always")
             try:
                 p = spec.dropout if call.dropping else 0.0
-                options = AttentionOptions(dropout_p=p, seed=seed_tensor(0), softcap=spec.softcap)
+                sinks = zeros(heads) if spec.sinks else None
+                options = AttentionOptions(dropout_p=p, seed=seed_tensor(0), softcap=spec.softcap, sinks=sinks)
                 out = self.run(q, k, v, inputs, options)
                 if training:
                     out.sum().backward()
@@ -165,8 +172,8 @@ class Sdpa(AttentionBackend):
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, inputs: AttentionInputs, options: AttentionOptions) -> Tensor:
         sdpa: Callable[..., Tensor] = F.scaled_dot_product_attention
-        if options.softcap is not None:
-            sdpa = partial(_capped_attention, softcap=options.softcap)
+        if options.softcap is not None or options.sinks is not None:
+            sdpa = partial(_attention_by_formula, softcap=options.softcap, sinks=options.sinks)
         sdpa = partial(sdpa, enable_gqa=k.shape[2] != q.shape[2], scale=options.scale)
         mask, p = inputs.mask, options.dropout_p
         if mask is not None and mask.is_floating_point():
@@ -205,7 +212,7 @@ class Efficient(Sdpa):
 
 
 class Math(Sdpa):
-    caps_logits, kernel = True, SDPBackend.MATH
+    caps_logits, has_sinks, kernel = True, True, SDPBackend.MATH
 
 
 class Varlen(AttentionBackend):
@@ -255,7 +262,7 @@ class EfficientVarlen(AttentionBackend):
         return out.view(shape).transpose(0, 1)
 
 
-def _capped_attention(
+def _attention_by_formula(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -264,21 +271,27 @@ def _capped_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    softcap: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """`scaled_dot_product_attention` with logits c tanh(x / c), in fp32 from the product on; all logits are
-    in memory. Arguments are torch's."""
+    """`scaled_dot_product_attention` with logits c tanh(x / c) and sinks, in fp32 from the product on; all
+    logits are in memory. Other arguments are torch's."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    logits = softcap * torch.tanh((q @ k.transpose(-2, -1)).float() * (scale / softcap))
+    logits = (q @ k.transpose(-2, -1)).float() * (scale if softcap is None else scale / softcap)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits)
     if is_causal:
         attn_mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         logits = logits.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         logits = logits + attn_mask
-    return logits.softmax(-1).to(q.dtype) @ v
+    if sinks is None:
+        return logits.softmax(-1).to(q.dtype) @ v
+    logits = torch.cat([logits, sinks.float().view(-1, 1, 1).expand(*logits.shape[:-1], 1)], -1)
+    return logits.softmax(-1)[..., :-1].to(q.dtype) @ v
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ class Flex(AttentionBackend):
     It is compiled: inside the graph of a compiled block, else by itself. For CPUs torch has no backward pass.
     """
 
-    needs_gpu, plans_shapes, caps_logits, form = True, True, True, "blocks"
+    needs_gpu, plans_shapes, caps_logits, has_sinks, form = True, True, True, True, "blocks"
 
     def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
-        if not (call.documents or call.contexts) and call.spec.softcap is None:
+        if not (call.documents or call.contexts or call.spec.sinks) and call.spec.softcap is None:
             return ""  # without a mask, others are faster
         return "it is for 16 bits" if call.dtype == torch.float32 and not call.contexts else None
 
@@ -41,7 +41,8 @@ class Flex(AttentionBackend):
         assert inputs.blocks is not None
         attend = self._compiled if q.is_cuda and not torch.compiler.is_compiling() else _attend
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        return attend(q, k, v, inputs.blocks, options.scale, options.softcap).permute(2, 0, 1, 3)
+        out: Tensor = attend(q, k, v, inputs.blocks, options.scale, options.softcap, options.sinks)
+        return out.permute(2, 0, 1, 3)
 
     @cached_property
     def _compiled(self) -> "Callable[..., Tensor]":
@@ -53,14 +54,30 @@ class Flex(AttentionBackend):
         return torch.compile(_attend, fullgraph=True)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, blocks: "BlockMask", scale: float | None, softcap: float | None) -> Tensor:
-    from torch.nn.attention.flex_attention import flex_attention
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: "BlockMask",
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, flex_attention
 
     def capped(logit: Tensor, *_: Tensor) -> Tensor:
         assert softcap is not None
         return softcap * torch.tanh(logit / softcap)
 
     score_mod = None if softcap is None else capped
-    out = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
-    assert isinstance(out, Tensor)
-    return out
+    shared = k.shape[1] != q.shape[1]
+    if sinks is None:
+        out = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=shared)
+        assert isinstance(out, Tensor)
+        return out
+    aux = AuxRequest(lse=True)
+    out, found = flex_attention(q, k, v, score_mod, blocks, scale=scale, enable_gqa=shared, return_aux=aux)
+    assert isinstance(found, AuxOutput) and found.lse is not None
+    # What the keys have of the probability beside the sink: e^lse / (e^lse + e^sink).
+    share = torch.sigmoid(found.lse - sinks.float().view(-1, 1))
+    return (out * share.unsqueeze(-1)).to(q.dtype)

@@ -12,20 +12,21 @@ from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
 from megatron.model.specs import AttentionSpec, attention_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, with_prefix
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, allocate, with_prefix
 
 
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
     Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
-    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; `rpe`, which blocks
-    share.
+    use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; of attention_sinks
+    `sinks` `[heads]`; `rpe`, which blocks share.
     """
 
     Spec = AttentionSpec
     spec = staticmethod(attention_spec)
     rpe: RelativePositionBias
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -40,12 +41,17 @@ class SelfAttention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
         self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
         self.backends = backends
+        allocate(self, self._own_params(spec), groups, "sinks")
         self.qk_layernorm = self.q_norm = self.k_norm = None
         for name, (norm, norm_spec, heads) in head_norms(spec).items():
             setattr(self, name, norm(norm_spec, heads, groups))
         qkv, dense = self._linears(spec)
         self.query_key_value = Linear(qkv, groups, sequence_parallel)
         self.dense = Linear(dense, groups, sequence_parallel)
+
+    @staticmethod
+    def _own_params(spec: AttentionSpec) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("sinks", (spec.heads,), 0, (spec.heads,)),) if spec.sinks else ()
 
     @staticmethod
     def _linears(spec: AttentionSpec) -> tuple[LinearSpec, LinearSpec]:
@@ -80,6 +86,7 @@ class SelfAttention(nn.Module):
         qkv, dense = cls._linears(spec)
         rpe = () if spec.relative is None else with_prefix("rpe", RelativePositionBias.params(spec.relative))
         return (
+            *cls._own_params(spec),
             *norms,
             *with_prefix("query_key_value", qkv.params()),
             *rpe,
@@ -111,14 +118,16 @@ class SelfAttention(nn.Module):
         there is none.
         """
         qkv = self.query_key_value(x, adapter_seed)
-        q, k, v = self._split(qkv if self.clip is None else qkv.clamp(-self.clip, self.clip))
+        q, k, v = self._split(qkv)
         if self.qk_layernorm is not None:
             q, k = self.qk_layernorm(q, k)
         elif self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (each.clamp(-self.clip, self.clip) for each in (q, k, v))
         if inputs.rope is not None:
             q, k = apply_rope(q, inputs.rope), apply_rope(k, inputs.rope)
             q = q if inputs.rope.query_scale is None else q * inputs.rope.query_scale.to(q.dtype)
         p = self.dropout_p if self.training and seed is not None else 0.0
-        options = AttentionOptions(cache, p, seed, self.scale, self.softcap)
+        options = AttentionOptions(cache, p, seed, self.scale, self.softcap, self.sinks)
         return self.backends.attend(q, k, v, inputs, options).flatten(2)

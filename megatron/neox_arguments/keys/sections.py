@@ -344,6 +344,9 @@ class RopeScaling:
     )
     mscale: float = key(None, "yarn, as DeepSeek", gt=0)
     mscale_all_dim: float = key(None, "yarn, as DeepSeek", gt=0)
+    truncate: bool = key(
+        None, "yarn: the first and last dimension of the ramp are whole numbers; unset: true; gpt-oss: false"
+    )
     short_factor: tuple[float, ...] = key(
         None, "longrope: divides the frequencies, one number each, in texts up to the original length", gt=0
     )

@@ -1,0 +1,212 @@
+"""Attention sinks: a trained logit of each head in the softmax of every query, as transformers' gpt-oss."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
+
+from megatron.checkpointing import CheckpointError, model_keys
+from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
+from megatron.checkpointing.families.convert import hf_config
+from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, document_mask, window_mask
+from megatron.model.attention.backend_choice import _backends
+from megatron.model.attention.backends import AttentionCall
+from megatron.model.attention.flex import Flex
+from megatron.model.attention.masks import block_mask, document_ids
+from megatron.model.attention.registered import _Registered
+from megatron.model.positions import alibi_bias, alibi_slopes
+from megatron.model.specs import attention_spec
+from megatron.model.weight_map import named_params
+from megatron.neox_arguments import ConfigError
+from tests.model.runs import LLAMA, LR, MODELS, SGD, Step, assert_same_step, engine_for
+from tests.model.stages import (
+    chosen,
+    document_batch,
+    gradients,
+    inputs_of,
+    random_batch,
+    random_weights,
+    small,
+    stage_with,
+)
+from tests.model.test_trees import flex_on_a_cpu, flex_runs_on_a_cpu  # noqa: F401 (a fixture)
+from tests.pool import run_ranks
+
+SEQ, ROWS, HEADS, DIM = 12, 2, 4, 8
+STARTS = torch.tensor([0, 3, 8, 12, 13, 24], dtype=torch.int32)
+SINKS = torch.tensor([-1.0, 0.3, 2.0, 5.0])
+CPU = torch.device("cpu")
+
+
+def of_gpt_oss(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, mask: Tensor) -> Tensor:
+    """By transformers, from and to `[seq, batch, heads, head_dim]`; mask: additive."""
+    module = SimpleNamespace(sinks=sinks, num_key_value_groups=q.shape[2] // k.shape[2], training=False)
+    rows = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    out, _ = eager_attention_forward(module, *rows, mask, DIM**-0.5)  # type: ignore[arg-type]
+    return out.transpose(0, 1)
+
+
+def leaves(kv_heads: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(SEQ, ROWS, heads, DIM, generator=generator) for heads in (HEADS, kv_heads, kv_heads)]
+    return [x.requires_grad_() for x in (*drawn, SINKS.clone())]
+
+
+def hidden(mask: Tensor) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("name", ["math", "flex"])
+def test_attention_is_that_of_gpt_oss(name: str, window: int | None, packed: bool, kv_heads: int) -> None:
+    """Output, and gradients of all that goes in, the sinks too; the last sink takes most of what is given."""
+    mask = window_mask(SEQ, window, CPU)
+    if packed:
+        mask = mask & document_mask(STARTS, ROWS, SEQ)
+    given = leaves(kv_heads)
+    if name == "math":
+        plain = not packed and window is None
+        inputs = AttentionInputs(mask=None if plain else mask)
+        backends = chosen(small(attention_sinks=True))
+    else:
+        ids = document_ids(STARTS, ROWS, SEQ) if packed else None
+        inputs = AttentionInputs(blocks=block_mask(SEQ, CPU, window, branch_ids=ids))
+        backends = AttentionBackends({"plain": Flex("flex")})
+    factors = torch.randn(SEQ, ROWS, HEADS, DIM, generator=torch.Generator().manual_seed(1))
+    outcomes = []
+    with flex_runs_on_a_cpu():
+        out = backends.attend(*given[:3], inputs, AttentionOptions(sinks=given[3]))
+        outcomes = [(out, torch.autograd.grad((out * factors).sum(), given))]
+    expected = of_gpt_oss(*given, hidden(mask))
+    outcomes.append((expected, torch.autograd.grad((expected * factors).sum(), given)))
+    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=1e-6)
+    assert outcomes[0][1][3].abs().min() > 1e-3, "every sink is trained"
+
+
+def test_biases_of_positions_and_documents_one_after_another() -> None:
+    """ALiBi's are added before the sink joins; `math` by name runs documents by themselves on a CPU."""
+    given, bias = leaves(4), alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS)))
+    q, k, v, sinks = given
+    options = AttentionOptions(sinks=sinks)
+    out = chosen(small(attention_sinks=True, pos_emb="alibi")).attend(q, k, v, AttentionInputs(mask=bias), options)
+    torch.testing.assert_close(out, of_gpt_oss(*given, bias), rtol=1e-5, atol=1e-6)
+    alone = chosen(small(attention_sinks=True, attention_backend="math"))
+    assert alone.form(document_batch(small()), None) == "cu_seqlens"
+    out = alone.attend(q, k, v, AttentionInputs(cu_seqlens=STARTS), options)
+    torch.testing.assert_close(out, of_gpt_oss(*given, hidden(document_mask(STARTS, ROWS, SEQ))), rtol=1e-5, atol=1e-6)
+
+
+def test_bf16_stays_bf16() -> None:
+    q, sinks = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16), SINKS.bfloat16()
+    out = chosen(small(attention_sinks=True)).attend(q, q, q, AttentionInputs(), AttentionOptions(sinks=sinks))
+    assert out.dtype == torch.bfloat16
+    exact = of_gpt_oss(q.float(), q.float(), q.float(), sinks.float(), hidden(window_mask(SEQ, None, CPU)))
+    torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_model_on_flex_attention_equals_the_formula(packed: bool, flex_on_a_cpu: None) -> None:  # noqa: F811
+    outcomes = []
+    for name in ("flex", "math"):
+        args = small(**MODELS["sinks"], attention_backend=name, attn_logit_softcapping=2.0)
+        stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
+        positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
+        assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
+        logits = stage(None, batch)
+        logits.square().sum().backward()
+        outcomes.append((logits.detach(), gradients(stage)))
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-3)
+
+
+def three_steps(rank: int, world_size: int, layout: dict[str, Any]) -> Step:
+    """For the pool: three steps of SGD; loss and log-probabilities of the last."""
+    engine = engine_for({**MODELS["sinks"], **layout}, world_size)
+    for seed in range(3):
+        batches = [document_batch(engine.args, seed=2 * seed), random_batch(engine.args, seed=2 * seed + 1)]
+        logprobs = engine.token_logprobs(batches)
+        loss = engine.train_step(batches, LR).loss
+    return Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights())
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Step:
+    return run_ranks(three_steps, 1, {})[0]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"model_parallel_size": 2, "sequence_parallel": True},
+        {"pipe_parallel_size": 2, "checkpoint_activations": True},
+    ],
+    ids=["tp2", "pp2"],
+)
+def test_three_steps_in_every_layout(layout: dict[str, Any], one_process: Step) -> None:
+    assert_same_step(small(**SGD, **MODELS["sinks"]), run_ranks(three_steps, 2, layout), one_process)
+
+
+def test_the_parameter() -> None:
+    """Cut with the heads, without weight decay, zero at first, in every block."""
+    args = small(**MODELS["sinks"])
+    found = {layer: spec for (layer, name), spec in named_params(args).items() if name == "attention.sinks"}
+    assert sorted(found) == [2, 3, 4, 5]
+    for spec in found.values():
+        assert (spec.shape, spec.axis, spec.local_shape(2), spec.init) == ((4,), 0, (2,), "zeros")
+        assert not spec.weight_decay
+    assert not any("sinks" in name for _, name in named_params(small()))
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_dropout": 0.1}, "attention_sinks: have no attention_dropout"),
+    ({"te_mha": True}, "attention_sinks: Transformer-Engine's attention has none here"),
+]
+
+
+@pytest.mark.parametrize("changes, words", REFUSED)
+def test_what_cannot_be_combined(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        small(attention_sinks=True, **changes)
+    assert words in str(refused.value)
+
+
+def test_a_backend_without_sinks_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        chosen(small(attention_sinks=True, attention_backend="flash"))
+    said = str(refused.value)
+    assert "attention_backend: flash cannot do this run (it has no attention sinks (attention_sinks))" in said
+
+
+def test_no_other_backend_has_them() -> None:
+    spec = attention_spec(small(attention_sinks=True), 0)
+    calls = [AttentionCall(spec, CPU, torch.bfloat16, 8, 8, documents=documents) for documents in (False, True)]
+    able = set()
+    for backend in _backends():
+        if isinstance(backend, _Registered):  # it would be put in the place of torch's; as that one
+            assert not backend.has_sinks
+            continue
+        said = [backend.supports(call) for call in calls if backend.handles(call)]
+        able |= {backend.name} if "it has no attention sinks (attention_sinks)" not in said else set()
+    assert able == {"flex", "math"}
+
+
+def test_a_model_without_them_is_another() -> None:
+    ours, plain = small(**MODELS["sinks"]), small(**{**MODELS["sinks"], "attention_sinks": False})
+    assert model_keys(ours) != model_keys(plain)
+    assert describe_differences(canonical_config(ours), canonical_config(plain)) == [
+        "sinks of attention (attention_sinks): no there, yes here"
+    ]
+    yarn = {"rope_type": "yarn", "factor": 2.0}
+    unset, whole, between = (
+        canonical_config(small(rope_scaling={**yarn, **given}))
+        for given in ({}, {"truncate": True}, {"truncate": False})
+    )
+    assert unset == whole != between
+    with pytest.raises(ConfigError, match="rope_scaling.truncate: linear does not read it"):
+        small(rope_scaling={"rope_type": "linear", "factor": 2.0, "truncate": False})
+    with pytest.raises(CheckpointError, match="sinks of attention"):
+        hf_config(small(**LLAMA, attention_sinks=True), family="llama")
