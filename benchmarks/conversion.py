@@ -1,13 +1,13 @@
 """Time and memory of converting a synthetic HuggingFace model to a checkpoint and back, beside copying files.
 
-A LLaMA of random numbers is written to a folder in shards. Then, as often as asked: its files are copied
-(`cp`, and synced to disk), it is imported, and the checkpoint is exported. Before each of the three the files
-that will be read are dropped from the page cache, and the memory that pages will need is touched, which a
-virtual machine may have to get from its host at a fraction of the speed of a disk. A conversion is a process
-of its own; told are its seconds beyond the start of Python, against those of the copy, and its peak memory
-beyond what the imported libraries take: `needed` is anonymous and shared memory, `resident` has the pages of
-mapped files too, which the kernel takes back when it wants them. The check against transformers is told
-apart.
+A LLaMA of random numbers, with --experts a Mixtral, is written to a folder in shards. Then, as often as
+asked: its files are copied (`cp`, and synced to disk), it is imported, and the checkpoint is exported. Before
+each of the three the files that will be read are dropped from the page cache, and the memory that pages will
+need is touched, which a virtual machine may have to get from its host at a fraction of the speed of a disk. A
+conversion is a process of its own; told are its seconds beyond the start of Python, against those of the
+copy, and its peak memory beyond what the imported libraries take: `needed` is anonymous and shared memory,
+`resident` has the pages of mapped files too, which the kernel takes back when it wants them. The check
+against transformers is told apart.
 """
 
 import argparse
@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 MEASURED = """
 import sys, time, transformers
 from pathlib import Path
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralForCausalLM
 from benchmarks.conversion import prepare
 from megatron.checkpointing.huggingface import exporting, importing
 from tools.ckpts import {command}
@@ -59,12 +59,15 @@ VOCAB = 16384
 WAYS = {"there": "convert_hf_to_neox", "back": "convert_neox_to_hf"}
 
 
-def model(hidden: int, layers: int) -> dict[str, Any]:
-    """The config.json of a LLaMA with grouped queries."""
+def model(hidden: int, layers: int, experts: int) -> dict[str, Any]:
+    """The config.json of a LLaMA with grouped queries; experts: more than one share out its MLP."""
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": experts,
+               "intermediate_size": hidden * 3 // experts}  # fmt: skip
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": hidden,
         "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 256,
         "intermediate_size": hidden * 3, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+        **(mixture if experts > 1 else {}),
     }  # fmt: skip
 
 
@@ -182,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=3.0, help="about so many GB of weights")
     parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=1, help="a Mixtral with so many, as large as a LLaMA")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
     parser.add_argument("--shard-mb", type=float, default=500.0, help="of the source's files, at most")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the checkpoint")
@@ -194,7 +198,7 @@ def main() -> None:
     layers = max(1, round((options.gb * 1e9 - 2 * VOCAB * options.hidden * width) / layer))
     folder = Path(tempfile.mkdtemp(dir=options.folder))
     try:
-        config = model(options.hidden, layers)
+        config = model(options.hidden, layers, options.experts)
         size, largest = write_model(folder / "hf", config, options.precision, int(options.shard_mb * 1e6))
         files = sorted((folder / "hf").glob("*.safetensors"))
         rounds = [measure(folder, options.tp) for _ in range(options.repeats)]

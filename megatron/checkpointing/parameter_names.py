@@ -192,6 +192,8 @@ def to_file_names(
 def _check_names(mlp: str, args: NeoXArgs) -> None:
     if mlp == "llama" and not args.is_gated:
         raise CheckpointError(f"w1, w2, w3 are names of gated MLPs, this one's activation is {args.activation}")
+    if WEIGHT_NAMINGS[mlp] in _OLD_ROWS and args.moe_num_experts > 1:  # the names of an MLP tell how rows lie
+        raise CheckpointError(f"blocks with experts have no {mlp} names; write those of neox or te")
     if mlp == "te" and has_one_norm(args):
         raise CheckpointError("Transformer-Engine's MLP has a norm of its own, with gpt_j_tied: true there is none")
 

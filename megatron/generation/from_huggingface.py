@@ -16,7 +16,7 @@ _PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bfloat16", torch.float16:
 
 def hf_model_keys(name: str) -> dict[str, Any]:
     """Keys of the model that a folder (or hf://ORG/NAME) holds: its shape, precision and tokenizer, and where
-    it is.
+    it is; not the losses that transformers trains it with, which not all layouts have.
 
     Documents end with the eos_token that its tokenizer declares, as transformers has it. Downloads what is on
     the Hub. Raises ConfigError.
@@ -29,6 +29,7 @@ def hf_model_keys(name: str) -> dict[str, Any]:
     except (CheckpointError, TokenizerError) as problem:
         raise ConfigError([f"--hf-model: {problem}"]) from problem
     del keys["padded_vocab_size"]  # follows from the ranks
+    keys = {key: value for key, value in keys.items() if not key.startswith("moe_aux_loss")}
     kinds = {_PRECISIONS[dtype] for dtype in folder.dtypes.values() if dtype in _PRECISIONS}
     return {**keys, "precision": kinds.pop() if len(kinds) == 1 else "fp32", "load": str(path)}
 

@@ -25,6 +25,8 @@ _LLAMA3 = {
 }  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASE = {"rope_type": "default", "rope_theta": 10000.0}
+_EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
+_QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -83,6 +85,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm 3": ("SmolLM3Config", {**_GQA}),
     "smollm 3 windows": ("SmolLM3Config", {**_GQA, "use_sliding_window": True, "sliding_window": 3, "mlp_bias": True,
         "no_rope_layers": [1, 0, 0, 1], "tie_word_embeddings": False}),
+    "mixtral": ("MixtralConfig", {**_GQA, "head_dim": 6, **_EXPERTS, "sliding_window": 5}),
+    "mixtral full": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 1, "tie_word_embeddings": True,
+        "num_key_value_heads": 8, "hidden_act": "gelu"}),
+    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 0.8}),
+    "olmoe GQA": ("OlmoeConfig", {**_GQA, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+        "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen 2 moe": ("Qwen2MoeConfig", {"num_key_value_heads": 8, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 40,
+        "mlp_only_layers": [1]}),
+    "qwen 2 moe windows": ("Qwen2MoeConfig", {**_GQA, **_QWEN_EXPERTS, "shared_expert_intermediate_size": 20,
+        "head_dim": 6, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3, "norm_topk_prob": True,
+        "decoder_sparse_step": 2, "qkv_bias": False, "tie_word_embeddings": True}),
+    "qwen 3 moe": ("Qwen3MoeConfig", {**_GQA, "head_dim": 6, **_QWEN_EXPERTS, "norm_topk_prob": True}),
+    "qwen 3 moe windows": ("Qwen3MoeConfig", {**_GQA, **_QWEN_EXPERTS, "attention_bias": True, "mlp_only_layers": [0],
+        "use_sliding_window": True, "sliding_window": 4, "decoder_sparse_step": 3, "tie_word_embeddings": True}),
+    "gpt oss": ("GptOssConfig", {**_GQA, "head_dim": 6, **_EXPERTS, "sliding_window": 5, "rope_parameters": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "rope_theta": 5.0,
+        "truncate": False}}),
+    "gpt oss plain": ("GptOssConfig", {"num_key_value_heads": 8, "head_dim": 4, "num_local_experts": 4,
+        "num_experts_per_tok": 1, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": _BASE,
+        "layer_types": [_FULL] * 4}),
 }  # fmt: skip
 
 # A case of every family in sizes that nothing divides: a third of the heads, heads of their own width,
@@ -117,6 +139,12 @@ ODD: dict[str, dict[str, Any]] = {
     "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
     "apertus": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
     "seed oss": {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True},
+    "mixtral": {**_WIDE, **_PLAIN_ROPE, "num_local_experts": 6},
+    "olmoe": {**_PLAIN_ROPE, "num_experts": 6},
+    "qwen 2 moe": {**_PLAIN_ROPE, "num_experts": 6, "moe_intermediate_size": 22,
+        "shared_expert_intermediate_size": 26},
+    "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
+    "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
 }  # fmt: skip
 
 
@@ -143,6 +171,11 @@ SCALED = (
     "starcoder 2",
     "apertus",
     "seed oss",
+    "mixtral",
+    "olmoe",
+    "qwen 2 moe",
+    "qwen 3 moe",
+    "gpt oss",
 )
 
 
@@ -159,7 +192,9 @@ def config_of(case: str, **more: Any) -> Any:
 @torch.no_grad()
 def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
     """Every weight random, biases and norms included, none of them near another's usual value."""
-    model = transformers.AutoModelForCausalLM.from_config(config_of(case, **more), attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(
+        config_of(case, **more), attn_implementation="eager", experts_implementation="eager"
+    )
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)

@@ -71,6 +71,9 @@ CASES: dict[str, Case] = {
         {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
         4,
     ),
+    "mixtral attention": Case("mixtral", ATTENTION),
+    "qwen 2 moe attention": Case("qwen 2 moe windows", {**ATTENTION, "use_dora": True}),
+    "gpt oss attention": Case("gpt oss", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, **LLAMA_COPIES, "use_dora": True}),
     **{
         f"{family} {kind}": Case(family, {"target_modules": "all-linear", **more})
@@ -156,6 +159,7 @@ def test_peft_both_ways(tmp_path: Path, name: str) -> None:
     export_peft(again, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "model")
+    assert config["fan_in_fan_out"] == (case.family == "gpt 2")
     assert furthest(by_peft(tmp_path / "model", tmp_path / "out", case.tokens), theirs) < BOUND
     written, given = (load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("out", "peft"))
     assert {key for key in given if ".lora_" in key} == {key for key in written if ".lora_" in key}

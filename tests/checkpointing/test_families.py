@@ -174,6 +174,27 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "ByteDance-Seed/Seed-OSS-36B-Base": (36_151_104_512, sizes(
         "seed_oss", 155136, 5120, 64, 80, 8, 27648, 524288, head_dim=128, rope_theta=10000000.0, attention_bias=True,
         attention_out_bias=False)),
+    "mistralai/Mixtral-8x7B-v0.1": (46_702_792_704, sizes(
+        "mixtral", 32000, 4096, 32, 32, 8, 14336, 32768, rms_norm_eps=1e-5, rope_theta=1000000.0, num_local_experts=8,
+        num_experts_per_tok=2, output_router_logits=False, router_aux_loss_coef=0.02, sliding_window=None)),
+    "allenai/OLMoE-1B-7B-0924": (6_919_161_856, sizes(
+        "olmoe", 50304, 2048, 16, 16, 16, 1024, 4096, rms_norm_eps=1e-5, num_experts=64, num_experts_per_tok=8,
+        norm_topk_prob=False, output_router_logits=False, router_aux_loss_coef=0.01, clip_qkv=None)),
+    "Qwen/Qwen1.5-MoE-A2.7B": (14_315_784_192, sizes(
+        "qwen2_moe", 151936, 2048, 24, 16, 16, 5632, 8192, rope_theta=1000000.0, use_sliding_window=False,
+        sliding_window=32768, max_window_layers=21, decoder_sparse_step=1, moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632, num_experts=60, num_experts_per_tok=4, norm_topk_prob=False)),
+    "Qwen/Qwen3-30B-A3B": (30_532_122_624, sizes(
+        "qwen3_moe", 151936, 2048, 48, 32, 4, 6144, 40960, head_dim=128, rope_theta=1000000.0,
+        use_sliding_window=False, sliding_window=None, max_window_layers=48, decoder_sparse_step=1,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, mlp_only_layers=[])),
+    "openai/gpt-oss-20b": (20_914_757_184, sizes(
+        "gpt_oss", 201088, 2880, 24, 64, 8, 2880, 131072, head_dim=64, rms_norm_eps=1e-5, rope_theta=150000,
+        rope_scaling={"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                      "rope_type": "yarn", "truncate": False},
+        attention_bias=True, experts_per_token=4, initial_context_length=4096, num_experts_per_tok=4,
+        num_local_experts=32, output_router_logits=False, router_aux_loss_coef=0.9, sliding_window=128,
+        swiglu_limit=7.0, tie_word_embeddings=False, layer_types=["sliding_attention", "full_attention"] * 12)),
 }  # fmt: skip
 
 
@@ -341,10 +362,13 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
     assert told("GPTJConfig").startswith(
         "config.json is gpt_neox (GPT-NeoX, Pythia): it differs in one norm for attention"
     )
-    assert told("MixtralConfig").startswith(
-        "config.json is llama (Llama 1 to 3): it differs in num_experts_per_tok: 2, "
-    )
-    assert told("Qwen3MoeConfig").startswith("config.json is qwen3 (Qwen 3): it differs in ")
+    assert told("Llama4TextConfig").startswith("config.json is mixtral (Mixtral): it differs in one expert a token")
+    for name, nearest in (("DeepseekV2Config", "qwen2_moe"), ("DeepseekV3Config", "qwen2_moe"),
+                          ("Glm4MoeConfig", "qwen3_moe"), ("Ernie4_5_MoeConfig", "qwen2_moe"),
+                          ("Qwen3NextConfig", "qwen3_moe"), ("PhimoeConfig", "mixtral"),
+                          ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
+        assert told(name).startswith(f"config.json is {nearest} ("), name
+    assert told("JetMoeConfig").startswith("config.json is ")
     assert told("Qwen2VLConfig").startswith("config.json: text_config is qwen2 (Qwen 2, 2.5)")
     with pytest.raises(CheckpointError, match="model_type: resnet is not supported; one of gpt_neox, gpt2, llama"):
         family_of({"model_type": "resnet"})

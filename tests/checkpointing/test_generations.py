@@ -190,6 +190,9 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
         write(small(), "llama")
     with pytest.raises(CheckpointError, match="has a norm of its own, with gpt_j_tied: true there is none"):
         write(small(**TIED), "te")
+    for naming in ("legacy", "llama"):  # the names of a dense MLP alone tell in which order rows are
+        with pytest.raises(CheckpointError, match=f"blocks with experts have no {naming} names; write those of neox"):
+            write(small(activation="swiglu", moe_num_experts=2, intermediate_size=32), naming)
     three = small(num_attention_heads=3, num_kv_heads=1, hidden_size=24)
     with pytest.raises(CheckpointError, match="no rows of before #1315 for 1 key-value heads of 8 and 3 queries"):
         write(three, "legacy")

@@ -121,6 +121,7 @@ def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
         ("gpt_neox", {"tensor": 2, "pipe": 2}), ("gpt_neox sequential", {"pipe": 0}), ("llama 3", {"naming": "te"}),
         ("gpt_neox", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", {"tensor": 4}), ("gemma 3", {}),
         ("olmo 3", {"tensor": 2}), ("qwen 3", {"tensor": 2, "pipe": 2}), ("mistral", {"iteration": 7}),
+        ("mixtral", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", {"tensor": 2}),
     ],
 )  # fmt: skip
 def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -176,6 +177,14 @@ def test_folders_of_every_family_come_out_as_they_went_in(case: str, tmp_path: P
     assert differing <= {"rope_parameters"}, {name: (config[name], again.get(name)) for name in differing}
 
 
+def test_what_experts_may_take_in_training_is_left_out_of_the_check(tmp_path: Path) -> None:
+    random_model("mixtral").save_pretrained(tmp_path / "model")
+    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
+    args = load_checkpoint_args(made)[0].replace(moe_expert_capacity_factor=0.5, moe_router_type="sinkhorn")
+    comparison = export_hf(made, args, tmp_path / "back")
+    assert comparison is not None and comparison.difference < 1e-5
+
+
 @pytest.mark.parametrize("wrong", ["tanh", "epsilon", "heads", "bias", "NaN"])
 def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
     args = small(no_weight_tying=True)
@@ -195,6 +204,22 @@ def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
         weights[2]["mlp.linear2.bias"][3] = torch.nan
     with pytest.raises(CheckpointError, match="is not the same model: largest logit difference"):
         compare_logits(HFFolder(tmp_path), other, weights.__getitem__, 64)
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen 2 moe"])
+def test_one_tensor_of_all_experts_is_read_as_one_of_each(case: str, tmp_path: Path) -> None:
+    """transformers 5 can leave them as they are in memory."""
+    model = random_model(case, torch.bfloat16)
+    for path, how in ((tmp_path / "each", {}), (tmp_path / "all", {"save_original_format": False})):
+        model.save_pretrained(path, max_shard_size="40KB", **how)
+    each, every = HFFolder(tmp_path / "each"), HFFolder(tmp_path / "all")
+    assert any(name.endswith("gate_up_proj") for name in tensors_of(tmp_path / "all"))
+    assert every.shapes == dict(each.shapes) and every.dtypes == each.dtypes
+    assert all(torch.equal(every.get(name), each.get(name)) for name in each.shapes)
+    made, _ = import_hf(every, tmp_path / "run", tensor=2)
+    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
+    back, given = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "each")
+    assert back.keys() == given.keys() and all(torch.equal(back[name], value) for name, value in given.items())
 
 
 def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round(tmp_path: Path) -> None:

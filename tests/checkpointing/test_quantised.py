@@ -8,13 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import (
     HFFolder,
+    dequantize,
     export_hf,
     import_hf,
     load_checkpoint_args,
@@ -126,22 +128,92 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     assert folder.get("experts.up").is_contiguous()
 
 
+SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
+
+
+def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:
+    """A model whose linears are in FP8, as a folder; returns what its weights are as numbers."""
+    random_model(case, torch.bfloat16, **SIZES, **sizes).save_pretrained(path)
+    config = json.loads((path / "config.json").read_text())
+    tensors: dict[str, Tensor] = {}
+    expected = load_file(path / "model.safetensors")
+    for name, weight in list(expected.items()):
+        tensors[name] = weight
+        if "proj" in name or ".experts." in name:
+            tensors[name], scales = quantised(weight, (128, 128))
+            tensors[f"{name}_scale_inv"] = scales
+            expected[name] = (tensors[name].float() * spread(scales, (128, 128), weight.shape)).bfloat16()
+    folder_of(path, tensors, FP8, **config)
+    return expected
+
+
+@pytest.mark.parametrize(("case", "sizes"), [("qwen 3 moe", {"moe_intermediate_size": 136}), ("mixtral", {})])
+def test_each_expert_has_scales_of_its_own(
+    case: str, sizes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Qwen3-30B-A3B-FP8 has them; the router is no part of it. The import is checked against
+    transformers."""
+    expected = in_fp8(tmp_path / "hf", case, **sizes)
+    convert_hf_to_neox.main(["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--tp", "2"])
+    assert f"{2 * (4 + 8 * 3)} weights are quantised (fp8 in blocks" in capsys.readouterr().out
+    path = tmp_path / "neox" / "global_step0"
+    export_hf(path, load_checkpoint_args(path)[0], tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], weight) for name, weight in expected.items())
+
+
+def in_mxfp4(path: Path) -> dict[str, Tensor]:
+    """gpt-oss with random experts in MXFP4, as a folder; returns what transformers makes of it."""
+    random_model("gpt oss", torch.bfloat16, **(SIZES | {"intermediate_size": 96})).save_pretrained(path)
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        groups = (experts, rows, columns // 32)
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
+        tensors[f"{name}_scales"] = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
+    not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    folder_of(path, tensors, {**MXFP4, "modules_to_not_convert": not_converted}, **config)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
+    )
+    return theirs.state_dict()
+
+
+def test_gpt_oss_is_imported_from_mxfp4(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit the weights of transformers, each dequantised once, and checked against its logits."""
+    expected = in_mxfp4(tmp_path / "hf")
+    convert_hf_to_neox.main(["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--tp", "2"])
+    assert "4 weights are quantised (mxfp4) and read as bfloat16" in capsys.readouterr().out
+    path = tmp_path / "neox" / "global_step0"
+    export_hf(path, load_checkpoint_args(path)[0], tmp_path / "back")
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], weight.bfloat16()) for name, weight in expected.items())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert "quantization_config" not in config and config["model_type"] == "gpt_oss"
+    made: list[tuple[int, ...]] = []
+    of_scheme = dequantize.Mxfp4.rows
+
+    def rows(self: Any, values: Tensor, scales: Tensor) -> Any:
+        made.append(tuple(values.shape))
+        return of_scheme(self, values, scales)
+
+    monkeypatch.setattr(dequantize.Mxfp4, "rows", rows)
+    folder = HFFolder(tmp_path / "hf")
+    for _ in from_hf(folder.config, folder.get)[1]:
+        pass
+    assert made == 2 * [(8, 192, 5, 16), (8, 160, 3, 16)]
+
+
 @pytest.mark.parametrize("case", ["llama 3", "qwen 3"])
 def test_a_quantised_model_is_imported_and_goes_out_whole(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
-    random_model(case, torch.bfloat16, **sizes).save_pretrained(tmp_path / "hf")
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    tensors: dict[str, Tensor] = {}
-    expected = load_file(tmp_path / "hf" / "model.safetensors")
-    for name, weight in list(expected.items()):
-        tensors[name] = weight
-        if "proj" in name:
-            tensors[name], scales = quantised(weight, (128, 128))
-            tensors[f"{name}_scale_inv"] = scales
-            expected[name] = (tensors[name].float() * spread(scales, (128, 128), weight.shape)).bfloat16()
-    folder_of(tmp_path / "hf", tensors, FP8, **config)
+    expected = in_fp8(tmp_path / "hf", case)
     convert_hf_to_neox.main(["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--tp", "2"])
     assert "14 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16" in capsys.readouterr().out
     path = tmp_path / "neox" / "global_step0"
@@ -153,7 +225,7 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
     assert all(torch.equal(back[name], weight) for name, weight in expected.items())
     assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
     # The same weights in the model of transformers that was never on disk
-    model = random_model(case, **sizes)
+    model = random_model(case, **SIZES)
     model.load_state_dict(expected, strict=False)
     tokens = torch.arange(24)[None] % 90
     with torch.no_grad():

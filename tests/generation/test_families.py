@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.data import Batch
 from megatron.generation import Model, SamplingParams, complete, for_inference
+from megatron.model.inference import inference_mode
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
@@ -20,7 +22,7 @@ TOKENS, POSITIONS = 24, 72
 FAMILIES = (
     "gpt_neox", "gpt 2", "llama 3", "mistral", "qwen 2 windows", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3",
     "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus",
-    "seed oss", "smollm 3 windows",
+    "seed oss", "smollm 3 windows", "mixtral", "olmoe", "qwen 2 moe windows", "qwen 3 moe windows", "gpt oss",
 )  # fmt: skip
 PROMPTS = [
     torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, POSITIONS - TOKENS)
@@ -100,3 +102,22 @@ def test_greedy_text_equals_transformers(name: str, references: dict[str, Refere
                     assert len(text) == TOKENS
                     differing = [i for i in range(TOKENS) if text[i] != expected[i]]
                     assert not differing or float(gaps[differing[0]]) < CLOSE, (family, differing[0])
+
+
+def test_experts_take_all_tokens_of_texts(references: dict[str, Reference]) -> None:
+    """Whatever they may take in training: what is dropped would hang on the other texts of a batch."""
+    one = references["mixtral"]
+    limited = {**one.keys, "moe_expert_capacity_factor": 0.5}
+    for keys in (one.keys, limited):
+        (texts,) = run_ranks(written, 1, [(keys, one.weights)], {}, 3)[0]
+        assert texts == one.texts
+    args = NeoXArgs.from_dict({**limited, "seq_length": 16}).for_world(1)
+    stage = stage_with(args, one.weights)  # as of a run
+    batch = Batch(torch.tensor([PROMPTS[1]]), torch.zeros(1, 20), torch.ones(1, 20))
+    with torch.no_grad():
+        trained = stage.train()(None, batch)
+        with inference_mode(stage):
+            within = stage(None, batch)
+        assert torch.equal(stage(None, batch), trained)
+        whole = stage_with(for_inference(args), one.weights)(None, batch)
+    assert torch.equal(within, whole) and (trained - whole).abs().max() > 0.1

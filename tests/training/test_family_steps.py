@@ -53,9 +53,12 @@ def reference(case: str) -> Reference:
                             padded_vocab_size=PADDED)  # fmt: skip
     ours = collected(weights)
     params = list(model.parameters())
+    biases = {id(param) for name, param in model.named_parameters() if name.endswith("bias")}  # may be matrices
+    decayed = [param for param in params if param.dim() >= 2 and id(param) not in biases]
+    kept = {id(param) for param in decayed}
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": DECAY},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": DECAY},
+        {"params": [p for p in params if id(p) not in kept], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
     with torch.no_grad():

@@ -225,7 +225,7 @@ def peft_config(args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], b
         "use_rslora": lora["rslora"],
         "use_dora": lora["dora"],
         "bias": "none",
-        "fan_in_fan_out": any(row.transposed for row in family.rows),
+        "fan_in_fan_out": any(row.transposed for row in family.rows if not row.of_all_experts),
         "init_lora_weights": True,
         "modules_to_save": list(dict.fromkeys(copies)) or None,
         # The embedding that is the head too stays so.

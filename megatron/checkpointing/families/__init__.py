@@ -20,6 +20,7 @@ from megatron.checkpointing.families.convert import (
     to_hf,
     with_fields,
 )
+from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
 from megatron.checkpointing.families.family import gives_score
 from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
@@ -33,6 +34,7 @@ from megatron.checkpointing.families.registry import FAMILIES, family_of
 __all__ = [
     "FAMILIES",
     "TEXT_TOWERS",
+    "ExpertRows",
     "check_hf_tensors",
     "family_kept",
     "fitting_families",
@@ -44,6 +46,7 @@ __all__ = [
     "is_same_model",
     "lacks_prefix",
     "canonical_config",
+    "rows_of_experts",
     "stored_name",
     "text_config",
     "text_names",

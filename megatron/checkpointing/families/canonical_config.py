@@ -9,6 +9,8 @@ from megatron.model.positions import longrope_factor
 from megatron.model.specs import (
     AttentionSpec,
     DenseSpec,
+    FeedForwardSpec,
+    MoESpec,
     RotarySpec,
     attention_scale,
     has_one_norm,
@@ -58,11 +60,12 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         "use_qk_layernorm": args.use_qk_layernorm,
         "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
         "add_qkv_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,
-        "use_bias_in_mlp": args.use_bias_in_mlp,
+        "use_bias_in_mlp": bool(dense) and args.use_bias_in_mlp,
         "attention_multiplier": float(f"{attention_scale(args) or args.head_dim**-0.5:.12g}"),
         "attn_logit_softcapping": args.attn_logit_softcapping,
         "final_logit_softcapping": None if args.score_head else args.final_logit_softcapping,
         "clip_qkv": args.clip_qkv,
+        "attention_sinks": args.attention_sinks,
         "embedding_multiplier": args.embedding_multiplier,
         "residual_multiplier": float(args.residual_multiplier),
         "logit_scale": 1.0 if args.score_head else float(f"{args.logit_scale:.12g}"),
@@ -73,7 +76,31 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
         canonical["qk_norm_per_head"] = args.qk_norm_per_head
     canonical["layer_types"] = [mixer.window is not None for mixer in mixers]
     canonical["sliding_window_width"] = _common_value(mixer.window for mixer in mixers if mixer.window is not None)
-    return {**canonical, **_rotary(args, mixers)}
+    return {**canonical, **_rotary(args, mixers), **_experts([block.feed_forward for block in blocks])}
+
+
+def _experts(feeds: list[FeedForwardSpec]) -> dict[str, Any]:
+    """What their routers and experts compute outside of training, where all take any number of tokens."""
+    mixtures = [feed for feed in feeds if isinstance(feed, MoESpec)]
+    if not mixtures:
+        return {"moe_num_experts": 1}
+    first = mixtures[0]
+    router, shared = first.router, first.shared
+    return {
+        "moe_num_experts": router.experts,
+        "moe_layer_freq": [int(isinstance(feed, MoESpec)) for feed in feeds],
+        "moe_intermediate_size": first.expert.width,
+        "moe_expert_bias": first.expert.bias,
+        "moe_shared_expert_intermediate_size": None if shared is None else shared.width,
+        "moe_shared_expert_gate": first.shared_gate,
+        "moe_top_k": router.top_k,
+        "moe_router_score_function": router.scores,
+        "norm_topk_prob": router.normalized,
+        "moe_router_topk_scaling_factor": router.factor,
+        "moe_router_num_groups": (router.groups, router.top_groups) if router.top_groups < router.groups else None,
+        "moe_router_bias": router.bias,
+        "moe_router_bias_update_rate": router.bias_update_rate is not None,
+    }
 
 
 def _common_value(values: Iterable[Any]) -> Any:
@@ -102,6 +129,8 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
         trained = scaling.setdefault("original_max_position_embeddings", rotary.positions)
         if scaling["rope_type"] == "longrope":
             scaling.setdefault("attention_factor", longrope_factor(trained, rotary.positions))
+        if scaling["rope_type"] == "yarn":
+            scaling.setdefault("truncate", True)
     return float(rotary.base), scaling
 
 
@@ -115,12 +144,19 @@ _WORDS = {
     "use_bias_in_attn_linear": "biases in attention", "add_qkv_bias": "biases of queries, keys and values",
     "attention_multiplier": "factor of attention logits", "attn_logit_softcapping": "cap of attention logits",
     "final_logit_softcapping": "cap of logits", "clip_qkv": "clamp of queries, keys and values",
+    "attention_sinks": "sinks of attention",
     "embedding_multiplier": "factor of embeddings", "residual_multiplier": "factor of what blocks add",
     "logit_scale": "factor of logits", "rotary_interleaved": "neighbours that rotate together",
     "use_bias_in_mlp": "biases in the MLP",
     "layer_types": "layers with a window", "sliding_window_width": "window",
     "max_position_embeddings": "longest text", "rotary_pct": "rotated numbers of a head",
-    "no_rope_layers": "layers that rotate",
+    "no_rope_layers": "layers that rotate", "moe_num_experts": "experts", "moe_layer_freq": "layers with experts",
+    "moe_intermediate_size": "width of an expert", "moe_expert_bias": "biases in experts",
+    "moe_shared_expert_intermediate_size": "width of the shared expert", "moe_shared_expert_gate": "its gate",
+    "moe_top_k": "experts of a token", "moe_router_score_function": "scores of experts",
+    "norm_topk_prob": "scores of a token's experts add up to 1", "moe_router_topk_scaling_factor": "factor of scores",
+    "moe_router_num_groups": "groups of experts", "moe_router_bias": "bias of the router",
+    "moe_router_bias_update_rate": "biases of experts in the choice",
 }  # fmt: skip
 _OF_NORMS = {
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",
@@ -133,6 +169,8 @@ def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
     differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if "pos_emb" in differing:
         differing = [name for name in differing if name in ours and name in theirs or name == "pos_emb"]
+    if 1 in (ours["moe_num_experts"], theirs["moe_num_experts"]):
+        differing = [name for name in differing if name in ours and name in theirs]
     if "norm" in differing:
         differing = [name for name in differing if name not in _OF_NORMS]
     return [f"{_called(name)}: {_short(theirs.get(name))} there, {_short(ours.get(name))} here" for name in differing]

@@ -131,8 +131,10 @@ def rope_keys(config: Config, rope: Config, *, partial: bool = False, query_scal
         return keys
     if scaling["rope_type"] in ("longrope", "su"):  # Phi 3's first name
         return {**keys, "rope_scaling": _longrope_keys(config, scaling)}
-    if not scaling.pop("truncate", True):
-        raise CheckpointError("config.json: rope_scaling.truncate: false is not supported")
+    if scaling.get("truncate", True):
+        scaling.pop("truncate", None)  # as it is without
+    elif scaling["rope_type"] != "yarn":
+        raise CheckpointError("config.json: rope_scaling.truncate: false is not supported but with yarn")
     if scaling["rope_type"] == "dynamic":
         scaling["original_max_position_embeddings"] = config["max_position_embeddings"]
     elif scaling["rope_type"] in ("llama3", "yarn"):

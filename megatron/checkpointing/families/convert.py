@@ -6,6 +6,7 @@ dtype, and what goes one way comes back the other bit for bit.
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,15 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.canonical_config import canonical_config, describe_differences
-from megatron.checkpointing.families.family import SCORE, SCORES, Config, Family, TensorMapping, gives_score
+from megatron.checkpointing.families.family import (
+    SCORE,
+    SCORES,
+    Config,
+    Family,
+    TensorMapping,
+    gives_score,
+    merged,
+)
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 from megatron.model.weight_map import attention_of, layer_params
 from megatron.mpu import ParamSpec
@@ -72,23 +81,38 @@ def _read(
     get_tensor: Callable[[str], Tensor],
     layers: Collection[int] | None,
 ) -> Iterator[tuple[int, str, Tensor]]:
+    kept: dict[str, tuple[Tensor, int]] = {}  # what further parameters are made of, and of how many
+
+    def get(name: str, uses: int) -> Tensor:
+        tensor, left = kept.pop(name) if name in kept else (get_tensor(name), uses)
+        if left > 1:
+            kept[name] = tensor, left - 1
+        return tensor
+
     for layer, specs in layer_params(args).items():
         attention = attention_of(args, layer)
         for spec, row in _rows(family, layer, specs if layers is None or layer in layers else ()):
-            names = _foreign(row, layer)
-            parts = [get_tensor(name) for name in names]
-            rows = _rows_of(spec, vocab)
-            wanted = [tuple(part.shape) for part in row.split(torch.empty(rows, device="meta"), attention)]
-            for name, part, shape in zip(names, parts, wanted, strict=True):
-                if tuple(part.shape) != shape:
-                    raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
-            whole = row.join(parts, attention)
+            rows, uses = _rows_of(spec, vocab), row.part[1]
+            wanted = row.split(torch.empty(rows, device="meta"), attention, spec.experts)
+            if uses > 1:
+                wanted = (merged(wanted * uses),)
+            shapes = {n: tuple(t.shape) for n, t in zip(row.names(layer - 2, spec.experts), wanted, strict=True)}
+            whole = row.join(_checked(partial(get, uses=uses), shapes), attention, spec.experts)
             yield layer, spec.name, whole if rows == spec.shape else _padded(whole, spec.shape[0])
         if attention is not None and (layers is None or layer in layers):
             for name, value in _constants(family, layer):
                 stored = get_tensor(name)
                 if not stored.is_meta and not torch.allclose(stored.float(), torch.tensor(value), rtol=1e-2, atol=0):
                     raise CheckpointError(f"{name}: is {stored.flatten()[0]}, only {value} is supported")
+
+
+def _checked(get_tensor: Callable[[str], Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[Tensor]:
+    """Foreign tensors one after another, of the shapes that they should have by name."""
+    for name, shape in shapes.items():
+        part = get_tensor(name)
+        if tuple(part.shape) != shape:
+            raise CheckpointError(f"{name}: shape {tuple(part.shape)} in the file, {shape} by config.json")
+        yield part
 
 
 def hf_config(args: NeoXArgs, *, family: str | None = None, vocab_size: int | None = None) -> dict[str, Any]:
@@ -180,13 +204,21 @@ def to_hf(
                 f"{name} is {got.get(name, 'missing')}, not {expected.get(name, 'there')}" for name in wrong
             ]
             raise CheckpointError(f"layer {layer}: {_some(shape_problems)}")
+        shared: dict[str, dict[int, Tensor]] = {}  # parts of foreign tensors that hold several parameters
         for spec, row in _rows(table, layer, specs.get(layer, ())):
             whole = tensors[spec.name]
             if spec.name in _VOCABULARY:
                 whole = whole[:vocab]
-            parts = row.split(whole, attention_of(args, layer))
-            for name, part in zip(_foreign(row, layer), parts, strict=True):
-                yield name, part.clone(memory_format=torch.contiguous_format) if copy else part.contiguous()
+            parts = row.split(whole, attention_of(args, layer), spec.experts)
+            if row.part[1] > 1:
+                held = shared.setdefault(row.theirs[0], {})
+                held[row.part[0]] = parts[0]
+                if len(held) < row.part[1]:
+                    continue
+                parts = (merged([held[i] for i in range(row.part[1])]),)
+            for name, part in zip(row.names(layer - 2, spec.experts), parts, strict=True):
+                own = copy and row.part[1] == 1  # what is merged is no other's
+                yield name, part.clone(memory_format=torch.contiguous_format) if own else part.contiguous()
         if attention_of(args, layer) is not None:
             like = next(iter(tensors.values()))
             for name, value in _constants(table, layer):
@@ -243,13 +275,21 @@ def lacks_prefix(config: Config, names: Collection[str]) -> bool:
 
 
 def _grouped(names: Iterable[str]) -> list[str]:
-    """One line for all tensors whose names differ only in the number of their layer."""
-    groups: dict[str, list[int]] = {}
+    """One line for all tensors whose names differ only in the numbers of their layer and of an expert."""
+    groups: dict[str, dict[str, set[int]]] = {}
     for name in names:
-        number = re.search(r"\.(\d+)\.", name)
-        groups.setdefault(re.sub(r"\.\d+\.", ".N.", name, count=1), []).append(int(number[1]) if number else -1)
-    layers_of = {name: ", ".join(map(str, sorted(layers))) for name, layers in groups.items()}
-    return sorted(name if layers == "-1" else f"{name} (layers {layers})" for name, layers in layers_of.items())
+        numbers = [int(number) for number in re.findall(r"\.(?=(\d+)\.)", name)]
+        general = re.sub(r"\.\d+\.", ".E.", re.sub(r"\.\d+\.", ".N.", name, count=1), count=1)
+        found = groups.setdefault(general, {"layers": set(), "experts": set()})
+        for kind, number in zip(found, numbers, strict=False):
+            found[kind].add(number)
+    lines = []
+    for name, found in groups.items():
+        layers, experts = ([str(n) for n in sorted(numbers)] for numbers in found.values())
+        told = [f"layers {', '.join(layers)}"] if layers else []
+        told += [f"experts {_some(experts)}"] if experts else []
+        lines.append(f"{name} ({'; '.join(told)})" if told else name)
+    return sorted(lines)
 
 
 def _some(told: list[str], between: str = ", ") -> str:
@@ -264,7 +304,8 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         differences = _differences(args, candidate)
         if not differences:
             return candidate
-        candidates.append((len(differences), f"{candidate.model_type}: {_some(differences, '; ')}"))
+        of_its_kind = candidate.has_experts == (args.moe_num_experts > 1)
+        candidates.append(((not of_its_kind, len(differences)), f"{candidate.model_type}: {_some(differences, '; ')}"))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
     if args.pos_emb not in ("rotary", "learned"):
         closest.insert(0, f"positions are {args.pos_emb} here (pos_emb); in all families they rotate or are learned")
@@ -306,10 +347,6 @@ def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tu
 
 def _constants(family: Family, layer: int) -> list[tuple[str, float]]:
     return [(name.format(layer - 2), value) for name, value in family.constants.items()]
-
-
-def _foreign(row: TensorMapping, layer: int) -> list[str]:
-    return [name.format(layer - 2) for name in row.theirs]
 
 
 def _rows_of(spec: ParamSpec, vocab: int) -> tuple[int, ...]:

@@ -6,13 +6,15 @@ A `TensorMapping` says which foreign tensors one of our parameters is made of, a
 `model.weight_map`. The families that there are stand in `registry.FAMILIES`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec
 from megatron.neox_arguments import NeoXArgs
 
@@ -82,22 +84,75 @@ class TensorMapping:
     """One of our parameters and the foreign tensors that it is made of.
 
     ours: its name within a layer of the weight map. theirs: names of the foreign tensors, in which {} stands
-    for the number of the block, counted from 0. transposed: these are `[in, out]`, as GPT-2's.
+    for the number of the block, counted from 0; where one has {expert} for the number of an expert, it is the
+    only one: each expert has such a tensor, and ours holds them one above the other. transposed: these are
+    `[in, out]`, as GPT-2's. stacked: the foreign tensor is that of all experts, `[experts, ...]`, and what is
+    transposed are its matrices. part: (i, n): the foreign tensor holds n of our parameters of a layer, which
+    take turns along its last dimension; this is the one that begins at i.
     """
 
     ours: str
     theirs: tuple[str, ...]
     transform: Transform = COPY
     transposed: bool = False
+    stacked: bool = False
+    part: tuple[int, int] = (0, 1)
 
-    def join(self, parts: Sequence[Tensor], attention: AttentionSpec | None) -> Tensor:
-        """Our tensor from the foreign ones. attention: as of `Transform`."""
-        return self.transform.join([part.t() for part in parts] if self.transposed else parts, attention)
+    @property
+    def of_experts(self) -> bool:
+        """Whether each expert has a foreign tensor of its own."""
+        return "{expert}" in self.theirs[0]
 
-    def split(self, whole: Tensor, attention: AttentionSpec | None) -> tuple[Tensor, ...]:
-        """The inverse of `join`."""
-        parts = self.transform.split(whole, attention)
-        return tuple(part.t() for part in parts) if self.transposed else parts
+    @property
+    def of_all_experts(self) -> bool:
+        """Whether ours is that of all experts of a block, however the foreign ones hold them."""
+        return self.of_experts or self.stacked
+
+    def names(self, block: int, experts: int | None) -> list[str]:
+        """The foreign tensors of one block in their order. experts: how many it has; None: it is dense."""
+        each = range(experts or 1) if self.of_experts else (0,)
+        return [name.format(block, expert=expert) for expert in each for name in self.theirs]
+
+    def join(self, parts: Iterable[Tensor], attention: AttentionSpec | None, experts: int | None) -> Tensor:
+        """Our tensor from the foreign ones, of which those of experts are taken one at a time. attention: as
+        of `Transform`; experts: as of `names`."""
+        if self.stacked:
+            return self._turned(next(iter(parts))[..., self.part[0] :: self.part[1]]).flatten(0, 1)
+        foreign = (part.t() for part in parts) if self.transposed else parts
+        if self.of_experts:
+            return _stacked(foreign, experts or 1)
+        return self.transform.join(list(foreign), attention)
+
+    def split(self, whole: Tensor, attention: AttentionSpec | None, experts: int | None) -> tuple[Tensor, ...]:
+        """The inverse of `join`; of a foreign tensor of several parameters what is ours (`merged`)."""
+        if self.stacked:
+            return (self._turned(whole.unflatten(0, (experts or 1, -1))),)
+        of_experts = self.of_experts
+        parts = whole.chunk(experts or 1) if of_experts else self.transform.split(whole, attention)
+        return tuple(part.t() for part in parts) if self.transposed else tuple(parts)
+
+    def _turned(self, experts: Tensor) -> Tensor:
+        return experts.transpose(1, 2) if self.transposed else experts
+
+
+def merged(parts: Sequence[Tensor]) -> Tensor:
+    """A foreign tensor that holds several parameters, of what `TensorMapping.split` makes of each of them, in
+    the order of their `part`."""
+    return parts[0] if len(parts) == 1 else torch.stack(tuple(parts), -1).flatten(-2)
+
+
+def _stacked(parts: Iterable[Tensor], number: int) -> Tensor:
+    """`number` tensors of one shape one above the other; beside the result one of them is in memory. Raises
+    CheckpointError where they are of several dtypes."""
+    whole = None
+    for i, part in enumerate(parts):
+        if whole is None:
+            whole = part.new_empty((number, *part.shape))
+        if part.dtype != whole.dtype:
+            raise CheckpointError(f"experts of a block are of {whole.dtype} and {part.dtype}; convert them to one")
+        whole[i] = part
+    assert whole is not None
+    return whole.flatten(0, 1)
 
 
 def weight_and_bias(
@@ -125,6 +180,9 @@ class Family:
     foreign tensors without trained values.
 
     base_prefix: what names begin with in the class with a head, and lack in files of the class without one.
+    in_memory: tensors of a block that transformers 5 names otherwise in memory than in files, with their
+    names there: that of one tensor, or, with {expert}, of those of each expert, whose rows then follow one
+    another in a matrix of that of all experts.
     constants: foreign tensors of every block that are never trained, and the number that all their elements
     are: they are written, and one that is otherwise is refused.
     title: what people call the family. notes: where transformers differs from the published model, or what is
@@ -146,9 +204,23 @@ class Family:
     scorer: str | None = None
     has_scorer: bool = True
     base_prefix: str = "model."
+    in_memory: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     constants: Mapping[str, float] = field(default_factory=dict)
     title: str = ""
     notes: str = ""
+
+    def stored_names(self, name: str, experts: int) -> list[list[str]]:
+        """The tensors in files that one of a model in memory is made of, if it is called otherwise there: of
+        each expert in turn, or of itself. experts: how many there are."""
+        block = re.search(r"\.(\d+)\.", name)
+        foreign = self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", name, count=1), ())
+        each = range(experts) if any("{expert}" in one for one in foreign) else (0,)
+        return [[one.format(block and block[1], expert=expert) for one in foreign] for expert in each]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether blocks may be mixtures of experts."""
+        return any(row.of_all_experts for row in self.rows)
 
     @property
     def head(self) -> str:

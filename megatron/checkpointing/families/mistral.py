@@ -1,15 +1,23 @@
-"""The families of Mistral and of Ministral 3, whose queries grow with their position."""
+"""The families of Mistral, of Mixtral, its mixture of experts, and of Ministral 3, whose queries grow with
+their position."""
 
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.config_fields import (
     SLIDING,
+    refuse_unless,
     rope_config,
     rope_keys,
     rope_of,
     window_keys,
     window_of,
+)
+from megatron.checkpointing.families.experts import (
+    MIXTRAL_IN_MEMORY,
+    MIXTRAL_ROWS,
+    expert_config,
+    expert_keys,
 )
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, ROWS, common_config, common_keys
@@ -38,6 +46,30 @@ def _mistral_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 MISTRAL = Family("mistral", "MistralForCausalLM", ROWS, _mistral_keys, _mistral_config, title="Mistral")
+
+_MIXTRAL = {**_MISTRAL, "rms_norm_eps": 1e-5, "num_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001}
+
+
+def _mixtral_keys(config: Config) -> dict[str, Any]:
+    config = {**_MIXTRAL, "num_experts": None, **config}
+    refuse_unless(config, "router_jitter_noise", 0.0)  # that of what experts read too, ours is of the router's input
+    return {
+        **same_windows(config, _MIXTRAL, config.get("sliding_window")),
+        **rope_keys(config, rope_of(config, theta=1000000.0)),
+        **expert_keys({**config, "norm_topk_prob": True}, _MIXTRAL),
+    }
+
+
+def _mixtral_config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**_mistral_config(args), **expert_config(args, "num_local_experts")}
+    del config["norm_topk_prob"]  # it always does
+    return {**config, "intermediate_size": args.expert_ffn_size}
+
+
+MIXTRAL = Family(
+    "mixtral", "MixtralForCausalLM", MIXTRAL_ROWS, _mixtral_keys, _mixtral_config, title="Mixtral",
+    in_memory=MIXTRAL_IN_MEMORY,
+)  # fmt: skip
 
 
 _MINISTRAL3 = {

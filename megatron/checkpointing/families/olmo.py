@@ -1,5 +1,5 @@
-"""The families of OLMo 1, whose norms have no weights, and of OLMo 2 and 3: norms after attention and MLP,
-and over the whole width of queries and keys."""
+"""The families of OLMo 1, whose norms have no weights, of OLMo 2 and 3: norms after attention and MLP, and
+over the whole width of queries and keys, and of OLMoE, a mixture of experts."""
 
 from typing import Any
 
@@ -10,12 +10,19 @@ from megatron.checkpointing.families.config_fields import (
     get,
     layer_types,
     number,
+    refuse_unless,
     rope_config,
     rope_keys,
     rope_of,
     two_ropes_config,
     window_keys,
     window_of,
+)
+from megatron.checkpointing.families.experts import (
+    EXPERT_ROWS,
+    EXPERTS_IN_MEMORY,
+    expert_config,
+    expert_keys,
 )
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import ROWS, common_config, common_keys
@@ -91,3 +98,47 @@ def _olmo1_config(args: NeoXArgs) -> dict[str, Any]:
 OLMO1 = Family("olmo", "OlmoForCausalLM", ROWS, _olmo1_keys, _olmo1_config, title="OLMo 1", notes="clip_qkv")
 OLMO2 = Family("olmo2", "Olmo2ForCausalLM", ROWS, _olmo2_keys, _olmo2_config, title="OLMo 2")
 OLMO3 = Family("olmo3", "Olmo3ForCausalLM", ROWS, _olmo3_keys, _olmo3_config, title="OLMo 3")
+
+_OLMOE = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "intermediate_size": 2048,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "num_experts": 64, "num_experts_per_tok": 8,
+    "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+
+
+def _olmoe_keys(config: Config) -> dict[str, Any]:
+    experts = expert_keys(config, _OLMOE)
+    config = {**_OLMOE, **config, "mlp_bias": False}
+    # The norm of keys has a number of weights that does not depend on it.
+    refuse_unless(config, "head_dim", config["hidden_size"] // config["num_attention_heads"])
+    return {
+        **common_keys(config, _OLMOE),
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **experts,
+        "use_qk_layernorm": True,
+        "use_separate_qk_norms": True,
+        "clip_qkv": config.get("clip_qkv"),
+    }
+
+
+def _olmoe_config(args: NeoXArgs) -> dict[str, Any]:
+    return {
+        **common_config(args, head_dim=False),
+        **rope_config(args),
+        **expert_config(args),
+        "intermediate_size": args.expert_ffn_size,
+        "clip_qkv": args.clip_qkv,
+    }
+
+
+OLMOE = Family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    EXPERT_ROWS,
+    _olmoe_keys,
+    _olmoe_config,
+    has_scorer=False,
+    in_memory=EXPERTS_IN_MEMORY,
+    title="OLMoE",
+    notes="clip_qkv",
+)

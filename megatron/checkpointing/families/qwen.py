@@ -1,4 +1,4 @@
-"""The families of Qwen 2, 2.5 and 3: windows in the upper layers."""
+"""The families of Qwen 2, 2.5 and 3: windows in the upper layers; and of their mixtures of experts."""
 
 from typing import Any
 
@@ -12,6 +12,12 @@ from megatron.checkpointing.families.config_fields import (
     rope_of,
     window_keys,
     window_of,
+)
+from megatron.checkpointing.families.experts import (
+    EXPERT_ROWS,
+    EXPERTS_IN_MEMORY,
+    expert_config,
+    expert_keys,
 )
 from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.families.llama import LLAMA_DEFAULTS, PER_HEAD, ROWS, common_config, common_keys
@@ -72,3 +78,102 @@ def _qwen3_keys(config: Config) -> dict[str, Any]:
 
 
 QWEN3 = Family("qwen3", "Qwen3ForCausalLM", ROWS, _qwen3_keys, _config, title="Qwen 3")
+
+_QWEN2_MOE = {
+    "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "intermediate_size": 5632, "max_position_embeddings": 32768, "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
+    "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_QWEN3_MOE = {
+    "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "intermediate_size": 6144, "max_position_embeddings": 32768, "moe_intermediate_size": 768, "num_experts": 128,
+    "num_experts_per_tok": 8, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+
+
+def _moe_keys(config: Config, defaults: Config) -> dict[str, Any]:
+    """Our keys but for those of windows and biases. Every `decoder_sparse_step`th block has experts, unless
+    it is one of `mlp_only_layers`."""
+    experts = expert_keys(config, defaults)
+    config = {**defaults, **config}
+    step, dense = get(config, "decoder_sparse_step", 1), get(config, "mlp_only_layers", ())
+    with_experts = [int((i + 1) % step == 0 and i not in dense) for i in range(config["num_hidden_layers"])]
+    return {
+        **common_keys({**config, "mlp_bias": False}, defaults),
+        **rope_keys(config, rope_of(config, theta=10000.0)),
+        **experts,
+        "moe_intermediate_size": get(config, "moe_intermediate_size", defaults["moe_intermediate_size"]),
+        **({} if all(with_experts) else {"moe_layer_freq": with_experts}),
+    }
+
+
+def _moe_config(args: NeoXArgs) -> dict[str, Any]:
+    types = layer_types(args)
+    return {
+        **common_config(args, head_dim=False),
+        **rope_config(args),
+        **expert_config(args),
+        "moe_intermediate_size": args.expert_ffn_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [block for block in range(args.num_layers) if not args.has_experts(block)],
+        "use_sliding_window": SLIDING in types,
+        "sliding_window": window_of(args),
+    }
+
+
+def _qwen2_moe_keys(config: Config) -> dict[str, Any]:
+    layers, below = get(config, "num_hidden_layers", 24), get(config, "max_window_layers", 28)
+    kinds = [SLIDING if i % 2 == 0 and i < below else FULL for i in range(layers)]
+    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
+    shared = "shared_expert_intermediate_size"
+    return {
+        **_moe_keys({**config, "attention_bias": False}, _QWEN2_MOE),
+        **window_keys(window, get(config, "layer_types", kinds)),
+        "add_qkv_bias": get(config, "qkv_bias", True),
+        f"moe_{shared}": get(config, shared, _QWEN2_MOE[shared]),
+        "moe_shared_expert_gate": True,
+    }
+
+
+def _qwen2_moe_config(args: NeoXArgs) -> dict[str, Any]:
+    config = {
+        **_moe_config(args),
+        "max_window_layers": args.num_layers,
+        "layer_types": layer_types(args),
+        "qkv_bias": args.add_qkv_bias,
+        "shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+    }
+    del config["attention_bias"]  # that of the output is never there
+    return config
+
+
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    EXPERT_ROWS,
+    _qwen2_moe_keys,
+    _qwen2_moe_config,
+    in_memory=EXPERTS_IN_MEMORY,
+    title="Qwen 1.5 and 2 MoE",
+    notes="dense blocks, windows in some layers by config.json",
+)
+
+
+def _qwen3_moe_keys(config: Config) -> dict[str, Any]:
+    window = get(config, "sliding_window", 4096) if get(config, "use_sliding_window", False) else None
+    windows = window_keys(window, [SLIDING])
+    windows.pop("layer_types", None)
+    return {**_moe_keys(config, _QWEN3_MOE), **windows, **PER_HEAD}
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    EXPERT_ROWS,
+    _qwen3_moe_keys,
+    _moe_config,
+    in_memory=EXPERTS_IN_MEMORY,
+    title="Qwen 3 MoE",
+    notes="dense blocks, windows by config.json",
+)

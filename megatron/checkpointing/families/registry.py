@@ -12,12 +12,13 @@ from megatron.checkpointing.families.gemma import GEMMA2, GEMMA3
 from megatron.checkpointing.families.glm import GLM4
 from megatron.checkpointing.families.gpt2 import GPT2
 from megatron.checkpointing.families.gpt_neox import GPT_NEOX
+from megatron.checkpointing.families.gpt_oss import GPT_OSS
 from megatron.checkpointing.families.granite import GRANITE
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
-from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL
-from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3
+from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
 from megatron.checkpointing.families.phi import PHI3
-from megatron.checkpointing.families.qwen import QWEN2, QWEN3
+from megatron.checkpointing.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron.checkpointing.families.seed_oss import SEED_OSS
 from megatron.checkpointing.families.starcoder import STARCODER2
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -27,7 +28,8 @@ FAMILIES: Mapping[str, Family] = {
     family.model_type: family
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
-        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS,
+        GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
+        GPT_OSS,
     )
 }  # fmt: skip
 
@@ -64,7 +66,18 @@ _OTHERS = {
     "helium": ("llama", "neighbours that rotate together"),
     "ernie4_5": ("llama", "neighbours that rotate together"),
     "arcee": ("llama", "relu2 without a gate"),
-    "llama4_text": ("llama", "experts, layers without positions, attention in chunks, norms of queries and keys"),
+    "llama4_text": (
+        "mixtral",
+        "one expert a token, whose input is scaled, a shared expert, layers without positions, attention in chunks",
+    ),
+    "deepseek_v2": ("qwen2_moe", "attention through a latent (MLA), groups of experts, shared experts without a gate"),
+    "deepseek_v3": ("qwen2_moe", "attention through a latent (MLA), sigmoid scores and biases of experts in groups"),
+    "glm4_moe": ("qwen3_moe", "sigmoid scores and biases of experts, a shared expert, a part of each head rotates"),
+    "ernie4_5_moe": ("qwen2_moe", "biases of experts, shared experts without a gate, neighbours that rotate together"),
+    "qwen3_next": ("qwen3_moe", "linear attention in three of four layers, gates of attention, a shared expert"),
+    "phimoe": ("mixtral", "LayerNorm, biases, the choice of experts by sparse mixer"),
+    "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, tensors of all experts"),
+    "flex_olmo": ("olmoe", "norms behind attention and MLP in the place of those before"),
     "mamba": ("llama", "no attention: a state space in its place"),
 }  # fmt: skip
 _SHOWN, _LONGEST = 6, 40

@@ -6,7 +6,7 @@ from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.families.multimodal import TEXT_TOWERS
 from megatron.checkpointing.families.registry import FAMILIES, small_model
 from megatron.model import block_specs
-from megatron.model.specs import AttentionSpec, has_one_norm, norm_kind
+from megatron.model.specs import AttentionSpec, MoESpec, has_one_norm, norm_kind
 from megatron.neox_arguments import NeoXArgs
 
 _NORMS = {
@@ -45,6 +45,7 @@ def _row(family: Family) -> FamilyRow:
 
 def _features(args: NeoXArgs) -> tuple[str, ...]:
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
+    mixtures = [block.feed_forward for block in block_specs(args) if isinstance(block.feed_forward, MoESpec)]
     first, windows = mixers[0], {mixer.window is not None for mixer in mixers}
     turned = [mixer.rotary for mixer in mixers if mixer.rotary is not None]
     scalings = {rotary.scaling["rope_type"] for rotary in turned if rotary.scaling is not None}
@@ -55,6 +56,9 @@ def _features(args: NeoXArgs) -> tuple[str, ...]:
         _PLACES.get(args.norm_placement, ""): args.norm_placement in _PLACES,
         f"attention beside the MLP{' behind one norm' if has_one_norm(args) else ''}": args.gpt_j_residual,
         "MLP without gate": not args.is_gated,
+        f"{args.moe_num_experts} experts, {args.moe_top_k} a token": bool(mixtures),
+        "their scores add up to 1": bool(mixtures) and args.norm_topk_prob,
+        "a gated shared expert": bool(mixtures) and args.moe_shared_expert_gate,
         args.activation: args.activation in ("xielu", "relu2"),
         "grouped queries": first.kv_heads < first.heads,
         "learned positions": args.pos_emb == "learned",
@@ -68,6 +72,7 @@ def _features(args: NeoXArgs) -> tuple[str, ...]:
         ),
         "windows in some layers": windows == {True, False},
         "windows": windows == {True},
+        "attention sinks": first.sinks,
         "norms of queries and keys": first.norms is not None,
         "biases of queries, keys, values": first.bias and not first.output_bias,
         "biases": first.output_bias,

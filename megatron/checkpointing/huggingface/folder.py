@@ -24,11 +24,14 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import (
     FAMILIES,
     TEXT_TOWERS,
+    ExpertRows,
     gives_score,
     lacks_prefix,
+    rows_of_experts,
     text_config,
     text_names,
 )
+from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
 from megatron.data.files import sync
@@ -142,6 +145,7 @@ class HFFolder:
         stored = {name: entry.shape for name, entry in self._entries.items() if name not in hidden}
         self.shapes: Mapping[str, tuple[int, ...]] = stored | {name: of.shape for name, of in self._packed.items()}
         self._names: Mapping[str, str] = {}
+        self._experts: Mapping[str, ExpertRows] = {}
         if file_config.get("model_type") in TEXT_TOWERS:
             self._names = text_names(self.shapes)
             own = set(self._names.values())
@@ -154,6 +158,24 @@ class HFFolder:
             family = FAMILIES[self.config["model_type"]]
             self._names = {name if name == family.head else family.base_prefix + name: name for name in self.shapes}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
+        elif self.config.get("model_type") in FAMILIES:
+            self._take_apart(FAMILIES[self.config["model_type"]])
+
+    def _take_apart(self, family: Family) -> None:
+        """Give tensors that the folder names as transformers does in memory the names that files have, and
+        those of all experts the shape of each expert's."""
+        plain = {name: shape for name, shape in self.shapes.items() if name not in self._packed}
+        self._experts = rows_of_experts(family, plain)
+        if not self._experts:
+            return
+        renamed = {name: family.stored_names(name, 1) for name in plain}
+        self._names = {to[0][0]: name for name, to in renamed.items() if to[0] and len(plain[name]) < 3}
+        self._names |= {name: part.stored for name, part in self._experts.items()}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in self._names.values()}
+        for name, stored in self._names.items():
+            part, shape = self._experts.get(name), self.shapes[stored]
+            shapes[name] = shape if part is None else (part.rows.stop - part.rows.start, shape[2])
+        self.shapes = shapes
 
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
@@ -187,12 +209,13 @@ class HFFolder:
 
         Raises CheckpointError where fp16 cannot hold its values.
         """
+        part = self._experts.get(name)
         name = self._names.get(name, name)
         if name in self._packed:
             return self._dequantised(name)
         if self._entries[name].dtype not in _NAMES:
             raise CheckpointError(f"{self._entries[name].file}: {name} is no floating-point tensor")
-        tensor = self._stored(name)
+        tensor = self._stored(name) if part is None else self._stored(name)[part.expert, part.rows]
         return tensor if self.dtype is None else cast_to(tensor, self.dtype, name)
 
     @property

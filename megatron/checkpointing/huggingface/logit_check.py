@@ -81,10 +81,11 @@ def compare_logits(
 
 
 def plain_args(args: NeoXArgs) -> NeoXArgs:
-    """The configuration of the same model in one process, in fp32, on the CPU."""
+    """The configuration of the same model in one process, in fp32, on the CPU; experts take all tokens."""
     return args.replace(
         model_parallel_size=1, pipe_parallel_size=1, precision="fp32", fp16=None, bf16=None, sequence_parallel=False,
-        compile=False, attention_backend="math", checkpoint_activations=False,
+        compile=False, attention_backend="math", checkpoint_activations=False, expert_parallel_size=1,
+        moe_expert_capacity_factor=None,
         train_batch_size=None, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=None,
     )  # fmt: skip
 
@@ -117,7 +118,8 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
     except ModuleNotFoundError:
         raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
     try:
-        config = transformers.AutoConfig.for_model(**folder.config)
+        # The kernel for experts, which else is transformers 5's choice, does not take all sizes.
+        config = transformers.AutoConfig.for_model(**{**folder.config, "experts_implementation": "eager"})
         scores = gives_score(folder.config)
         auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
         with _without_weights():
@@ -129,29 +131,42 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
     except (OSError, ValueError, TypeError, KeyError) as problem:
         raise CheckpointError(f"{folder.origin}: transformers cannot build this model ({problem})") from problem
     # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
-    rows = FAMILIES[family_of(folder.config)].rows
-    head = [row.theirs[0] for row in rows if row.ours == "final_linear.weight"]
+    family = FAMILIES[family_of(folder.config)]
     names: dict[int, list[str]] = {}  # of one parameter, tied ones have several
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for path, module in model.named_modules():
         if not module._parameters:
             continue
-        stored: dict[str, str] = {}
+        stored: dict[str, list[list[str]]] = {}
         for param_name, param in module._parameters.items():
             if param is None:
                 continue
-            known = names[id(param)] + (head if module is model.get_output_embeddings() else [])
-            stored_names = [name for name in known if name in folder.shapes]
-            if not stored_names:
+            known = names[id(param)] + ([family.head] if module is model.get_output_embeddings() else [])
+            parts = [[[name]] for name in known if name in folder.shapes]
+            parts += [family.stored_names(name, len(param)) for name in known]
+            if not all(name in folder.shapes for each in parts[0] for name in each) or not parts[0][0]:
                 raise CheckpointError(f"{folder.origin}: transformers wants {path}.{param_name}, which is not there")
-            stored[param_name] = stored_names[0]
-        _lend(module, partial(_stored, folder, stored))
+            stored[param_name] = parts[0]
+        _lend(module, partial(_stored, folder, stored), alone=True)
     return model(tokens, use_cache=False).logits
 
 
-def _stored(folder: HFFolder, names: Mapping[str, str]) -> Callable[[str], Tensor]:
-    return lambda own: folder.get(names[own])
+def _stored(folder: HFFolder, names: Mapping[str, list[list[str]]]) -> Callable[[str], Tensor]:
+    return lambda own: _assembled(folder, names[own])
+
+
+def _assembled(folder: HFFolder, names: list[list[str]]) -> Tensor:
+    """A tensor of the folder; or of several experts `[experts, rows, columns]` in fp32, the rows of each
+    being those of its tensors, of which one at a time is in memory beside the result."""
+    if len(names) == 1 and len(names[0]) == 1:
+        return folder.get(names[0][0])
+    rows = [folder.shapes[name][0] for name in names[0]]
+    whole = torch.empty(len(names), sum(rows), folder.shapes[names[0][0]][1])
+    for of_expert, matrix in zip(names, whole, strict=True):
+        for name, part in zip(of_expert, matrix.split(rows), strict=True):
+            part.copy_(folder.get(name))
+    return whole
 
 
 @contextmanager
@@ -170,13 +185,14 @@ def _without_weights() -> Iterator[None]:
         handle.remove()
 
 
-def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]]) -> None:
-    """Give a module its parameters, in fp32, for the time of its forward pass."""
+def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]], alone: bool = False) -> None:
+    """Give a module its parameters, in fp32, for the time of its forward pass. alone: but for those of the
+    modules within it."""
     empty: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
     def take(module: nn.Module, *_: Any) -> None:
         get = open_layer()
-        for path, part in module.named_modules():
+        for path, part in [("", module)] if alone else module.named_modules():
             for param_name, param in list(part._parameters.items()):
                 if param is None:
                     continue

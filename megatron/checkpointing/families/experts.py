@@ -1,0 +1,114 @@
+"""What the families with mixtures of experts share: the tensors of the experts and of the router, and their
+fields of config.json."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import get
+from megatron.checkpointing.families.family import UP_GATE, Config, Family, TensorMapping
+from megatron.checkpointing.families.llama import rows_with
+from megatron.neox_arguments import NeoXArgs
+
+_BLOCK = "model.layers.{}."
+_FUSED = _BLOCK + "mlp.experts."  # in memory of transformers 5, one tensor of all experts
+
+
+def _expert(ours: str, theirs: str, *, transposed: bool = False) -> TensorMapping:
+    return TensorMapping(f"mlp.experts.mlp.{ours}", (theirs,), transposed=transposed)
+
+
+def _rows(block: str, gate: str, up: str, down: str) -> tuple[TensorMapping, ...]:
+    """The router and the experts of a block; gate, up, down: what the matrices of an expert are called."""
+    matrix = f"{block}experts.{{expert}}."
+    return (
+        TensorMapping("mlp.router.layer.weight", (f"{block}gate.weight",)),
+        _expert("w1", f"{matrix}{gate}.weight"),
+        _expert("w3", f"{matrix}{up}.weight"),
+        _expert("w2", f"{matrix}{down}.weight", transposed=True),
+    )
+
+
+def _in_memory(block: str, gate: str, up: str, down: str) -> dict[str, tuple[str, ...]]:
+    """`Family.in_memory` for the same names."""
+    matrix = f"{block}experts.{{expert}}."
+    return {
+        f"{_FUSED}gate_up_proj": (f"{matrix}{gate}.weight", f"{matrix}{up}.weight"),
+        f"{_FUSED}down_proj": (f"{matrix}{down}.weight",),
+    }
+
+
+_MIXTRAL = (_BLOCK + "block_sparse_moe.", "w1", "w3", "w2")
+_QWEN = (_BLOCK + "mlp.", "gate_proj", "up_proj", "down_proj")
+_SHARED = _BLOCK + "mlp.shared_expert."
+MIXTRAL_ROWS = rows_with(*_rows(*_MIXTRAL))
+MIXTRAL_IN_MEMORY = {
+    _BLOCK + "mlp.gate.weight": (_BLOCK + "block_sparse_moe.gate.weight",),
+    **_in_memory(*_MIXTRAL),
+}
+# Those of Qwen and OLMo, beside dense blocks.
+EXPERT_ROWS = rows_with(
+    *_rows(*_QWEN),
+    TensorMapping(
+        "mlp.shared_expert.linear1.weight", (f"{_SHARED}up_proj.weight", f"{_SHARED}gate_proj.weight"), UP_GATE
+    ),
+    TensorMapping("mlp.shared_expert.linear2.weight", (f"{_SHARED}down_proj.weight",)),
+    TensorMapping("mlp.shared_expert_gate.weight", (_BLOCK + "mlp.shared_expert_gate.weight",)),
+)
+EXPERTS_IN_MEMORY = _in_memory(*_QWEN)
+
+
+class ExpertRows(NamedTuple):
+    """A matrix of one expert as rows of the tensor of all experts. stored: the name of that tensor."""
+
+    stored: str
+    expert: int
+    rows: slice
+
+
+def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, ExpertRows]:
+    """The matrices of experts in a folder that has tensors of all experts of a block, as transformers 5 has
+    them in memory and writes with `save_original_format=False`, by the names that they have alone. shapes: of
+    the folder's tensors."""
+    found = {}
+    for name, shape in shapes.items():
+        if len(shape) == 3:
+            for expert, names in enumerate(family.stored_names(name, shape[0])):
+                high = shape[1] // max(1, len(names))
+                for i, own in enumerate(names):
+                    found[own] = ExpertRows(name, expert, slice(i * high, (i + 1) * high))
+    return found
+
+
+def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:
+    """Our keys for the experts that a token goes to and how they are balanced.
+
+    The load-balancing loss is transformers', which has it where output_router_logits is true and there alone;
+    it is over a micro-batch and all layers together. Raises CheckpointError for a model without experts.
+    """
+    experts = get(config, "num_experts", get(config, "num_local_experts", defaults["num_experts"]))
+    if experts < 2:
+        raise CheckpointError(f"config.json: num_experts: {experts}: a mixture has two experts at least")
+    keys = {
+        "moe_num_experts": experts,
+        "moe_top_k": get(config, "num_experts_per_tok", defaults["num_experts_per_tok"]),
+        "moe_router_type": "topk",
+        "norm_topk_prob": get(config, "norm_topk_prob", False),
+    }
+    coefficient = get(config, "router_aux_loss_coef", defaults["router_aux_loss_coef"])
+    if get(config, "output_router_logits", False) and coefficient:
+        keys |= {"moe_aux_loss_coeff": coefficient, "moe_aux_loss_scope": "transformers"}
+    return keys
+
+
+def expert_config(args: NeoXArgs, number: str = "num_experts") -> dict[str, Any]:
+    """The inverse of `expert_keys`; number: the field of how many experts there are. A loss that transformers
+    does not have is left out."""
+    balanced = args.moe_aux_loss_scope == "transformers" and args.moe_aux_loss_coeff > 0.0
+    return {
+        number: args.moe_num_experts,
+        "num_experts_per_tok": args.moe_top_k,
+        "norm_topk_prob": args.norm_topk_prob,
+        "output_router_logits": balanced,
+        **({"router_aux_loss_coef": args.moe_aux_loss_coeff} if balanced else {}),
+    }

@@ -1,0 +1,105 @@
+"""The family of gpt-oss: attention sinks, windows in every second layer, and experts with biases and clamped
+gates, all of a block in one tensor."""
+
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import (
+    FULL,
+    SLIDING,
+    get,
+    layer_types,
+    refuse_unless,
+    rope_config,
+    rope_keys,
+    rope_of,
+    window_keys,
+    window_of,
+)
+from megatron.checkpointing.families.experts import expert_config, expert_keys
+from megatron.checkpointing.families.family import Config, Family, TensorMapping, weight_and_bias
+from megatron.checkpointing.families.llama import common_config, common_keys, rows_with
+from megatron.neox_arguments import NeoXArgs
+
+_BLOCK = "model.layers.{}."
+_EXPERTS = _BLOCK + "mlp.experts."
+# Columns (outputs) of gate_up_proj are those of gate and up in turn; down_proj lies as our w2.
+_ROWS = rows_with(
+    TensorMapping("attention.sinks", (_BLOCK + "self_attn.sinks",)),
+    *weight_and_bias("mlp.router.layer", _BLOCK + "mlp.router"),
+    *(
+        TensorMapping(f"mlp.experts.mlp.{ours}", (_EXPERTS + theirs,), transposed=turned, stacked=True, part=part)
+        for name, part in (("w1", (0, 2)), ("w3", (1, 2)))
+        for ours, theirs, turned in ((name, "gate_up_proj", True), (f"{name}_bias", "gate_up_proj_bias", False))
+    ),
+    TensorMapping("mlp.experts.mlp.w2", (_EXPERTS + "down_proj",), stacked=True),
+    TensorMapping("mlp.experts.mlp.w2_bias", (_EXPERTS + "down_proj_bias",)),
+)
+_LIMIT, _ALPHA = 7.0, 1.702  # of the clamped gates
+_DEFAULTS = {
+    "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+    "intermediate_size": 2880, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True,
+    "sliding_window": 128, "num_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001,
+}  # fmt: skip
+_YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    chosen = get(config, "num_experts_per_tok", get(config, "experts_per_token", _DEFAULTS["num_experts_per_tok"]))
+    refuse_unless(config, "experts_per_token", chosen)
+    refuse_unless(config, "hidden_act", "silu")
+    refuse_unless(config, "swiglu_limit", _LIMIT)
+    refuse_unless(config, "swiglu_alpha", _ALPHA)
+    experts = expert_keys({**config, "num_experts_per_tok": chosen, "norm_topk_prob": True}, _DEFAULTS)
+    config = {**_DEFAULTS, **config}
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config["rope_scaling"] = _YARN
+    rope = rope_of(config, theta=150000.0)
+    length = config.get("initial_context_length")
+    if length not in (None, rope.get("original_max_position_embeddings", length)):
+        raise CheckpointError(
+            f"config.json: initial_context_length: {length} is not rope_scaling.original_max_position_embeddings: "
+            f"{rope['original_max_position_embeddings']}"
+        )
+    kinds = [FULL if i % 2 else SLIDING for i in range(config["num_hidden_layers"])]
+    return {
+        **common_keys(config, _DEFAULTS),
+        **rope_keys(config, rope),
+        **window_keys(config["sliding_window"], get(config, "layer_types", kinds)),
+        **experts,
+        "activation": "swigluoai",
+        "attention_sinks": True,
+        "moe_router_bias": True,
+        "moe_expert_bias": True,
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    config = {**common_config(args), **rope_config(args), **expert_config(args, "num_local_experts")}
+    del config["norm_topk_prob"]  # it always does
+    scaling = config["rope_scaling"] or {"rope_type": "default"}  # without it transformers has yarn
+    original = scaling.get("original_max_position_embeddings")
+    return {
+        **config,
+        "rope_scaling": scaling,
+        **({} if original is None else {"initial_context_length": original}),
+        "intermediate_size": args.expert_ffn_size,
+        "experts_per_token": args.moe_top_k,
+        "swiglu_limit": _LIMIT,
+        "sliding_window": window_of(args) or _DEFAULTS["sliding_window"],  # transformers makes its mask without, too
+        "layer_types": layer_types(args),
+    }
+
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    _ROWS,
+    _keys,
+    _config,
+    title="gpt-oss",
+    notes="clamped gates, biases of experts and of the router; MXFP4 is read, not written",
+)
