@@ -8,7 +8,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
@@ -18,7 +17,7 @@ from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
-from megatron.model.init import initial_rows
+from megatron.model.init import initial_whole
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
@@ -52,7 +51,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProg
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
-            whole = {spec.name: _whole(spec, layer, args) for spec in specs[layer]}
+            whole = {spec.name: initial_whole(spec, layer, args) for spec in specs[layer]}
             records += save_layer(temporary, layer, whole, args)
         records = records if pipe else []
         states = [bare_state(args, 0)] * (max(pipe, 1) * args.tp)
@@ -84,7 +83,3 @@ def _already(final: Path, save: Path) -> Manifest | None:
 
 def _size(spec: ParamSpec) -> int:
     return torch.Size(spec.shape).numel()
-
-
-def _whole(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
-    return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)

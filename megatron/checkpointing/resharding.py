@@ -71,7 +71,7 @@ def reshard(
             verify(final)
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
-    _check_sizes(specs, to.tensor)
+    check_sizes(specs, to.tensor)
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
     temporary = begin_checkpoint_if_space(save, layout.step_of(source), size * (2 if sequential else 1))
     records: list[FileRecord] = []
@@ -88,7 +88,7 @@ def reshard(
         states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
     else:
         states = _model_states(source, to, manifest)
-    records += [*write_model_files(temporary, states, sequential), *_copied(source, temporary)]
+    records += [*write_model_files(temporary, states, sequential), *copy_folders(source, temporary)]
     files = {record.name: record for record in records}
     made = replace(ours, layout=to, model=model_keys(args), optimizer=with_state, files=files)
     configs = {} if (source / "configs").is_dir() else args.config_files
@@ -143,7 +143,8 @@ def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) 
     return to_file_names(2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
 
 
-def _check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
+def check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:
+    """Raise CheckpointError where `tensor_size` ranks do not divide a parameter, by NeoX layer index."""
     for layer, layer_specs in specs.items():
         for spec in layer_specs:
             if spec.axis is not None and any(block % tensor_size for block in spec.blocks):
@@ -236,7 +237,7 @@ def write_model_files(path: Path, states: Sequence[Mapping[str, Any]], sequentia
     return records
 
 
-def _copied(source: Path, temporary: Path) -> list[FileRecord]:
+def copy_folders(source: Path, temporary: Path) -> list[FileRecord]:
     """Copy the files of the tokenizer, the configurations and the imported model unchanged."""
     records = []
     for file in sorted(path for path in source.glob("*/**/*") if path.is_file()):

@@ -1,0 +1,205 @@
+"""From a dense checkpoint to one of the same model with experts, each a copy of the dense feed-forward
+(sparse upcycling, arXiv 2212.05055), one layer in memory at a time."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from megatron.checkpointing import layout
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, verify
+from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.resharding import PRECISIONS, bare_state, check_sizes, copy_folders, write_model_files
+from megatron.checkpointing.tensor_files import FileRecord
+from megatron.checkpointing.weight_files import describe_checkpoint
+from megatron.checkpointing.weights import load_weights, save_layer
+from megatron.model.init import initial_whole
+from megatron.model.weight_map import layer_params
+from megatron.mpu import ParamSpec
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.frozen import as_tuple
+from megatron.neox_arguments.keys.architectures import MoEKeys
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.reading.files import parse_overrides, read_files
+
+EXPERTS_FILE = "experts.yml"
+"""In `configs/` of the result: the keys that were added to those of the dense model."""
+
+
+def read_expert_keys(files: Sequence[str | Path], settings: Sequence[str] = ()) -> dict[str, tuple[Any, str]]:
+    """The keys of experts that YAML files and `KEY=VALUE` settings give, each with its origin. Raises
+    ConfigError, also for other keys."""
+    config = read_files(files)
+    for path, value, origin in parse_overrides(settings, "--set"):
+        config.assign(path, value, origin)
+    problems = ErrorCollector(config.origins)
+    problems.lines += config.problems
+    for key in config.values:
+        if key not in keys_of(MoEKeys):
+            problems.add(key, "is no key of experts; the dense model's stay as they are, the run sets its own")
+    problems.raise_if_any()
+    if config.values.get("moe_num_experts") in (None, 1):
+        problems.add("moe_num_experts", "is 1; set the number of experts, such as moe_num_experts: 8")
+    problems.raise_if_any()
+    return {key: (value, problems.origin(key) or "") for key, value in config.values.items()}
+
+
+def upcycled_args(
+    dense: NeoXArgs, keys: Mapping[str, tuple[Any, str]], tensor: int = 1, seed: int | None = None
+) -> NeoXArgs:
+    """The configuration `dense` with experts. keys: as of `read_expert_keys`. tensor: its tensor-parallel
+    size. seed: of routers; None: that of `dense`.
+
+    Raises ConfigError where it is invalid, and where the first loss would not be the dense model's.
+    """
+    if dense.moe_num_experts > 1:
+        raise dense.error("moe_num_experts", "the model has experts already; upcycling begins with a dense one")
+    if dense.lora is not None:
+        raise dense.error("lora", "holds adapters; merge them into the weights first: tools/ckpts/adapter.py merge")
+    state = json.loads(dense.to_json())
+    added = {**keys, "model_parallel_size": (tensor, "--tp"), "pipe_parallel_size": (1, "program")}
+    added |= {} if seed is None else {"seed": (seed, "--seed")}
+    state["given"] |= {key: value for key, (value, _) in added.items()}
+    state["origins"] |= {key: origin for key, (_, origin) in added.items()}
+    args = NeoXArgs.from_json(json.dumps({**state, "world_size": None}))
+    problems = ErrorCollector(args.origins)
+    _check_first_loss(args, problems)
+    problems.raise_if_any()
+    return args
+
+
+def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
+    """Note what would give another output than the dense model's: equal experts give it where a token's
+    scores add up to 1, and no token loses an expert."""
+    experts = args.moe_num_experts
+    if args.moe_top_k == 1:
+        text = "with 1 a token's only score is below 1, or divided by itself, so that the router would not learn"
+        problems.add("moe_top_k", f"{text}; set 2 or more")
+    elif not args.norm_topk_prob and (args.router_scores != "softmax" or args.moe_top_k < experts):
+        text = "the scores of a token's experts would not add up to 1, and its output would not be the dense model's"
+        problems.add("norm_topk_prob", f"{text}; set norm_topk_prob: true")
+    if args.moe_router_topk_scaling_factor != 1.0:
+        text = f"{args.moe_router_topk_scaling_factor} would multiply the dense model's output; leave it out"
+        problems.add("moe_router_topk_scaling_factor", text)
+    widths = {as_tuple(args.ffn_size)[block % len(as_tuple(args.ffn_size))] for block in _blocks(args)}
+    if len(widths) > 1:
+        text = f"the dense blocks chosen have several widths ({', '.join(map(str, sorted(widths)))}), experts one"
+        problems.add("moe_layer_freq", f"{text}; choose blocks of one width")
+    elif widths != {args.expert_ffn_size}:
+        (width,) = widths
+        text = f"experts would be {args.expert_ffn_size} wide, and the dense feed-forward is {width}"
+        problems.add("moe_intermediate_size", f"{text}; set moe_intermediate_size: {width}")
+    if args.moe_shared_expert_intermediate_size is not None:
+        text = "a shared expert would add to the dense model's output; leave it out"
+        problems.add("moe_shared_expert_intermediate_size", text)
+    factor = args.moe_expert_capacity_factor
+    if factor is not None and factor < experts / args.moe_top_k:  # below it an expert may have no room for all tokens
+        text = f"tokens that find no room would lose their output; leave it out, or set {experts / args.moe_top_k:g}"
+        problems.add("moe_expert_capacity_factor", f"{text} or more for the first steps")
+    if args.use_bias_in_mlp and not args.moe_expert_bias:
+        problems.add("moe_expert_bias", "the dense feed-forward has biases; set moe_expert_bias: true")
+
+
+def upcycle(
+    source: str | Path, save: str | Path, dense: NeoXArgs, args: NeoXArgs, each: LayerProgress = no_progress
+) -> Path:
+    """Write `<save>/global_step0` with the weights of `source` (of `dense`) and experts as `args` has them,
+    and let `latest` name it; returns that directory.
+
+    args: of `upcycled_args`. Experts, and all that a block has beside its feed-forward, have the bits of the
+    source; routers have the initial values of a fresh model of `args.seed`, and biases that the source lacks
+    are 0. A run of any layout loads it with `finetune: true`. Tokenizer and configurations go along,
+    optimizer state does not. One layer is in memory at a time. Nothing is visible until it is whole. Raises
+    CheckpointError.
+    """
+    source, save = Path(source), Path(save)
+    if layout.list_checkpoints(save):
+        raise CheckpointError(f"{save}: holds checkpoints already; give another folder")
+    manifest, dtype = _verified(source), _only_dtype(source)
+    specs = layer_params(args)
+    check_sizes(specs, args.tp)
+    needed = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
+    temporary = begin_checkpoint_if_space(save, 0, needed, check_space)
+    try:
+        records: list[FileRecord] = []
+        for layer in each(sorted(specs), len(specs)):
+            whole = load_weights(source, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            records += save_layer(temporary, layer, _with_experts(whole, layer, specs[layer], args, dtype), args)
+            del whole
+        records += write_model_files(temporary, [bare_state(args, 0)] * args.tp, sequential=False)
+        records += copy_folders(source, temporary)
+        given = json.loads(args.to_json())["given"]
+        made = Manifest(
+            run_id=f"experts of {source.resolve()}", iteration=0, consumed_samples=0, model=model_keys(args),
+            seed=args.seed, tokenizer=manifest.tokenizer if manifest is not None else None, data={},
+            layout=ParallelLayout(1, 1, args.tp, 0, PRECISIONS[dtype], args.tp), versions={"torch": version("torch")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"), config=given,
+            files={record.name: record for record in records}, optimizer=False,
+        )  # fmt: skip
+        added = {key: given[key] for key in given if key in keys_of(MoEKeys)}
+        text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"
+        return publish(temporary, save, 0, made, {EXPERTS_FILE: text})
+    except OSError as problem:
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _blocks(args: NeoXArgs) -> list[int]:
+    return [block for block in range(args.num_layers) if args.has_experts(block)]
+
+
+def _verified(source: Path) -> Manifest | None:
+    """The manifest of a checkpoint whose weights are whole; None for one of GPT-NeoX."""
+    manifest = read_manifest(source)
+    if manifest is not None:
+        verify(source, [name for name in manifest.files if not layout.is_optimizer_file(name)])
+    return manifest
+
+
+def _only_dtype(source: Path) -> torch.dtype:
+    dtypes = describe_checkpoint(source).dtypes
+    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({names})")
+    return min(dtypes, key=str)
+
+
+def _with_experts(
+    dense: Mapping[str, Tensor], layer: int, specs: Sequence[ParamSpec], args: NeoXArgs, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The whole tensors of a layer: the dense ones, copies for experts, initial values for what is new."""
+    known = {**dense, **_copies(dense, args)} if any(spec.experts for spec in specs) else dict(dense)
+    return {
+        spec.name: known[spec.name]
+        if spec.name in known
+        else initial_whole(spec, layer, args).to(dtype if spec.trained else torch.float32)
+        for spec in specs
+    }
+
+
+def _copies(dense: Mapping[str, Tensor], args: NeoXArgs) -> dict[str, Tensor]:
+    """The experts' parameters, from those of a dense feed-forward, whose rows are [up; gate] where it is
+    gated."""
+    made: dict[str, Tensor] = {}
+    names = ("w3", "w1") if args.is_gated else ("w1",)
+    for kind, of_names in (("weight", "{}"), ("bias", "{}_bias")):
+        if (first := dense.get(f"mlp.linear1.{kind}")) is None:
+            continue
+        parts = dict(zip(names, first.chunk(len(names)), strict=True))
+        second = dense[f"mlp.linear2.{kind}"]
+        parts["w2"] = second.t() if kind == "weight" else second.unsqueeze(0)
+        for name, value in parts.items():
+            copies = (args.moe_num_experts, *([1] * (value.dim() - 1)))
+            made[f"mlp.experts.mlp.{of_names.format(name)}"] = value.repeat(copies)
+    return made

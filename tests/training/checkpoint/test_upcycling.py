@@ -1,0 +1,193 @@
+"""A dense run becomes one with experts: the same first loss, the same bits, and what would not keep them is
+refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import megatron.checkpointing.upcycling as upcycling
+from megatron.checkpointing import find_checkpoint, load_checkpoint_args, load_weights, verify
+from megatron.model.init import initial_whole
+from megatron.model.weight_map import named_params
+from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
+from tests.training.runs import ADAMW, LLAMA, NEOX, config, run_to_end
+from tools.ckpts import upcycle
+
+TP2 = {"model_parallel_size": 2}
+EXPERTS: dict[str, Any] = {
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "norm_topk_prob": True,
+    "moe_aux_loss_coeff": 0.01,
+}  # fmt: skip
+# Dense model, its ranks; the experts; ranks and keys of the run that goes on.
+CELLS: dict[str, tuple[dict[str, Any], int, dict[str, Any], int, dict[str, Any]]] = {
+    "llama": (LLAMA, 1, EXPERTS, 1, {}),
+    "llama, tp2 cut": (LLAMA, 1, {**EXPERTS, "moe_expert_tensor_parallel": "cut", "moe_layer_freq": [0, 1]}, 2, TP2),
+    "biases, tp2": (
+        NEOX, 2, {**EXPERTS, "moe_intermediate_size": 128, "moe_expert_bias": True, "moe_expert_interval": 2,
+                  "moe_router_bias": True, "moe_router_bias_update_rate": 0.01}, 2, TP2,
+    ),
+    # All experts of a token add up to 1 without being divided, and capacity that is never reached.
+    "all experts, sinkhorn": (
+        LLAMA, 1, {"moe_num_experts": 2, "moe_top_k": 2, "moe_router_type": "sinkhorn",
+                   "moe_expert_capacity_factor": 1.0}, 1, {},
+    ),
+}  # fmt: skip
+MODELS = {"llama": LLAMA, "neox": NEOX}
+
+
+def dense_run(save: Path, model: dict[str, Any], ranks: int, **more: Any) -> None:
+    values = config(model, ADAMW, train_iters=3, checkpoint_factor=3, save=str(save), **more)
+    run_ranks(run_to_end, ranks, {**values, "model_parallel_size": ranks})
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Three steps of both models, neox at tensor 2."""
+    folder = tmp_path_factory.mktemp("dense")
+    dense_run(folder / "llama", LLAMA, 1)
+    dense_run(folder / "neox", NEOX, 2)
+    return {name: folder / name for name in MODELS}
+
+
+def made(tmp_path: Path, source: Path, experts: dict[str, Any], tp: int = 1, *more: str) -> Path:
+    (tmp_path / "moe.yml").write_text(yaml.safe_dump(experts))
+    argv = ["--input_dir", str(source), "--output_dir", str(tmp_path / "out"), "--experts", str(tmp_path / "moe.yml")]
+    upcycle.main([*argv, "--tp", str(tp), *more])
+    return find_checkpoint(tmp_path / "out")
+
+
+def refused(source: Path, out: Path, *settings: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        upcycle.main(["--input_dir", str(source), "--output_dir", str(out), "--set", *settings])
+    assert isinstance(ended.value.code, str) and ended.value.code.startswith("upcycle.py: error: ")
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_the_first_loss_is_the_dense_models(name: str, dense: dict[str, Path], tmp_path: Path) -> None:
+    model, _, experts, ranks, layout = CELLS[name]
+    source = dense["neox" if model is NEOX else "llama"]
+    path = made(tmp_path, source, experts, layout.get("model_parallel_size", 1))
+    manifest = verify(path)
+    assert path.name == "global_step0" and manifest is not None and manifest.layout.tensor == ranks
+    assert not manifest.optimizer and manifest.consumed_samples == 0 and manifest.tokenizer is not None
+    begun = {"finetune": True, "train_iters": 6, "checkpoint_factor": 6}
+    common = config(model, ADAMW, begun, layout)
+    run_ranks(run_to_end, ranks, {**common, "load": str(source), "save": str(tmp_path / "dense")})
+    run_ranks(run_to_end, ranks, {**common, **experts, "load": str(tmp_path / "out"), "save": str(tmp_path / "moe")})
+    without, with_experts = losses(tmp_path / "dense"), losses(tmp_path / "moe")
+    assert with_experts[1] == pytest.approx(without[1], rel=1e-5)
+    assert sorted(with_experts) == [1, 2, 3, 4, 5, 6] and with_experts[6] < with_experts[1]
+    args = load_checkpoint_args(tmp_path / "moe" / "global_step6")[0]
+    layer = next(block + 2 for block in range(4) if args.has_experts(block))
+    trained = load_weights(tmp_path / "moe" / "global_step6", args, layers=[layer], tensor_rank=0, tensor_size=1)
+    first, second = trained[layer]["mlp.experts.mlp.w1"].unflatten(0, (args.moe_num_experts, -1))[:2]
+    assert (first - second).abs().max() > 1e-4 or args.moe_num_experts == args.moe_top_k, "experts go their own ways"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bfloat16"])
+def test_the_bits_of_the_source(precision: str, tmp_path: Path) -> None:
+    """Experts are copies in all chosen blocks, all else is as it was, and routers are a fresh model's."""
+    dense_run(tmp_path / "run", {**LLAMA, "use_bias_in_mlp": True}, 2, precision=precision)
+    source = find_checkpoint(tmp_path / "run")
+    experts = {**EXPERTS, "moe_layer_freq": [0, 1], "moe_expert_bias": True, "moe_router_bias": True,
+               "moe_router_bias_update_rate": 0.1}  # fmt: skip
+    path = made(tmp_path, tmp_path / "run", experts, 2, "--seed", "5")
+    args, old_args = load_checkpoint_args(path)[0], load_checkpoint_args(source)[0]
+    assert args.seed == 5 and args.tp == 2
+    every = {"layers": range(args.num_layers + 4), "tensor_rank": 0, "tensor_size": 1}
+    new, old = load_weights(path, args, **every), load_weights(source, old_args, **every)
+    for layer, tensors in old.items():
+        chosen = layer in (3, 5)
+        for name, value in tensors.items():
+            if not (chosen and name.startswith("mlp.")):
+                assert torch.equal(new[layer][name], value), (layer, name)
+        if not chosen:
+            assert new[layer].keys() == tensors.keys()
+            continue
+        its = {name.removeprefix("mlp."): value for name, value in new[layer].items()}
+        for kind, suffix in (("weight", ""), ("bias", "_bias")):
+            up, gate = tensors[f"mlp.linear1.{kind}"].chunk(2)
+            down = tensors[f"mlp.linear2.{kind}"]
+            wanted = {"w1": gate, "w3": up, "w2": down.t() if kind == "weight" else down.unsqueeze(0)}
+            for name, value in wanted.items():
+                copies = its[f"experts.mlp.{name}{suffix}"].unflatten(0, (4, -1))
+                assert all(torch.equal(copy, value) for copy in copies), name
+        spec = named_params(args)[layer, "mlp.router.layer.weight"]
+        drawn = initial_whole(spec, layer, args)
+        assert torch.equal(its["router.layer.weight"], drawn.to(its["router.layer.weight"].dtype)) and drawn.std() > 0
+        assert its["router.expert_bias"].dtype == torch.float32 and not its["router.expert_bias"].any()
+    assert not torch.equal(new[3]["mlp.router.layer.weight"], new[5]["mlp.router.layer.weight"])
+
+
+GOOD = [f"{key}={str(value).lower()}" for key, value in EXPERTS.items()]
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["moe_num_experts=1"], "moe_num_experts: is 1; set the number of experts"),
+        (["norm_topk_prob=false"], "norm_topk_prob: the scores of a token's experts would not add up to 1"),
+        (["norm_topk_prob=false", "moe_top_k=4", "moe_router_score_function=sigmoid"], "set norm_topk_prob: true"),
+        (["moe_top_k=1"], "moe_top_k: with 1 a token's only score"),
+        (["moe_top_k=1", "moe_router_type=sinkhorn"], "moe_top_k: with 1 a token's only score"),
+        (["moe_router_topk_scaling_factor=2.5"], "--set: moe_router_topk_scaling_factor: 2.5 would multiply"),
+        (["moe_intermediate_size=24"], "--set: moe_intermediate_size: experts would be 24 wide, and the dense feed"),
+        (["moe_shared_expert_intermediate_size=16"], "moe_shared_expert_intermediate_size: a shared expert would add"),
+        (["moe_expert_capacity_factor=1.5"], "moe_expert_capacity_factor: tokens that find no room would lose"),
+        (["moe_layer_freq=[0]"], "moe_layer_freq: no block has experts"),
+        (["train_iters=3"], "--set: train_iters: is no key of experts"),
+        (["moe_top_k=9"], "moe_top_k: 9 is more than moe_num_experts 4 (--set)"),
+    ],
+)
+def test_what_would_begin_with_another_loss_is_refused(
+    settings: list[str], text: str, dense: dict[str, Path], tmp_path: Path
+) -> None:
+    assert text in refused(dense["llama"], tmp_path / "out", *GOOD, *settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_call_leaves_nothing_and_is_made_again(
+    dense: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_layer, layers = upcycling.save_layer, []
+
+    def killed(folder: Path, layer: int, *args: Any) -> Any:
+        layers.append(layer)
+        if layer == 3:
+            raise KeyboardInterrupt
+        return save_layer(folder, layer, *args)
+
+    monkeypatch.setattr(upcycling, "save_layer", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path, dense["llama"], EXPERTS)
+    assert layers == [0, 2, 3] and list((tmp_path / "out").iterdir()) == []
+    monkeypatch.undo()
+    verify(made(tmp_path, dense["llama"], EXPERTS))
+
+
+def test_what_sources_are_refused(dense: dict[str, Path], tmp_path: Path) -> None:
+    text = refused(dense["neox"], tmp_path / "out", *GOOD, "moe_intermediate_size=128")
+    assert "moe_expert_bias: the dense feed-forward has biases; set moe_expert_bias: true" in text
+    assert "set moe_intermediate_size: 128" in refused(dense["neox"], tmp_path / "out", *GOOD, "moe_expert_bias=true")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    assert "import it first" in refused(tmp_path / "hf", tmp_path / "out", *GOOD)
+    made(tmp_path, dense["llama"], EXPERTS)
+    assert "has experts already" in refused(tmp_path / "out", tmp_path / "again", *GOOD)
+    assert "holds checkpoints already" in refused(dense["llama"], tmp_path / "out", *GOOD)
+    assert "holds checkpoints already" in refused(dense["llama"], dense["llama"], *GOOD)
+    assert "--tp must be at least 1" in refused(dense["llama"], tmp_path / "other", *GOOD, "--tp", "0")
+    damaged = find_checkpoint(dense["llama"])
+    copy = tmp_path / "copy" / damaged.name
+    copy.mkdir(parents=True)
+    for file in damaged.glob("*"):
+        if file.is_file():
+            (copy / file.name).write_bytes(file.read_bytes())
+    next(copy.glob("layer_02*")).write_bytes(b"")
+    assert "damaged" in refused(copy, tmp_path / "other", *GOOD)
+    assert not (tmp_path / "other").exists()
