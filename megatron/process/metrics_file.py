@@ -1,5 +1,5 @@
 """`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, and reading
-it; and the name of the file of `profile_memory` beside it."""
+it; and the names of the files of `profile_memory` and of the load of experts beside it."""
 
 import json
 from collections.abc import Iterator
@@ -8,6 +8,9 @@ from typing import Any
 
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory_parts.json"
+LOAD_FILE = "router_load.jsonl"
+"""A line a logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`, of each of these the
+tokens of each expert in units of the mean."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
 

@@ -39,6 +39,12 @@ GROUPS = (
     Group("Scores", "score", ("eval_tasks/*",)),
     Group("Learning rate", "", ("train/learning_rate", "train/ga_lr_scaled")),
     Group("Gradient norm", "before clipping", ("train/grad_norm",)),
+    Group("Load-balancing loss", "", ("train/moe_aux_loss",)),
+    Group("Router z-loss", "", ("train/moe_z_loss",)),
+    Group("Router entropy", "nats per token", ("train/moe_entropy",)),
+    Group("Busiest expert", "tokens, 1 = mean", ("train/moe_max_load",)),
+    Group("Experts without a token", "experts of all layers", ("train/moe_idle_experts",)),
+    Group("Dropped choices", "% of choices", ("train/moe_dropped",), {"train/moe_dropped": 100.0}),
     Group("Tokens per second", "tokens/s", ("runtime/tokens_per_sec",)),
     Group("Utilisation", "%", ("runtime/*_flops_utilization", "device/utilization_*"),
           {"runtime/model_flops_utilization": 100.0, "runtime/hardware_flops_utilization": 100.0}),
@@ -55,7 +61,9 @@ _OTHERS = ("train/", "validation/", "test/")  # whose metrics outside the groups
 _LABELS = {
     "lm_loss": "", "model_flops_utilization": "MFU", "hardware_flops_utilization": "HFU",
     "lm_loss_ppl": "perplexity", "lm_loss_char_lvl_ppl": "perplexity of characters", "learning_rate": "learning rate",
-    "grad_norm": "gradient norm", "tokens_per_sec": "tokens/s",
+    "grad_norm": "gradient norm", "tokens_per_sec": "tokens/s", "moe_aux_loss": "load-balancing loss",
+    "moe_z_loss": "router z-loss", "moe_entropy": "entropy", "moe_max_load": "busiest expert",
+    "moe_idle_experts": "experts without a token", "moe_dropped": "dropped choices",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from bokeh.plotting import figure
 
 from megatron.operations.report.curves import Curve, Plot
 from megatron.operations.report.events import Event, Kind
+from megatron.operations.report.router_loads import LoadMap
 
 Scale = Literal["linear", "log"]
 
@@ -53,15 +54,24 @@ class Drawn:
     models: tuple[Any, ...]
 
 
-def draw(plots: Sequence[Plot], events: Sequence[Sequence[Event]]) -> list[Drawn]:
-    """Draw the plots; events: of each run. Names of models are `plot-0`, `plot-0-log` and so on."""
-    if not plots:
-        return []
+def iterations_of(plots: Sequence[Plot], maps: Sequence[LoadMap] = ()) -> Range1d:
+    """The iterations that all plots show; there is one at least."""
     curves = [curve for plot in plots for curve in plot.curves]
     low = min(float(curve.iterations[0]) for curve in curves)
     high = max(float(curve.iterations[-1]) for curve in curves)
     room = 0.02 * (high - low) or 1.0
-    together = Range1d(start=low - room, end=high + room)
+    ends = [one.first + (one.codes.shape[-1] - 0.5) * one.step for one in maps]
+    return Range1d(
+        start=min([low - room, *(one.first - 0.5 * one.step for one in maps)]), end=max([high + room, *ends])
+    )
+
+
+def draw(plots: Sequence[Plot], events: Sequence[Sequence[Event]], together: Range1d | None = None) -> list[Drawn]:
+    """Draw the plots; events: of each run; together: the iterations shown, None: those of `plots`. Names of
+    models are `plot-0`, `plot-0-log` and so on."""
+    if not plots:
+        return []
+    together = iterations_of(plots) if together is None else together
     of_events, drawn = list(_event_sources(events)), []
     for number, plot in enumerate(plots):
         sources = [_source(curve) for curve in plot.curves]

@@ -16,6 +16,7 @@ from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.operations.report.curves import Plot, not_finite_only, plots_of
 from megatron.operations.report.events import Event, events_of
 from megatron.operations.report.facts import config_rows, data_facts, model_facts, scores_of, summary_facts
+from megatron.operations.report.router_loads import LoadMap, maps_of
 from megatron.operations.report.run_data import Run, names_of, read_run, read_runs
 from megatron.operations.run_folder import RunFolder
 
@@ -55,10 +56,13 @@ def report_at_end(args: NeoXArgs, logs: Path, logger: logging.Logger) -> None:
 def render(runs: Sequence[Run]) -> str:
     """The page as text. Raises ReportError without bokeh."""
     require_bokeh()
-    from megatron.operations.report import figures
+    from megatron.operations.report import figures, heat_map
 
     plots, events = plots_of(runs), [events_of(run) for run in runs]
-    drawn = figures.draw(plots, events)
+    maps = maps_of([run.load for run in runs]) if plots else []
+    together = figures.iterations_of(plots, maps) if plots else None
+    drawn = figures.draw(plots, events, together)
+    of_load = heat_map.draw_maps(maps, together) if together is not None else []
     shown = [
         {"title": one.plot.title, "note": _note(one.plot), "places": [model.name for model in one.models]}
         for one in drawn
@@ -67,10 +71,11 @@ def render(runs: Sequence[Run]) -> str:
         title=" and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs",
         made=time.strftime("%Y-%m-%d %H:%M:%S"), sections=[_section(*pair) for pair in zip(runs, events, strict=True)],
         colors=figures.COLORS, kinds=figures.EVENTS, plots=shown,
+        maps=[_map(runs, one, model.name) for one, model in zip(maps, of_load, strict=True)],
         happened=[kind for kind in figures.EVENTS if any(event.kind == kind for of_run in events for event in of_run)],
         lost=not_finite_only(runs),
         most_events=figures.MOST_EVENTS, differing=_differing(runs), scores=_scores(runs),
-        **embedded([model for one in drawn for model in one.models]),
+        **embedded([*(model for one in drawn for model in one.models), *of_load]),
     )  # fmt: skip
 
 
@@ -148,6 +153,20 @@ def _note(plot: Plot) -> str:
         note = f"{shown:,} of {of:,} points: the lowest and highest of each stretch, and a mean"
     missing = sum(curve.not_finite for curve in plot.curves)
     return note + (f"; {missing:,} NaN or infinite values are not drawn" if missing else "")
+
+
+def _map(runs: Sequence[Run], one: LoadMap, place: str) -> dict[str, Any]:
+    """What the page says of a map beside its picture; layers: (name of what is drawn, words)."""
+    _, experts, columns = one.codes.shape
+    title = "Load of experts" + (f": {runs[one.run].name}" if len(runs) > 1 else "")
+    layers = [
+        (f"layer {layer}", f"layer {layer}" + (f" ({idle} of {experts} without a token at the end)" if idle else ""))
+        for layer, idle in zip(one.layers, one.idle, strict=True)
+    ]
+    shown = f"{one.lines:,} logged steps"
+    if columns < one.lines:
+        shown = f"{columns:,} of {one.lines:,} logged steps, at equal distances"
+    return {"title": title, "place": place, "layers": layers, "note": f"{shown}; {experts} experts"}
 
 
 def _differing(runs: Sequence[Run]) -> Mapping[str, Sequence[str]] | None:

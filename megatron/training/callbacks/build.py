@@ -12,6 +12,7 @@ from megatron.training.callbacks.log import LogCallback, ProgressBarCallback, bu
 from megatron.training.callbacks.memory_parts import MemoryParts
 from megatron.training.callbacks.packing_efficiency import PackingEfficiency
 from megatron.training.callbacks.profiling import StepProfiler
+from megatron.training.callbacks.router_load import build_router_load
 from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.callbacks.stopping import StopCallback
 from megatron.training.callbacks.trackers import Trackers
@@ -44,6 +45,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
     profiler = StepProfiler(args, groups, logger, stop.settle)
     run_id, rank, begun = training.checkpointer.run_id, groups.world_rank, progress.iteration
     loggers = run_on_each_rank(groups, lambda: build_loggers(args, begun, run_id, metadata, rank, logger.warning))
+    router_load = build_router_load(training)
     trackers = Trackers(loggers, loop.stopwatch, training.watchdog)
     log = LogCallback(training, bar, loop.stopwatch, [*probes, packing], trackers.on_settled)
 
@@ -59,6 +61,7 @@ def build_callbacks(training: Training, results: StepResults, evaluations: Seque
         *([CompiledGraphs()] if args.compile else []),
         *([UnlearningCallback(progress)] if args.ga_dataset is not None else []),
         log,  # takes the step's values, to be read when the next step has begun
+        *router_load,  # likewise, the load of experts
         stop,  # decides whether this step is the last, and whether a save is due
         ValidationCallback(training, bar, callbacks),  # calls on_validation_end
         *evaluations,  # eval_tasks, demo_prompts

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.process import LogFile, say
-from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
+from megatron.process.metrics_file import LOAD_FILE, METRICS_FILE, POSITION, read_metrics
 
 MetricRow = Mapping[str, float | int]
 
@@ -30,7 +30,7 @@ class MetricLogger(Protocol):
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, one object a line in full precision, each step once.
+    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once.
 
     When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
     of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
@@ -50,7 +50,7 @@ class JsonlLogger:
         self._file = LogFile(path, say)
         self._run_id = run_id
 
-    def write(self, row: MetricRow) -> None:
+    def write(self, row: Mapping[str, Any]) -> None:
         self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
 
     def close(self) -> None:
@@ -217,6 +217,17 @@ def build_loggers(
         if directory is not None:
             loggers.append(JsonlLogger(directory / METRICS_FILE, iteration, run_id, say))
     return loggers + [TolerantTracker(target, say) for target in build_trackers(args, iteration, run_id, config)]
+
+
+def build_load_file(
+    args: NeoXArgs, iteration: int, run_id: str, say: Callable[[str], None] = say
+) -> JsonlLogger | None:
+    """The file of the load of experts; None without a log folder. Raises ConfigError."""
+    directory = log_directory(args)
+    if directory is None:
+        return None
+    with _writable(args, "log_dir" if args.log_dir is not None else "save", directory):
+        return JsonlLogger(directory / LOAD_FILE, iteration, run_id, say)
 
 
 @contextmanager

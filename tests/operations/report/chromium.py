@@ -17,6 +17,7 @@ for (const level of ["error", "warn"]) console[level] = (...words) => problems.p
 # After them. What bokeh has drawn of each curve: places on the screen that lie within the plot's frame.
 _ASK = """<script>
 function shown(plot) {
+  const names = plot.renderers.filter(part => part.visible).map(part => part.name);
   const view = Bokeh.index.get(plot), frame = view.frame.bbox, curves = {};
   for (const renderer of plot.renderers.filter(part => part.visible)) {
     const glyph = view.views.find_one(renderer).glyph, name = renderer.data_source.name;
@@ -25,7 +26,7 @@ function shown(plot) {
     (curves[name] ||= []).push([inside.length, glyph.sx.length]);
   }
   return {name: plot.name, width: frame.width, height: frame.height, curves, low: plot.y_range.start,
-          high: plot.y_range.end, from: plot.x_range.start, to: plot.x_range.end};
+          high: plot.y_range.end, names, from: plot.x_range.start, to: plot.x_range.end};
 }
 const wait = ms => new Promise(done => setTimeout(done, ms));
 const plots = () => Bokeh.documents[0].roots().filter(plot => plot.visible);
@@ -44,6 +45,10 @@ async function ask() {
     await painted();
     found.plots = visible();
     for (const box of document.querySelectorAll("[data-plots], [data-event]")) box.click();
+    for (const choice of document.querySelectorAll("[data-map]")) {
+      choice.selectedIndex = choice.options.length - 1;
+      choice.dispatchEvent(new Event("change"));
+    }
     await wait(500);
     await painted();
     found.clicked = visible();
@@ -65,7 +70,8 @@ ask().catch(problem => { document.title = "FAILED " + problem.stack; });
 
 def open_page(page: Path, width: int = 1200) -> dict[str, Any]:
     """What Chromium shows of the page at a window's width: `plots`, each with its curves as (points inside
-    the frame, points); `clicked`: the same after a click on every box; `zoomed`: where the ranges end after
+    the frame, points); `names`: of all that is drawn; `clicked`: the same after a click on
+    every box and with the last of every choice; `zoomed`: where the ranges end after
     half of one was chosen; `text`: what stands there; `problems` of the console; `loaded`: what was fetched
     beside the page."""
     chromium = shutil.which("chromium")

@@ -87,6 +87,25 @@ def test_a_run_of_100000_steps_and_three_of_them_compared(tmp_path: Path) -> Non
     assert check(compared) > 25
 
 
+@pytest.mark.parametrize("width", [1200, 500])
+def test_the_load_of_experts_a_layer_at_a_time(width: int, tmp_path: Path) -> None:
+    values = config(
+        LLAMA, ADAMW, train_iters=6, checkpoint_factor=6, save=str(tmp_path / "run"), moe_num_experts=8, moe_top_k=2,
+        moe_router_type="topk", moe_layer_freq=[0, 1], moe_intermediate_size=16,
+    )  # fmt: skip
+    run_ranks(run_to_end, 1, values)
+    found = open_page(write_report([tmp_path / "run"]), width)
+    assert found["problems"] == found["console"] == found["loaded"] == [] and found["width"] <= width
+    before, after = found["plots"][-1], found["clicked"][-1]
+    assert before["name"] == after["name"] == "load-0"
+    assert (before["names"], after["names"]) == (["layer 3"], ["layer 5"])
+    for shown in (before, after):
+        assert shown["curves"] == {"load": [[1, 1]]} and (shown["low"], shown["high"]) == (-0.5, 7.5)
+        assert shown["width"] > 0.6 * width and shown["height"] > 80
+    assert len(set(found["zoomed"])) == 1, "with the curves"
+    assert "Experts without a token" in found["text"] and "6 logged steps; 8 experts" in found["text"]
+
+
 def test_hostile_text_runs_no_script(tmp_path: Path) -> None:
     hostile = "</script><script>console.error('run')</script><img src=x onerror=\"console.error('run')\">"
     rows = rows_of(3, lambda step: {f"train/{hostile}": 1.0})

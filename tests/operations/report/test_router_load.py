@@ -1,0 +1,136 @@
+"""The load of experts in a page: which lines are shown, what colours mean, and how large the page is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron.operations.report import write_report
+from megatron.operations.report.heat_map import palette
+from megatron.operations.report.router_loads import CODES, LoadMap, RouterLoad, code_of, encode, maps_of, read_load
+from tests.operations.report.pages import figures, rows_of, titles, write_run
+
+NAMES = ("aux_loss", "z_loss", "entropy", "dropped", "max_load", "idle_experts")
+
+
+def with_load(save: Path, loads: dict[int, Any], layers: list[int], more: str = "") -> Path:
+    """A run of as many steps, with a line of `router_load.jsonl` at each iteration."""
+    write_run(save, rows_of(max(loads), lambda step: {f"train/moe_{name}": 0.25 * step for name in NAMES}))
+    lines = [json.dumps({"iteration": i, "layers": layers, "load": load, "run_id": "a"}) for i, load in loads.items()]
+    (save / "logs" / "router_load.jsonl").write_text("\n".join(lines) + "\n" + more)
+    return save
+
+
+def maps(page: Path) -> list[Any]:
+    return [figure for figure in figures(page) if figure.name.startswith("load-")]
+
+
+def decoded(codes: Any) -> Any:
+    steps = (codes.astype(np.float64) - 1) / (CODES - 1) * 6 - 3
+    return np.where(codes == 0, 0.0, 2.0**steps)
+
+
+def mapped(iterations: list[int]) -> LoadMap:
+    """A map of two experts whose loads say which line it is: their codes are its two digits to base 200, and
+    1."""
+    digits = np.stack(np.divmod(np.arange(len(iterations)), 200), 1)
+    load = (2.0 ** (digits / (CODES - 1) * 6 - 3)).astype(np.float32)
+    (made,) = maps_of([RouterLoad((2,), np.array(iterations), load[:, None, :])])
+    return made
+
+
+def lines_of(made: LoadMap) -> list[int]:
+    high, low = made.codes[0].astype(int) - 1
+    return (200 * high + low).tolist()
+
+
+def test_a_page_shows_every_layer_expert_and_line(tmp_path: Path) -> None:
+    loads = {step: [[0.5, 1.5, 1.0], [3.0 - step / 10, 0.0, step / 10]] for step in range(2, 21, 2)}
+    page = write_report([with_load(tmp_path / "a", loads, [3, 7])])
+    assert {"Load-balancing loss", "Router z-loss", "Router entropy", "Busiest expert", "Experts without a token",
+            "Dropped choices"} <= set(titles(page))  # fmt: skip
+    (drawn,) = maps(page)
+    assert drawn.x_range.id == figures(page)[0].x_range.id, "zoomed with the curves"
+    assert [(part.name, part.visible) for part in drawn.renderers] == [("layer 3", True), ("layer 7", False)]
+    for layer, part in enumerate(drawn.renderers):
+        data = part.data_source.data
+        (image,) = data["image"]
+        wanted = np.array([loads[step][layer] for step in loads]).T
+        assert np.allclose(decoded(image), np.where(wanted > 0, np.clip(wanted, 1 / 8, 8), 0), rtol=0.01)
+        assert (data["x"], data["y"], data["dw"], data["dh"]) == ([1.0], [-0.5], [20.0], [3]), "a column a line"
+    assert drawn.x_range.start <= 1.0 and drawn.x_range.end >= 21.0
+    text = page.read_text()
+    assert "10 logged steps; 3 experts." in text
+    assert '<option value="layer 7">layer 7 (1 of 3 without a token at the end)</option>' in text
+    assert '<option value="layer 3">layer 3</option>' in text
+
+
+def test_colours_tell_no_token_from_few() -> None:
+    load = np.array([0.0, 1e-3, 0.125, 1.0, 8.0, 100.0], np.float32)
+    codes = encode(load).tolist()
+    assert codes[0] == 0 and codes[1:3] == [1, 1] and codes[4:] == [CODES, CODES] and code_of(1.0) == (CODES + 1) / 2
+    every = np.geomspace(1 / 8, 8, 1000).astype(np.float32)
+    assert np.allclose(decoded(encode(every)), every, rtol=0.01)
+    colors = palette()
+    brightness = [sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in colors]
+    assert len(colors) == CODES and min(brightness) > 150, "black is for experts without a token"
+    assert brightness[CODES // 2] >= max(brightness) - 2, "the mean is pale"
+
+
+def test_columns_are_of_equal_width_and_show_the_newest_line() -> None:
+    assert lines_of(mapped([5])) == [0]
+    assert lines_of(mapped([10, 20, 30])) == [0, 1, 2]
+    gap = mapped([10, 20, 50, 60])
+    assert lines_of(gap) == [0, 1, 1, 1, 2, 3] and (gap.first, gap.step) == (10, 10.0)
+    closer = mapped([10, 20, 25, 30])
+    assert lines_of(closer) == [0, 0, 1, 2, 3] and closer.step == 5.0
+    many = mapped(list(range(10, 4010, 10)) + [4015])
+    assert many.codes.shape[-1] == 400 and many.lines == 401
+    assert many.first + 399 * many.step == pytest.approx(4015) and lines_of(many)[-1] == 400
+
+
+def test_a_page_of_many_layers_and_experts_is_light(tmp_path: Path) -> None:
+    layers, experts, lines = list(range(5, 63)), 256, 150
+    dice = np.random.default_rng(0)
+    save = write_run(tmp_path / "a", rows_of(lines))
+    with (save / "logs" / "router_load.jsonl").open("w") as file:
+        for step in range(1, lines + 1):
+            load = dice.lognormal(0.0, 1.0, (len(layers), experts)).round(2)
+            file.write(json.dumps({"iteration": 10 * step, "layers": layers, "load": load.tolist()}) + "\n")
+    page = write_report([save])
+    assert page.stat().st_size < 5e6
+    assert "101 of 150 logged steps, at equal distances; 256 experts" in page.read_text()
+    assert page.read_text().count("<option") == len(layers)
+    (drawn,) = maps(page)
+    assert len(drawn.renderers) == len(layers) and drawn.renderers[0].data_source.data["image"][0].shape == (256, 101)
+
+
+def test_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
+    assert read_load(tmp_path) is None
+    file = tmp_path / "router_load.jsonl"
+    file.write_text('{"iteration": 1}\n{"iteration": 2, "layers": [2], "load": [[1], [2]]}\n')
+    assert read_load(tmp_path) is None
+    rows = [
+        {"iteration": 1, "layers": [2], "load": [[1.0, 1.0]]},
+        {"iteration": 2, "layers": [2, 3], "load": [[1.0], [1.0]]},
+        {"iteration": 3, "layers": [2], "load": [[2.0, 0.0]]}, {"iteration": 4, "layers": [2], "load": [["a", 0.0]]},
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 5, "lay')
+    load = read_load(tmp_path)
+    assert (
+        load is not None and load.iterations.tolist() == [1, 3] and load.load.tolist() == [[[1.0, 1.0]], [[2.0, 0.0]]]
+    )
+
+
+def test_each_of_several_runs_has_its_map(tmp_path: Path) -> None:
+    one = with_load(tmp_path / "one", {1: [[1.0, 1.0]], 2: [[2.0, 0.0]]}, [2], "{")
+    two = with_load(tmp_path / "two", {5: [[1.0, 1.0, 1.0]]}, [2])
+    dense = write_run(tmp_path / "dense", rows_of(3))
+    page = write_report([one, dense, two], tmp_path / "all.html")
+    text = page.read_text()
+    assert len(maps(page)) == 2 and "Load of experts: one" in text and "Load of experts: two" in text
+    assert "data-map=" not in text.replace('"[data-map]"', ""), "nothing to choose"
+    assert "2 logged steps; 2 experts, layer 2 (1 of 2 without a token at the end)." in text
+    assert len(maps(write_report([dense]))) == 0
