@@ -1,0 +1,164 @@
+"""A mixture of experts, forwards and backwards, beside transformers' and beside its floor.
+
+One block's experts with their router, in one process, in turns: ours; transformers' Mixtral block with each
+of its implementations (`eager`, `grouped_mm`); and the floor, the matrix products that the tokens' experts
+need and nothing else, as dense products of the same number of rows. All have the same weights, and outputs
+are compared first. On a CPU in fp32, on a GPU in bf16.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.moe import MoE
+from megatron.model.specs import moe_spec
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+
+
+class Shape(NamedTuple):
+    """Sizes of one block: width is an expert's."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    width: int
+    tokens: int
+
+
+SHAPES = {
+    "mixtral": Shape(512, 8, 2, 1792, 2048),
+    "fine": Shape(512, 64, 8, 192, 2048),
+    "30b": Shape(2048, 128, 8, 768, 8192),
+}
+"""Mixtral's proportions, Qwen 3's at a quarter of its width, and Qwen 3 30B-A3B's block."""
+IMPLEMENTATIONS = ("eager", "grouped_mm")  # batched_mm copies weights for every token
+Run = Callable[[Tensor], Tensor]
+
+
+def ours(shape: Shape, device: torch.device, dtype: torch.dtype) -> MoE:
+    """Our block, its weights random."""
+    args = NeoXArgs.from_dict({
+        "num_layers": 1, "hidden_size": shape.hidden, "num_attention_heads": 8, "seq_length": 64,
+        "max_position_embeddings": 64, "activation": "swiglu", "intermediate_size": shape.width,
+        "compat_ffn_width": "none", "use_bias_in_mlp": False, "moe_num_experts": shape.experts,
+        "moe_top_k": shape.top_k, "moe_router_type": "topk", "norm_topk_prob": True,
+    })  # fmt: skip
+    spec = moe_spec(args, 0)
+    assert spec is not None
+    module = MoE(spec, ParallelGroups.single(device))
+    with torch.no_grad():
+        for param in module.parameters():
+            param.normal_(0.0, 0.05)
+    return module.to(dtype)
+
+
+def theirs(shape: Shape, of: MoE, implementation: str) -> nn.Module:
+    """transformers' block with the weights of ours."""
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    config = MixtralConfig(  # type: ignore[call-arg]
+        hidden_size=shape.hidden, intermediate_size=shape.width, num_local_experts=shape.experts,
+        num_experts_per_tok=shape.top_k, router_jitter_noise=0.0, experts_implementation=implementation,
+    )  # fmt: skip
+    module, experts = MixtralSparseMoeBlock(config), of.experts.mlp
+    module.to(experts.w1.device, experts.w1.dtype)
+    assert experts.w3 is not None
+    w1, w2, w3 = (
+        w.detach().view(shape.experts, shape.width, shape.hidden) for w in (experts.w1, experts.w2, experts.w3)
+    )
+    with torch.no_grad():
+        module.gate.weight.copy_(of.router.layer.weight)
+        module.experts.gate_up_proj.copy_(torch.cat([w1, w3], 1))
+        module.experts.down_proj.copy_(w2.transpose(1, 2))
+    return module
+
+
+def floor(shape: Shape, of: MoE) -> Run:
+    """Dense products of as many rows: up, gate and down of one expert for all choices."""
+    rows, experts = shape.tokens * shape.top_k, of.experts.mlp
+    assert experts.w3 is not None
+    w1, w2, w3 = (w.detach()[: shape.width].clone().requires_grad_() for w in (experts.w1, experts.w2, experts.w3))
+
+    def run(x: Tensor) -> Tensor:
+        x = x.flatten(0, 1).repeat(shape.top_k, 1)[:rows]
+        return (nn.functional.silu(x @ w1.T) * (x @ w3.T)) @ w2
+
+    return run
+
+
+def timed(run: Run, x: Tensor, params: list[nn.Parameter], steps: int) -> float:
+    """Seconds of a forward and backward pass."""
+    begun = time.process_time() if x.device.type == "cpu" else time.perf_counter()
+    for _ in range(steps):
+        leaf = x.detach().requires_grad_()
+        run(leaf).sum().backward()
+        for param in params:
+            param.grad = None
+    if x.device.type == "cpu":
+        return (time.process_time() - begun) / steps
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begun) / steps
+
+
+def main() -> None:
+    """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: mixtral and fine, on a GPU 30b too")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=2, help="passes of a turn")
+    options = parser.parse_args()
+    cuda = torch.cuda.is_available()
+    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
+    for name in options.shape or (SHAPES if cuda else ("mixtral", "fine")):
+        table(name, SHAPES[name], device, dtype, options.rounds, options.steps)
+
+
+def table(name: str, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, steps: int) -> None:
+    """Measure one shape and print it."""
+    torch.manual_seed(0)
+    moe = ours(shape, device, dtype)
+    x = torch.randn(shape.tokens // 8, 8, shape.hidden, device=device, dtype=dtype)
+    runs: dict[str, tuple[Run, list[nn.Parameter]]] = {"ours": (lambda x: moe.core(x)[0], list(moe.parameters()))}
+    with torch.no_grad():
+        expected = moe.core(x)[0]
+    for implementation in IMPLEMENTATIONS:
+        block = theirs(shape, moe, implementation)
+        try:
+            with torch.no_grad():
+                out = block(x)
+            leaf = x.detach().requires_grad_()
+            block(leaf).sum().backward()
+        except Exception as problem:  # an implementation that this device has not
+            print(f"transformers {implementation}: {type(problem).__name__}: {str(problem).splitlines()[0]}")
+            continue
+        far = float((out - expected).abs().max() / expected.abs().max())
+        assert far < (2e-2 if dtype == torch.bfloat16 else 1e-5), f"{implementation}: {far}"
+        runs[f"transformers {implementation}"] = block, list(block.parameters())
+    runs["floor"] = floor(shape, moe), []
+    seconds: dict[str, list[float]] = {key: [] for key in runs}
+    for turn in range(rounds + 1):
+        for key in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
+            took = timed(runs[key][0], x, runs[key][1], steps)
+            if turn:  # the first warms up
+                seconds[key].append(took)
+    print(f"\n{name}: {shape.experts} experts of {shape.width}, top {shape.top_k}, hidden {shape.hidden}, ", end="")
+    print(f"{shape.tokens} tokens, {str(dtype).removeprefix('torch.')} on {device.type}\n")
+    print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
+    for key, of in seconds.items():
+        ratio = median(mine / it for mine, it in zip(seconds["ours"], of, strict=True))
+        print(f"| {key} | {1e3 * median(of):.1f} | {ratio:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
