@@ -30,7 +30,15 @@ _MODEL_KEYS = (
     "opt_pos_emb_offset", "rpe_max_distance", "head_dim", "qk_norm_per_head", "zero_centered_gamma",
     "rope_local_base_freq", "no_rope_layers", "layer_types", "query_pre_attn_scalar", "embedding_multiplier",
     "score_head", "lora", "add_qkv_bias", "rotary_interleaved", "attention_multiplier", "attn_logit_softcapping",
-    "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale",
+    "final_logit_softcapping", "clip_qkv", "residual_multiplier", "logit_scale", "attention_sinks",
+    "moe_num_experts",
+)  # fmt: skip
+# Likewise, of models with experts.
+_EXPERT_KEYS = (
+    "moe_expert_interval", "moe_layer_freq", "expert_ffn_size", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate", "moe_top_k", "router_scores", "norm_topk_prob", "moe_router_topk_scaling_factor",
+    "moe_router_num_groups", "moe_router_group_topk", "moe_router_bias", "moe_expert_bias",
+    "moe_expert_tensor_parallel",
 )  # fmt: skip
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
@@ -41,8 +49,11 @@ _MADE_OF = {
         "compat_ffn_width",
         "hidden_size",
     ),
+    "expert_ffn_size": ("moe_intermediate_size", "intermediate_size", "hidden_size"),
+    "router_scores": ("moe_router_score_function", "moe_router_type"),
 }
 
+_OF_CUT = "moe_expert_tensor_parallel"
 _OF_HEAD = ("score_head", "no_weight_tying")
 
 _LATER = ("config", "optimizer", "validation_loss", "engine", "base")  # fields that the first manifests lack
@@ -238,7 +249,10 @@ def size_problems(sizes: Mapping[str, int], records: Iterable[FileRecord]) -> li
 def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """The keys that say what the weights mean: shapes, and what changes the function without changing a
     shape."""
-    values = {key: getattr(args, key) for key in _MODEL_KEYS} | {"lora": adapter_keys(args)}
+    keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
+    values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
+    if _OF_CUT in values and args.tp == 1:
+        values[_OF_CUT] = None  # it says how files of several tensor ranks are cut
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}  # as JSON has it
 
 
@@ -267,6 +281,9 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: 
     are skipped. new_head: the output layer of `where` is left out, so that it may be any.
     """
     now = model_keys(args)
+    if _OF_CUT in now:
+        now[_OF_CUT] = args.moe_expert_tensor_parallel
+    saved = {key: value for key, value in saved.items() if key != _OF_CUT or value is not None}
     if new_head:
         saved = {key: value for key, value in saved.items() if key not in _OF_HEAD}
     elif saved.get("score_head") and not args.score_head:
@@ -287,8 +304,12 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: 
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in _MODEL_KEYS
-        if key in saved and saved[key] != now[key]
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS)
+        if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:
-        raise CheckpointError(f"{describe_changes(wrong, args, f'the model of {where}')}; change the config or `load`")
+        also = ""
+        if saved.get(_OF_CUT) not in (None, now.get(_OF_CUT)):
+            also = ", or make it a checkpoint of one tensor rank, which is for both: tools/ckpts/reshard.py --tp 1"
+        changes = describe_changes(wrong, args, f"the model of {where}")
+        raise CheckpointError(f"{changes}; change the config or `load`{also}")

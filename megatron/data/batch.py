@@ -61,6 +61,7 @@ class Batch:
     baseline: Tensor | None = None  # [n] float32, subtracted from each response's score; the objective fills it
     prefixes: SharedPrefixes | None = None  # with cu_seqlens: what documents share; positions then count it
     padding: int = 0  # places that hold no document
+    filled: Tensor | None = None  # [batch] int64, places of each row that do, its first ones; None: all
     loss_places: Tensor | None = None  # int64, see `places_of_loss`; None: all go through the head
     role: Role = "train"  # which data it is of: unlearning has two sets more, and a student may write its own
     # Gives a function the final hidden states and output layer (`mpu.HeadInput.use`) of the model that this
@@ -78,6 +79,12 @@ class Batch:
         if self.prefixes is not None:
             changed["prefixes"] = self.prefixes.map(function)
         return replace(self, **changed)
+
+    def filled_places(self) -> Tensor | None:
+        """`[seq, batch]` boolean, whether a document is there; None: everywhere."""
+        if self.filled is None:
+            return None
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device).unsqueeze(1) < self.filled
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> "Batch":
         return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -157,12 +164,13 @@ def collate_samples(
     given = None if None in rewards else np.array(rewards, np.float32)
     batch = collate(tokens, labels=labels, begins=begins, rewards=given, eod=eod, **options)
     places = tokens.shape[1] - 1
-    padding = sum(max(0, places - sample.filled) for sample in samples if sample.filled is not None)
+    filled = [places if sample.filled is None else min(places, sample.filled) for sample in samples]
+    padding = places * len(samples) - sum(filled)
     tops = [sample.top for sample in samples if sample.top is not None]
     if tops:
         ids, logprobs = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*tops, strict=True))
         batch = replace(batch, top_ids=ids, top_logprobs=logprobs)
-    return replace(batch, padding=padding)
+    return replace(batch, padding=padding, filled=torch.tensor(filled) if padding else None)
 
 
 def collate_preferences(
@@ -273,6 +281,9 @@ def rechunk(batch: Batch, length: int) -> Batch:
     cuts = torch.arange(length)
     cut = batch.map(lambda tensor: tensor.reshape(-1, length) if tensor.shape == (rows, seq) else tensor)
     cut = replace(cut, loss_places=places_of_loss(cut.loss_weights.numpy()))
+    if batch.filled is not None:
+        filled = (batch.filled.unsqueeze(1) - torch.arange(0, seq, length)).clamp(0, length)
+        cut = replace(cut, filled=filled.flatten())
     positions = None if cut.positions is None else torch.minimum(cut.positions, cuts)
     if batch.cu_seqlens is None:
         return replace(cut, positions=positions)

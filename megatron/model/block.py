@@ -9,12 +9,14 @@ from torch import Tensor, nn
 from megatron.model.attention import AttentionBackends, AttentionInputs, SelfAttention
 from megatron.model.cache import LayerCache
 from megatron.model.mlp import MLP
+from megatron.model.moe import MoE, RoutingSums
 from megatron.model.norms import NORMS, Norm, build_norm
 from megatron.model.specs import BlockSpec
 from megatron.mpu import (
     Linear,
     ParallelGroups,
     ParamSpec,
+    PartialSum,
     dropout,
     mix_seed,
     row_parallel_sum,
@@ -24,6 +26,7 @@ from megatron.mpu import (
 from megatron.neox_arguments import NeoXArgs
 
 Mix = Callable[[Tensor], Tensor]
+Feed = Callable[[Tensor], tuple[Tensor, RoutingSums | None]]
 
 
 class SubLayer(Protocol):
@@ -36,21 +39,22 @@ class SubLayer(Protocol):
     sequence_parallel); that of a mixer takes `backends` too, those of attention.
     core: everything before the last linear, which is row-parallel. A mixer's takes `[seq, batch, hidden]`,
     its `AttentionInputs` (None if it is no attention), the seed of its dropout, its cache, and the seed that
-    its linears are given; a feed-forward's `[seq, batch, hidden]` and that seed.
-    output: that last linear.
+    its linears are given; a feed-forward's `[seq, batch, hidden]`, that seed, and which tokens count (as of
+    `Router`), and it returns its `RoutingSums` too, None where it routes nothing.
+    output: that last linear, or what sums the products of tensor ranks.
     """
 
     Spec: type
     spec: Callable[[NeoXArgs, int], Any]
     params: Callable[[Any], tuple[ParamSpec, ...]]
-    core: Callable[..., Tensor]
-    output: Linear
+    core: Callable[..., Any]
+    output: Linear | PartialSum
 
 
 # The kinds of sublayers: the first whose `spec` is not None is the block's. A new kind is a class in a file
 # of its own, and an entry here.
 MIXERS: tuple[type[Any], ...] = (SelfAttention,)
-FEED_FORWARDS: tuple[type[Any], ...] = (MLP,)
+FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
 _SUBMODULES = (
     "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
@@ -65,7 +69,8 @@ def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any
 
 class DropoutSeeds(NamedTuple):
     """A block's seeds (`seed_tensor`) for one micro-batch: of the dropout of attention probabilities, of the
-    mixer's output, of the feed-forward's output and of adapters' inputs; None where nothing is dropped."""
+    mixer's output, of the feed-forward's output, and of adapters' inputs and routers' jitter; None where
+    there is none of these."""
 
     attention: Tensor | None = None
     mixer: Tensor | None = None
@@ -81,7 +86,7 @@ class Block(nn.Module):
     (`training.recompute`); None: all is kept.
     """
 
-    checkpoint: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] | None = None
+    checkpoint: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
 
     attention: SubLayer
     mlp: SubLayer
@@ -134,18 +139,23 @@ class Block(nn.Module):
         inputs: AttentionInputs | None,
         seeds: DropoutSeeds,
         cache: LayerCache | None = None,
-    ) -> Tensor:
-        """Run the block on `x`.
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, RoutingSums | None]:
+        """Run the block on `x`. Returns the sums of its router beside the result, None without one.
 
         seeds: of `Block.seeds`.
         cache: this block's keys and values in generation; None in training.
+        counted: as of `Router`.
         """
 
         def mix(x: Tensor) -> Tensor:
             return self.attention.core(x, inputs, seeds.attention, cache, seeds.adapters)
 
-        def run(x: Tensor) -> Tensor:
-            return _RESIDUAL_FORMS[self.residual](self, x, mix, seeds)
+        def feed(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
+            return self.mlp.core(x, seeds.adapters, counted)
+
+        def run(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
+            return _RESIDUAL_FORMS[self.residual](self, x, mix, feed, seeds)
 
         return run(x) if self.checkpoint is None or not torch.is_grad_enabled() else self.checkpoint(run, x)
 
@@ -158,27 +168,30 @@ class Block(nn.Module):
     def _mixed(self, inner: Tensor, seeds: DropoutSeeds) -> Tensor:
         return self.attention.output(inner, seeds.adapters)
 
-    def _fed(self, x: Tensor, seeds: DropoutSeeds) -> Tensor:
-        return self.mlp.output(self.mlp.core(x, seeds.adapters), seeds.adapters)
+    def _fed(self, x: Tensor, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
+        inner, routed = feed(x)
+        return self.mlp.output(inner, seeds.adapters), routed
 
-    def _sequential(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
+    def _sequential(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
         x = x + self._added(self._mixed(mix(self.input_layernorm(x)), seeds), seeds.mixer)
-        return x + self._added(self._fed(self.post_attention_layernorm(x), seeds), seeds.feed_forward)
+        fed, routed = self._fed(self.post_attention_layernorm(x), feed, seeds)
+        return x + self._added(fed, seeds.feed_forward), routed
 
-    def _olmo3(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
+    def _olmo3(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         """h = x + ln1(attn x), then h + ln2(mlp h): OLMo 2 and 3 normalise what is added."""
         x = x + self._added(self.post_attention_layernorm(self._mixed(mix(x), seeds)), seeds.mixer)
-        return x + self._added(self.post_feedforward_layernorm(self._fed(x, seeds)), seeds.feed_forward)
+        fed, routed = self._fed(x, feed, seeds)
+        return x + self._added(self.post_feedforward_layernorm(fed), seeds.feed_forward), routed
 
-    def _sandwich(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
+    def _sandwich(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         """h = x + ln2(attn(ln1 x)), then h + ln4(mlp(ln3 h)): Gemma 3 has norms on both sides."""
         mixed = self._mixed(mix(self.input_layernorm(x)), seeds)
         x = x + self._added(self.post_attention_layernorm(mixed), seeds.mixer)
-        inner = self._fed(self.pre_feedforward_layernorm(x), seeds)
-        return x + self._added(self.post_feedforward_layernorm(inner), seeds.feed_forward)
+        fed, routed = self._fed(self.pre_feedforward_layernorm(x), feed, seeds)
+        return x + self._added(self.post_feedforward_layernorm(fed), seeds.feed_forward), routed
 
-    def _parallel(self, x: Tensor, mix: Mix, seeds: DropoutSeeds) -> Tensor:
+    def _parallel(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         """x + attn(ln1 x) + mlp(ln2 x), GPT-J's block; with gpt_j_tied the MLP reads ln1 x too.
 
         The row-parallel sums of attention and MLP travel in one all-reduce.
@@ -186,11 +199,11 @@ class Block(nn.Module):
         normed, attended, fed = self.input_layernorm(x), self.attention.output, self.mlp.output
         mixed = mix(normed)
         seed = seeds.adapters
-        inner = self.mlp.core(normed if self.one_norm else self.post_attention_layernorm(x), seed)
+        inner, routed = feed(normed if self.one_norm else self.post_attention_layernorm(x))
         if self.training and self.hidden_dropout > 0.0:
             x = x + self._added(attended(mixed, seed), seeds.mixer)
-            return x + self._added(fed(inner, seed), seeds.feed_forward)
-        return x + self._added(row_parallel_sum((attended, fed), (mixed, inner), seed), None)
+            return x + self._added(fed(inner, seed), seeds.feed_forward), routed
+        return x + self._added(row_parallel_sum((attended, fed), (mixed, inner), seed), None), routed
 
 
 _RESIDUAL_FORMS = {

@@ -23,8 +23,8 @@ class Model:
     dtype: of weights and hidden states.
     columns: number of tokens that take part in the softmax: the rows of vocabulary that an export to
     HuggingFace keeps. None: all of padded_vocab_size, as in training.
-    lockstep: parameters are sharded over data-parallel ranks (ZeRO 3), so that all of them must run the stage
-    equally often.
+    lockstep: parameters, or experts, are shared out over data-parallel ranks (ZeRO 3, expert parallelism), so
+    that all of them must run the stage equally often.
     source: the folder that the weights came from; empty in training.
     adapter_rows: where rows of a batch choose their adapters (`Request.adapter`); None: there are none.
     adapters: the folders of adapters that its weights have taken in, each with its factor.
@@ -65,9 +65,10 @@ def for_inference(args: NeoXArgs) -> NeoXArgs:
     """The same configuration without what only training gains from.
 
     Sequence parallelism saves activations, but cannot split a single token; compiled blocks would be compiled
-    again for every length of text.
+    again for every length of text. A limit on how many tokens an expert takes keeps its work even; the text
+    would depend on what else is in the batch.
     """
-    return args.replace(sequence_parallel=False, compile=False)
+    return args.replace(sequence_parallel=False, compile=False, moe_expert_capacity_factor=None)
 
 
 @contextmanager
@@ -93,17 +94,24 @@ def eager_blocks(stage: Stage) -> Iterator[None]:
 def inference_mode(stage: Stage) -> Iterator[None]:
     """Within the context a stage that is being trained runs as `for_inference` would have built it.
 
-    It is in evaluation mode, without sequence parallelism, and compiled blocks run uncompiled.
+    It is in evaluation mode, without sequence parallelism, experts take all tokens, and compiled blocks run
+    uncompiled.
     """
     was_training = stage.training
     split_modules = [module for module in stage.modules() if getattr(module, "sequence_parallel", False)]
+    limited = [module for module in stage.modules() if getattr(module, "capacity_factor", None) is not None]
+    factors = [module.capacity_factor for module in limited]
     stage.eval()
     _set_sequence_parallel(split_modules, False)
+    for module in limited:
+        module.capacity_factor = None  # type: ignore[assignment]
     try:
         with eager_blocks(stage):
             yield
     finally:
         _set_sequence_parallel(split_modules, True)
+        for module, factor in zip(limited, factors, strict=True):
+            module.capacity_factor = factor
         stage.train(was_training)
 
 

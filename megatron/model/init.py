@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
-from megatron.mpu import ParallelGroups, ParamSpec, mix_seed, shard_rows
+from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, mix_seed, shard_rows
 from megatron.mpu.quantized import QuantizedProduct
 from megatron.neox_arguments import NeoXArgs
 
@@ -46,8 +46,11 @@ def materialize(
                     continue  # blocks may share a module
                 if param not in made:
                     its_dtype = dtype if param.requires_grad else frozen_dtype or dtype
+                    if is_never_trained(param):
+                        its_dtype = torch.float32
                     local = torch.empty_like(param, dtype=its_dtype, device=stage.device_of_groups)
                     made[param] = nn.Parameter(local, param.requires_grad)
+                    made[param].never_trained = is_never_trained(param)  # type: ignore[attr-defined]
                     first_seen.append((f"{path}.{name}", made[param]))
                 module._parameters[name] = made[param]
         if finish is not None:
@@ -85,7 +88,7 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, ge
         gain = math.sqrt(2.0 / args.num_layers) if method == "scaled_orthogonal" else math.sqrt(2.0)
         nn.init.orthogonal_(rows, gain, generator=generator)
     elif method.startswith("xavier"):
-        std = math.sqrt(2.0 / sum(spec.shape))
+        std = math.sqrt(2.0 / sum(spec.matrix_shape))
         if method == "xavier_uniform":
             rows.uniform_(-math.sqrt(3.0) * std, math.sqrt(3.0) * std, generator=generator)
         else:
@@ -104,7 +107,10 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
     rows, width = spec.shape[0], math.prod(spec.shape[1:])
     # Of a multiple of 16 elements each: then torch's generator of the CPU, which makes normal numbers 16 at a
     # time, gives the numbers of a single call for all. The last piece takes what is left over.
-    step = rows if str(method).endswith("orthogonal") else max(16, _PIECE // width // 16 * 16)
+    if str(method).endswith("orthogonal"):
+        step = spec.matrix_shape[0]
+    else:
+        step = max(16, _PIECE // width // 16 * 16)
     starts = list(range(0, max(1, rows - step + 1), step))
     for first, last in zip(starts, [*starts[1:], rows], strict=True):
         piece = torch.empty((last - first, *spec.shape[1:]), dtype=torch.float32, device=device)
@@ -112,10 +118,20 @@ def initial_rows(spec: ParamSpec, layer: int, args: NeoXArgs, device: torch.devi
         yield first, piece
 
 
+def initial_whole(spec: ParamSpec, layer: int, args: NeoXArgs) -> Tensor:
+    """`initial_rows` put together, drawn by the CPU's generator."""
+    return torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))]).reshape(spec.shape)
+
+
 def initial_part(spec: ParamSpec, layer: int, args: NeoXArgs, groups: ParallelGroups) -> Iterator[tuple[int, Tensor]]:
-    """This tensor rank's part of a parameter's initial value, as (first row of the part, rows)."""
-    for first, rows in initial_rows(spec, layer, args, groups.device):
-        yield from shard_rows(rows, first, spec, groups.rank("tensor"), groups.size("tensor"))
+    """This rank's part of a parameter's initial value, of its experts where ranks share these out, as (first
+    row of the part, rows)."""
+    start, count = spec.expert_rows(groups)
+    for whole_first, whole in initial_rows(spec, layer, args, groups.device):
+        for first, rows in shard_rows(whole, whole_first, spec, groups.rank("tensor"), groups.size("tensor")):
+            low, high = max(first, start), min(first + len(rows), start + count)
+            if low < high:
+                yield low - start, rows[low - first : high - first]
 
 
 def init_stage(

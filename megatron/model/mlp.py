@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.model.gated_activations import clamped_swiglu
 from megatron.model.specs import DenseSpec, dense_spec
 from megatron.mpu import (
     Linear,
@@ -31,6 +32,14 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
     "sigmoid": torch.sigmoid,
 }
+
+
+def gated_activation(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of gate and up that a gated feed-forward applies: act(gate) * up, or gpt-oss's."""
+    if name == "swigluoai":
+        return clamped_swiglu
+    activate = ACTIVATIONS[name]
+    return lambda gate, up: activate(gate) * up
 
 
 XIELU_BETA, XIELU_EPS = 0.5, -1e-6
@@ -78,7 +87,11 @@ class MLP(nn.Module):
     def __init__(self, spec: DenseSpec, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.gated = spec.gated
-        self.act_fn = XIELU(groups) if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
+        self.act_fn: Callable[..., Tensor]
+        if spec.gated:
+            self.act_fn = gated_activation(spec.activation)
+        else:
+            self.act_fn = XIELU(groups) if spec.activation == "xielu" else ACTIVATIONS[spec.activation]
         linear1, linear2 = self._linears(spec)
         self.linear1 = Linear(linear1, groups, sequence_parallel)
         self.linear2 = Linear(linear2, groups, sequence_parallel)
@@ -107,11 +120,11 @@ class MLP(nn.Module):
     def output(self) -> Linear:
         return self.linear2
 
-    def core(self, x: Tensor, adapter_seed: Tensor | None = None) -> Tensor:
+    def core(self, x: Tensor, adapter_seed: Tensor | None = None, counted: Tensor | None = None) -> tuple[Tensor, None]:
         """Everything before `linear2`: from `[seq, batch, hidden]` to `[seq, batch, ffn/T]`. adapter_seed: as
         of `Linear.forward`."""
         x = self.linear1(x, adapter_seed)
         if self.gated:
             up, gate = x.chunk(2, dim=-1)
-            return self.act_fn(gate) * up
-        return self.act_fn(x)
+            return self.act_fn(gate, up), None
+        return self.act_fn(x), None

@@ -39,6 +39,8 @@ def quantize_base(stage: Stage, args: NeoXArgs, log: Callable[[str], None]) -> N
         line += (
             f"; rows are no multiples of {BLOCK}, so that other layouts round otherwise: {', '.join(sorted(uneven))}"
         )
+    if args.moe_num_experts > 1:
+        line += f"; experts stay in {dtype}"
     log(line)
 
 

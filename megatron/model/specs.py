@@ -1,12 +1,12 @@
 """The model's layers as data: frozen descriptions, made from the configuration once.
 
 What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs,
-partitioning and conversion. Blocks may differ in all of it. The only mixer is attention and the only
-feed-forward is dense; other kinds are added to the tables of `model.block`.
+partitioning and conversion. Blocks may differ in all of it. The only mixer is attention; a feed-forward is
+dense or a mixture of experts; other kinds are added to the tables of `model.block`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from megatron.mpu import LoraSpec
@@ -94,7 +94,8 @@ class AttentionSpec:
     seen.
     backend: `attention_backend`; flash where `attention_config` names it beside global.
     scale: factor of the logits; None: 1 / sqrt(head_dim). softcap: c of logits x that become c tanh(x / c);
-    None: they stay. clip: queries, keys and values are clamped to +- this. bias, output_bias: whether the
+    None: they stay. clip: queries, keys and values are clamped to +- this. sinks: each query has one logit
+    more, a parameter of its head, whose probability is given to no value. bias, output_bias: whether the
     linear of queries, keys and values, and the last one, have biases.
     parallel_residual: its output is summed over tensor ranks together with the feed-forward's
     (gpt_j_residual). lora: the adapters of its linears.
@@ -112,6 +113,7 @@ class AttentionSpec:
     scale: float | None
     softcap: float | None
     clip: float | None
+    sinks: bool
     bias: bool
     output_bias: bool
     dropout: float
@@ -134,8 +136,8 @@ class AttentionSpec:
 class DenseSpec:
     """A feed-forward: linear2(act(linear1 x)), or linear2(act(gate) * up) where it is gated.
 
-    width: its inner width. activation: a name in `mlp.ACTIVATIONS`, or xielu. parallel_residual, lora: as of
-    `AttentionSpec`.
+    width: its inner width. activation: a name in `mlp.ACTIVATIONS`, xielu or swigluoai.
+    parallel_residual, lora: as of `AttentionSpec`.
     """
 
     hidden: int
@@ -147,9 +149,50 @@ class DenseSpec:
     lora: LoraSpec | None = None
 
 
+@dataclass(frozen=True)
+class RouterSpec:
+    """What chooses the experts of each token.
+
+    sinkhorn: in training from scores that are balanced over a micro-batch first. scores: softmax or sigmoid.
+    normalized, factor: scores of the chosen are divided by their sum, and multiplied by this. groups,
+    top_groups: of neighbouring experts, of which the chosen are of these best. bias: of the logits.
+    bias_update_rate: of the bias that counts in the choice alone; None without. jitter: of the input.
+    """
+
+    hidden: int
+    experts: int
+    top_k: int
+    sinkhorn: bool
+    scores: str
+    normalized: bool
+    factor: float
+    groups: int
+    top_groups: int
+    bias: bool
+    bias_update_rate: float | None
+    jitter: float
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    """A mixture of experts: each token's feed-forward is the sum of some experts', times their scores.
+
+    expert: one expert. capacity_factor: tokens that an expert takes at most, in units of their mean; None:
+    all. cut: tensor ranks have a slice of every expert, else some of them whole. shared: a feed-forward
+    beside them that all tokens go through; shared_gate: its output is multiplied by the sigmoid of a gate.
+    """
+
+    router: RouterSpec
+    expert: DenseSpec
+    capacity_factor: float | None
+    cut: bool
+    shared: DenseSpec | None
+    shared_gate: bool
+
+
 # The unions of all kinds of mixers and of feed-forwards.
 MixerSpec = AttentionSpec
-FeedForwardSpec = DenseSpec
+FeedForwardSpec = DenseSpec | MoESpec
 
 
 @dataclass(frozen=True)
@@ -293,8 +336,8 @@ def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
         head_dim=args.head_dim, window=window, rotary=rotary_spec(args, local=slides) if turns else None,
         alibi=args.pos_emb == "alibi", relative=relative if args.pos_emb == "rpe" else None, norms=head_norm_spec(args),
         scale=attention_scale(args), softcap=args.attn_logit_softcapping, clip=args.clip_qkv,
-        bias=args.use_bias_in_attn_linear or args.add_qkv_bias, output_bias=args.use_bias_in_attn_linear,
-        dropout=args.attention_dropout,
+        sinks=args.attention_sinks, bias=args.use_bias_in_attn_linear or args.add_qkv_bias,
+        output_bias=args.use_bias_in_attn_linear, dropout=args.attention_dropout,
         backend="flash" if named_flash else args.attention_backend, parallel_residual=args.gpt_j_residual,
         lora=lora_spec(args),
     )  # fmt: skip
@@ -324,6 +367,27 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
     return DenseSpec(
         hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
         gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual, lora=lora_spec(args),
+    )  # fmt: skip
+
+
+def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
+    """The mixture of experts of block number `block`, counted from 0; None where its feed-forward is
+    dense."""
+    if not args.has_experts(block):
+        return None
+    dense, shared_width = dense_spec(args, block), args.moe_shared_expert_intermediate_size
+    groups = args.moe_router_num_groups or 1
+    router = RouterSpec(
+        hidden=args.hidden_size, experts=args.moe_num_experts, top_k=args.moe_top_k,
+        sinkhorn=args.moe_router_type == "sinkhorn", scores=args.router_scores, normalized=args.norm_topk_prob,
+        factor=args.moe_router_topk_scaling_factor, groups=groups, top_groups=args.moe_router_group_topk or groups,
+        bias=args.moe_router_bias, bias_update_rate=args.moe_router_bias_update_rate, jitter=args.moe_jitter_eps or 0.0,
+    )  # fmt: skip
+    expert = replace(dense, width=args.expert_ffn_size, bias=args.moe_expert_bias, lora=None)
+    shared = replace(dense, width=shared_width, bias=False, lora=None) if shared_width is not None else None
+    return MoESpec(
+        router, expert, args.moe_expert_capacity_factor, args.moe_expert_tensor_parallel == "cut", shared,
+        args.moe_shared_expert_gate,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from megatron.model.block import Block, DropoutSeeds
 from megatron.model.cache import KVCache
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
+from megatron.model.moe import Balance, MoE, RoutingSums
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
 from megatron.model.specs import (
@@ -31,6 +32,7 @@ from megatron.model.specs import (
     FinalNormSpec,
     HeadSpec,
     LayerSpec,
+    MoESpec,
     RelativeSpec,
     ScoreSpec,
 )
@@ -40,7 +42,9 @@ from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gath
 from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
 
-RunBlocks = Callable[[Callable[[Tensor, int, int], Tensor], Tensor, int, int], Tensor]
+Ran = tuple[Tensor, tuple[RoutingSums, ...]]
+"""The hidden states after some blocks, and the sums of each router among these."""
+RunBlocks = Callable[[Callable[[Tensor, int, int], Ran], Tensor, int, int], Ran]
 
 
 class HiddenStates(NamedTuple):
@@ -86,9 +90,11 @@ class Stage(nn.Module):
     dtype: of weights as blocks compute with them, and of hidden states.
     backends: the attention backends by `AttentionSpec.backend`.
     delayed_scaling: of the FP8 products of its linears, where they have a state.
+    balance: of its experts, where the model has some; in training alone.
     """
 
     delayed_scaling: DelayedScaling | None = None
+    balance: Balance | None = None
     run_blocks: RunBlocks
     compiled = False
     dtype = torch.float32
@@ -111,6 +117,8 @@ class Stage(nn.Module):
         self.run_blocks = _run_at_once
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
+        feeds = [spec.feed_forward for spec in self.blocks]
+        self.drops |= any(isinstance(feed, MoESpec) and feed.router.jitter > 0.0 for feed in feeds)
         self._slopes: dict[int, Tensor] = {}  # by number of heads
         self.layers = nn.ModuleDict()
         # Memory comes later, one layer after the other, in the dtype that is wanted.
@@ -219,21 +227,25 @@ class Stage(nn.Module):
 
     # -- forward ---------------------------------------------------------------------------------------------
 
-    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], seed: int, cache: KVCache | None) -> Tensor:
+    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], batch: Batch, cache: KVCache | None) -> Ran:
         specs, dropping = self.blocks, self.training and self.drops
+        counted = batch.filled_places() if self.balance is not None and self.training else None
 
-        def run(x: Tensor, first: int, last: int) -> Tensor:
+        def run(x: Tensor, first: int, last: int) -> Ran:
+            routed: list[RoutingSums] = []
             for spec in specs[first:last]:
                 layer = spec.index
                 block = self.layers[str(layer)]
-                seeds = block.seeds(seed, layer) if dropping else DropoutSeeds()  # type: ignore[operator]
-                x = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None)
-            return x
+                seeds = block.seeds(batch.seed, layer) if dropping else DropoutSeeds()  # type: ignore[operator]
+                x, sums = block(x, inputs.get(layer), seeds, cache.layers.get(layer) if cache else None, counted)
+                routed += [sums] if sums is not None else []
+            return x, tuple(routed)
 
         frozen = sum(spec.index < self.lowest_trained for spec in specs)
         with torch.no_grad():
-            x = run(x, 0, frozen)
-        return (self.run_blocks if torch.is_grad_enabled() else _run_at_once)(run, x, frozen, len(specs))
+            x, below = run(x, 0, frozen)
+        x, routed = (self.run_blocks if torch.is_grad_enabled() else _run_at_once)(run, x, frozen, len(specs))
+        return x, below + routed
 
     def forward(
         self,
@@ -269,7 +281,9 @@ class Stage(nn.Module):
             if spec.mixer.inputs not in alike:
                 alike[spec.mixer.inputs] = self.attention_inputs(spec, batch, positions, given)
         inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attention_blocks}
-        x = self._run_blocks(x, inputs, batch.seed, given.cache)
+        x, routed = self._run_blocks(x, inputs, batch, given.cache)
+        if self.balance is not None and self.training:
+            x = self.balance.attach(x, routed)
         if self.specs[-1].kind not in ("head", "score"):
             return HiddenStates(x)
         if given.logit_positions is not None:
@@ -281,7 +295,7 @@ class Stage(nn.Module):
         return finish(HeadInput(enter(norm(x), head.group), head))  # type: ignore[arg-type]
 
 
-def _run_at_once(run: Callable[[Tensor, int, int], Tensor], x: Tensor, first: int, last: int) -> Tensor:
+def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, first: int, last: int) -> Ran:
     return run(x, first, last)
 
 
@@ -291,6 +305,11 @@ def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], Non
     mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
     backends = choose_backends(args, groups.device, mixers, log)
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
-    return Stage(
+    stage = Stage(
         specs, groups, backends, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
     )  # fmt: skip
+    if any(args.has_experts(block) for block in range(args.num_layers)):
+        feeds = {spec.index: stage.layers[str(spec.index)].mlp for spec in stage.blocks}
+        routers = {layer: feed.router for layer, feed in feeds.items() if isinstance(feed, MoE)}
+        stage.balance = Balance(args, routers, groups.device)
+    return stage

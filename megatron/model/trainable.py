@@ -30,7 +30,7 @@ def trained_parameters(args: NeoXArgs) -> frozenset[ParamName]:
     Raises ConfigError for a pattern that finds no parameter, and where none is left to train.
     """
     shared, params = shared_params(args), layer_params(args)
-    every = [(i, p.name) for i, specs in params.items() for p in specs if shared.get(p.name, i) == i]
+    every = [(i, p.name) for i, specs in params.items() for p in specs if p.trained and shared.get(p.name, i) == i]
     asked = args.trainable
     if args.lora is not None:
         return frozenset((i, name) for i, name in every if is_adapter(name))

@@ -1,8 +1,8 @@
 """Model parallelism (Megatron's `mpu`): `groups.py` holds the process groups as one frozen object,
 `layers.py` the linear layer, `parallel_linear.py` its columns and rows over tensor ranks, `products.py` what
-it multiplies with, `mappings.py` the collectives, `parameters.py` what a parameter is, `head.py` the output
-layer and its loss in chunks, `cross_entropy.py` what is done to the logits of a chunk over tensor ranks,
-`random.py` the seeds of dropout.
+it multiplies with, `grouped.py` products by group, `mappings.py` the collectives, `parameters.py` what a
+parameter is, `head.py` the output layer and its loss in chunks, `cross_entropy.py` what is done to the logits
+of a chunk over tensor ranks, `random.py` the seeds of dropout.
 
 Everything takes its groups as an argument; nothing here is global.
 """
@@ -10,7 +10,8 @@ Everything takes its groups as an argument; nothing here is global.
 from megatron.mpu.cross_entropy import TokenLoss, compiled_kernels, plain_kernels
 from megatron.mpu.divergence import Divergence, TopTokens, distillation_sums, token_divergence_sum, top_tokens
 from megatron.mpu.dtypes import DTYPES
-from megatron.mpu.groups import AXES, ParallelGroups, build_groups
+from megatron.mpu.grouped import grouped_mm
+from megatron.mpu.groups import AXES, FOLDED, ParallelGroups, build_groups
 from megatron.mpu.head import (
     HeadInput,
     LossOfTokens,
@@ -23,16 +24,19 @@ from megatron.mpu.head import (
     token_scores,
 )
 from megatron.mpu.initialize import init_model_parallel
-from megatron.mpu.layers import Linear, LinearSpec, VocabParallelEmbedding, row_parallel_sum
+from megatron.mpu.layers import Linear, LinearSpec, PartialSum, VocabParallelEmbedding, row_parallel_sum
 from megatron.mpu.lora import LoraSpec, adapters_of
 from megatron.mpu.mappings import (
+    all_gather,
+    all_to_all,
     copy_to_tensor,
+    exchange,
     gather_from_sequence,
     gather_from_tensor,
     reduce_from_tensor,
     scatter_to_sequence,
 )
-from megatron.mpu.parameters import ParamSpec, allocate, shard, shard_rows, unshard, with_prefix
+from megatron.mpu.parameters import ParamSpec, allocate, is_never_trained, shard, shard_rows, unshard, with_prefix
 from megatron.mpu.products import PlainProduct, Product, linear
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor
 
@@ -40,6 +44,7 @@ __all__ = [
     "AXES",
     "DTYPES",
     "Divergence",
+    "FOLDED",
     "HeadInput",
     "Linear",
     "LinearSpec",
@@ -48,6 +53,7 @@ __all__ = [
     "OutputLayer",
     "ParamSpec",
     "ParallelGroups",
+    "PartialSum",
     "PlainProduct",
     "Product",
     "TokenLoss",
@@ -55,16 +61,21 @@ __all__ = [
     "TopTokens",
     "VocabParallelEmbedding",
     "adapters_of",
+    "all_gather",
+    "all_to_all",
     "allocate",
     "build_groups",
     "compiled_kernels",
     "copy_to_tensor",
     "distillation_sums",
     "dropout",
+    "exchange",
     "fork_seed",
     "gather_from_sequence",
     "gather_from_tensor",
+    "grouped_mm",
     "init_model_parallel",
+    "is_never_trained",
     "linear",
     "mix_seed",
     "plain_kernels",

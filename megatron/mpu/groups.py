@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
-AXES = ("pipe", "data", "context", "expert", "tensor")
+AXES = ("pipe", "data", "context", "tensor")
 """Outermost first: neighbouring ranks share a tensor group (NeoX's and DeepSpeed's rank order)."""
+FOLDED = ("expert", "expert_data")
+"""Axes that are parts of the data axis: neighbours on it share out the experts of a model (`expert`), and
+ranks that have the same experts are replicas (`expert_data`)."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,18 @@ class ParallelGroups:
         """Whether this rank holds the head."""
         return self.rank("pipe") == self.size("pipe") - 1
 
+    def with_whole_experts(self) -> ParallelGroups:
+        """The same groups for a model whose experts are all on each data rank."""
+        return replace(
+            self,
+            sizes=MappingProxyType({**self.sizes, "expert": 1, "expert_data": self.sizes["data"]}),
+            ranks=MappingProxyType({**self.ranks, "expert": 0, "expert_data": self.ranks["data"]}),
+            handles=MappingProxyType({**self.handles, "expert": None, "expert_data": self.handles["data"]}),
+            members=MappingProxyType(
+                {**self.members, "expert": (self.world_rank,), "expert_data": self.members["data"]}
+            ),
+        )
+
     def barrier(self) -> None:
         """Wait for all ranks; nothing in a single process."""
         if self.world_size > 1:
@@ -77,10 +92,10 @@ class ParallelGroups:
     def single(device: str | torch.device = "cpu") -> ParallelGroups:
         """One process, no torch.distributed."""
         return ParallelGroups(
-            sizes=MappingProxyType(dict.fromkeys(AXES, 1)),
-            ranks=MappingProxyType(dict.fromkeys(AXES, 0)),
-            handles=MappingProxyType(dict.fromkeys(AXES)),
-            members=MappingProxyType(dict.fromkeys(AXES, (0,))),
+            sizes=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 1)),
+            ranks=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), 0)),
+            handles=MappingProxyType(dict.fromkeys((*AXES, *FOLDED))),
+            members=MappingProxyType(dict.fromkeys((*AXES, *FOLDED), (0,))),
             device=torch.device(device),
         )
 
@@ -93,28 +108,37 @@ def build_groups(
     *, pipe: int, data: int, tensor: int, device: torch.device, context: int = 1, expert: int = 1
 ) -> ParallelGroups:
     """Make the groups of this rank, one for each axis; all ranks call it together, after
-    init_process_group.
+    init_process_group. expert: number of data ranks that share out experts.
 
     A rank makes only the groups it is in, but as many of them as every other: torch numbers their names.
     Raises ValueError when the product of the axes is not the world size.
     """
-    sizes = dict(zip(AXES, (pipe, data, context, expert, tensor), strict=True))
+    sizes = dict(zip(AXES, (pipe, data, context, tensor), strict=True))
     world_size, world_rank = dist.get_world_size(), dist.get_rank()
     if math.prod(sizes.values()) != world_size:
         raise ValueError(f"axes {sizes} need {math.prod(sizes.values())} ranks, the world has {world_size}")
+    if data % expert:
+        raise ValueError(f"{expert} ranks with the experts of a model do not divide the {data} data ranks")
     if world_size == 1:
         return ParallelGroups.single(device)
     grid = torch.arange(world_size).view(*sizes.values())
     coordinate = [int(i) for i in (grid == world_rank).nonzero()[0]]
-    handles: dict[str, dist.ProcessGroup | None] = {}
+    ranks = dict(zip(AXES, coordinate, strict=True))
     members: dict[str, tuple[int, ...]] = {}
     for position, axis in enumerate(AXES):
-        handles[axis], members[axis] = None, (world_rank,)
-        if sizes[axis] == 1:
-            continue
         others = tuple(coordinate[:position] + coordinate[position + 1 :])
         members[axis] = tuple(grid.movedim(position, -1)[others].tolist())
-        handles[axis] = _group_of(members[axis], axis)
+    replica, of_expert = divmod(ranks["data"], expert)
+    sizes |= {"expert": expert, "expert_data": data // expert}
+    ranks |= {"expert": of_expert, "expert_data": replica}
+    members["expert"] = members["data"][replica * expert :][:expert]
+    members["expert_data"] = members["data"][of_expert::expert]
+    handles = {axis: None if sizes[axis] == 1 else _group_of(members[axis], axis) for axis in AXES}
+    for axis in FOLDED:
+        if sizes[axis] == data:
+            handles[axis] = handles["data"]
+        else:
+            handles[axis] = None if sizes[axis] == 1 else _group_of(members[axis], axis)
     embedding = None
     if pipe > 1:
         ends = {members["pipe"][0], members["pipe"][-1]}
@@ -122,7 +146,7 @@ def build_groups(
         embedding = handle if world_rank in ends else None
     return ParallelGroups(
         sizes=MappingProxyType(sizes),
-        ranks=MappingProxyType(dict(zip(AXES, coordinate, strict=True))),
+        ranks=MappingProxyType(ranks),
         handles=MappingProxyType(handles),
         members=MappingProxyType(members),
         device=device,

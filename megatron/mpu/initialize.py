@@ -17,13 +17,31 @@ def init_model_parallel(
     """Set `tf32`, initialise torch.distributed (unless it already is), make the groups of `args`, which is
     for this world, and connect their members.
 
-    store and what is raised: as `distributed.init_process_group`.
+    store and what is raised: as `distributed.init_process_group`; ConfigError where experts would be shared
+    out over machines.
     """
+    _check_experts(args, process)
     allow_tf32(args.tf32)
     device = init_process_group(args, process, logger, store)
-    groups = build_groups(pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device)
+    groups = build_groups(
+        pipe=args.pp, data=args.data_parallel_size, tensor=args.tp, device=device,
+        expert=args.expert_parallel_size,
+    )  # fmt: skip
     connect(groups)
     return groups
+
+
+def _check_experts(args: NeoXArgs, process: Process) -> None:
+    together, ranks = args.expert_parallel_size * args.tp, process.local_world_size
+    if args.expert_parallel_size == 1 or args.expert_parallel_across_nodes or process.world_size == ranks:
+        return
+    if ranks % together:
+        raise args.error(
+            "expert_parallel_size",
+            f"{args.expert_parallel_size} times model_parallel_size {args.cite('model_parallel_size')} are {together} "
+            f"neighbouring ranks, and a machine has {ranks}: tokens would travel between machines, where such traffic "
+            "has been seen to hang; make it divide a machine's ranks, or set expert_parallel_across_nodes: true",
+        )
 
 
 def allow_tf32(allowed: bool) -> None:

@@ -1,5 +1,5 @@
-"""The linear layer, split over tensor-parallel ranks by column or row or not at all, and the vocab-parallel
-embedding.
+"""The linear layer, split over tensor-parallel ranks by column or row or not at all, the sum that ends other
+row-parallel layers, and the vocab-parallel embedding.
 
 What tensor ranks compute and send each other is in `parallel_linear.py`, the collectives in `mappings.py`.
 """
@@ -223,15 +223,41 @@ class Linear(nn.Module):
         return self.async_tensor_parallel and self.sequence_parallel and isinstance(self.product, PlainProduct)
 
 
-def row_parallel_sum(layers: Sequence[Linear], inputs: Sequence[Tensor], seed: Tensor | None = None) -> Tensor:
+class PartialSum(nn.Module):
+    """The end of a row-parallel layer whose product is made elsewhere: sums what tensor ranks have
+    computed.
+
+    sum_in_place: as of `Linear`.
+    """
+
+    bias: Tensor | None = None
+    pipelined = False
+
+    def __init__(self, groups: ParallelGroups, sequence_parallel: bool = False) -> None:
+        super().__init__()
+        self.group, self.sequence_parallel, self.sum_in_place = groups.group("tensor"), sequence_parallel, True
+
+    def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
+        """As of `Linear`."""
+        return x
+
+    def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:
+        """This rank's `[seq, batch, out]` to the sum, `[seq/T, ..]` under sequence parallelism."""
+        return row_parallel_sum((self,), (x,), seed)
+
+
+def row_parallel_sum(
+    layers: Sequence[Linear | PartialSum], inputs: Sequence[Tensor], seed: Tensor | None = None
+) -> Tensor:
     """The sum of the outputs of row-parallel layers of one group, in one collective.
 
     inputs: of each layer, `[seq, batch, in/T]`. seed: as of `Linear.forward`. Returns `[seq, batch, out]`
     (`[seq/T, ..]` under sequence parallelism).
     """
     group = layers[0].group
-    if group is not None and all(of.pipelined for of in layers):
-        outs = [pipelined_row(x, of.weight, of.bias, group) for of, x in zip(layers, inputs, strict=True)]
+    linears = [of for of in layers if isinstance(of, Linear) and of.pipelined]
+    if group is not None and len(linears) == len(layers):
+        outs = [pipelined_row(x, of.weight, of.bias, group) for of, x in zip(linears, inputs, strict=True)]
         return sum(outs[1:], outs[0])
     summands = [of.summand(x, seed) for of, x in zip(layers, inputs, strict=True)]
     summand = sum(summands[1:], summands[0])

@@ -1,4 +1,4 @@
-"""Collectives of tensor and sequence parallelism with their gradients.
+"""Collectives of tensor, sequence and expert parallelism with their gradients.
 
 Each pairs a forward with the collective its gradient needs (Megatron-LM, arXiv 1909.08053; sequence
 parallelism, arXiv 2205.05198). The sequence is dimension 0 of `[seq, batch, hidden]`. All are the identity
@@ -9,7 +9,7 @@ In compiled code collectives return new tensors: torch 2.11 loses what one write
 backward, and the gradients are those of one rank, without a word.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -141,6 +141,30 @@ def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
     return x if group is None else _Mapping.apply(x, group, _own_chunk, all_gather)
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Rows of `x` for each rank of the group, in turn, against the rows that each has for this one; the
+    gradient travels back. sent, received: numbers of rows for and from each rank."""
+    return _AllToAll.apply(x, group, sent, received)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        ctx.group, ctx.sent, ctx.received = group, sent, received
+        return exchange(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return exchange(grad, ctx.group, ctx.received, ctx.sent), None, None, None
+
+
+def exchange(x: Tensor, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """`all_to_all` without a gradient."""
+    out = x.new_empty((sum(received), *x.shape[1:]))
+    dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
+    return out
 
 
 def gather_from_tensor(x: Tensor, group: Group) -> Tensor:

@@ -23,7 +23,10 @@ class ParamSpec:
     part and the parts sum to the effective value. weight_decay: False for norms and biases. shared: one
     parameter of all blocks, of which each block's file holds a copy. tied: the head on the last pipeline
     stage is this parameter too. projections: of a weight that holds several linear layers, how many rows
-    belong to each in turn, again and again down the rows."""
+    belong to each in turn, again and again down the rows. experts: so many experts have equal numbers of its
+    rows, in turn, and the ranks of expert parallelism some of them each. transposed: its matrices are
+    `[in, out]`. trained: False for what gradients
+    never change, and which is fp32 in any precision."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,12 +38,29 @@ class ParamSpec:
     shared: bool = False
     tied: bool = False
     projections: tuple[int, ...] = ()
+    experts: int | None = None
+    transposed: bool = False
+    trained: bool = True
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Shape of one tensor rank's part."""
         if self.axis is None:
             return self.shape
         return tuple(n // tensor_size if i == self.axis else n for i, n in enumerate(self.shape))
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter, or of one expert's part of it."""
+        return (self.shape[0] // (self.experts or 1), *self.shape[1:])
+
+    def expert_rows(self, groups: ParallelGroups) -> tuple[int, int]:
+        """(first row, number of rows) of this rank's experts in its tensor part; all rows without expert
+        parallelism."""
+        rows = self.local_shape(groups.size("tensor"))[0]
+        if self.experts is None:
+            return 0, rows
+        rows //= groups.size("expert")
+        return groups.rank("expert") * rows, rows
 
     def stages(self, groups: ParallelGroups) -> dist.ProcessGroup | None:
         """The group of the pipeline stages that hold a copy each, whose gradients are summed; None for one
@@ -58,17 +78,25 @@ def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
 
 
 def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGroups, *optional: str) -> None:
-    """Give a module its own parameters under the last part of their names: this tensor rank's part of each,
-    fp32 on the device of `groups`. Memory only, none where that is the meta device; values come from
+    """Give a module its own parameters under the last part of their names: this rank's part of each, fp32 on
+    the device of `groups`. Memory only, none where that is the meta device; values come from
     `model.init` or a checkpoint, the same for any layout.
 
     optional: attributes that are None where no parameter has that name.
     """
     for spec in specs:
-        local = torch.empty(spec.local_shape(groups.size("tensor")), device=groups.device, dtype=torch.float32)
-        module.register_parameter(spec.name.rpartition(".")[2], nn.Parameter(local))
+        shape = (spec.expert_rows(groups)[1], *spec.local_shape(groups.size("tensor"))[1:])
+        local = torch.empty(shape, device=groups.device, dtype=torch.float32)
+        param = nn.Parameter(local, spec.trained)
+        param.never_trained = not spec.trained  # type: ignore[attr-defined]
+        module.register_parameter(spec.name.rpartition(".")[2], param)
     for name in optional:
         setattr(module, name, module._parameters.get(name))
+
+
+def is_never_trained(param: Tensor) -> bool:
+    """Whether a parameter's `ParamSpec.trained` is false."""
+    return getattr(param, "never_trained", False)
 
 
 def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:

@@ -64,6 +64,12 @@ class NeoXArgs(GPTNeoXMethods):
                 f"{self.tp} = {model_parallel}; start a multiple of {model_parallel} ranks or change these keys",
             )
             problems.raise_if_any()
+        if world_size // model_parallel % self.expert_parallel_size:
+            problems.add(
+                "expert_parallel_size",
+                f"{self.expert_parallel_size} does not divide the {world_size // model_parallel} data-parallel ranks",
+            )
+            problems.raise_if_any()
         batch = (self.user_values.get(name) for name in BATCH_KEYS)
         try:
             sizes = batch_sizes(world_size // model_parallel, *batch)
@@ -78,10 +84,12 @@ class NeoXArgs(GPTNeoXMethods):
 
     def for_inference(self, world_size: int) -> "NeoXArgs":
         """The configuration on `world_size` ranks of a command that trains nothing, so without batch sizes,
-        which might not be possible on that number of ranks. Raises ConfigError."""
+        which might not be possible on that number of ranks, and with all experts on each. Raises
+        ConfigError."""
         return self.replace(
-            train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
-        ).for_world(world_size)
+            train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None,
+            expert_parallel_size=1,
+        ).for_world(world_size)  # fmt: skip
 
     def startup_notes(self) -> list[str]:
         """Lines to print once at start: keys without effect here, and what is done otherwise than in

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.neox_arguments.errors import ConfigError, ErrorCollector
-from megatron.neox_arguments.frozen import FrozenDict
+from megatron.neox_arguments.frozen import FrozenDict, as_tuple
 from megatron.neox_arguments.keys.architectures import (
     MoEKeys,
     MuPKeys,
@@ -110,6 +110,35 @@ class ResolvedArgs(
         """The inner width of the MLP, a tuple with one for each layer where they differ; a gated MLP has as
         many gate rows as up rows."""
         return ffn_width(self)
+
+    def has_experts(self, block: int) -> bool:
+        """Whether the feed-forward of block number `block`, counted from 0, is a mixture of experts."""
+        if self.moe_num_experts == 1:
+            return False
+        if self.moe_layer_freq is not None:
+            return self.moe_layer_freq[block] == 1
+        return block % self.moe_expert_interval == 0
+
+    @property
+    def has_dense_blocks(self) -> bool:
+        """Whether the feed-forward of any block is dense."""
+        return not all(self.has_experts(block) for block in range(self.num_layers))
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """The inner width of an expert, GPT-NeoX's where no key says it."""
+        if self.moe_intermediate_size is not None:
+            return self.moe_intermediate_size
+        if self.intermediate_size is not None:
+            return as_tuple(self.intermediate_size)[0]
+        width = int(8 * self.hidden_size / 3) if self.is_gated else 4 * self.hidden_size
+        return -(-width // 256) * 256
+
+    @property
+    def router_scores(self) -> str:
+        """What makes scores of the router's logits: softmax or sigmoid."""
+        one_of_sinkhorn = self.moe_router_type == "sinkhorn" and self.moe_top_k == 1
+        return self.moe_router_score_function or ("sigmoid" if one_of_sinkhorn else "softmax")
 
     @property
     def rotates_by_length(self) -> bool:

@@ -12,8 +12,8 @@ import torch
 from megatron.model import Stage
 from megatron.model.block import Block
 from megatron.model.head import OutputProjection
-from megatron.model.specs import BlockSpec
-from megatron.mpu import Product
+from megatron.model.moe.layer import Dispatcher
+from megatron.model.specs import BlockSpec, DenseSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.precision_policy import choose_precision, gpu_policy
@@ -86,7 +86,8 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     any number and length run through it; another length of rows makes one more. What is done to a chunk of
     logits is compiled by itself.
 
-    A block that does not become one graph is an error in the first step.
+    A block that does not become one graph is an error in the first step, but for those with expert
+    parallelism.
     Raises ConfigError where there is no compiler.
     """
     if args.compile in (False, "auto"):
@@ -96,18 +97,23 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     import torch._functorch.config as functorch
 
     stage.compiled = True
-    kinds: list[tuple[BlockSpec, type[Product]]] = []
+    kinds: list[tuple[BlockSpec, type]] = []
     for spec in stage.blocks:
         block = stage.layers[str(spec.index)]
         assert isinstance(block, Block)
-        kind = (replace(spec, index=0), type(block.mlp.output.product))
+        kind = (replace(spec, index=0), type(getattr(block.mlp.output, "product", None)))
         kinds += [kind] if kind not in kinds else []
     dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_KIND * len(kinds))
     if args.activation_memory_budget is not None:
         functorch.activation_memory_budget = args.activation_memory_budget
     mode = {"mode": "max-autotune-no-cudagraphs"} if args.compile == "block-max" else {}
     for spec in stage.blocks:
-        stage.layers[str(spec.index)].compile(fullgraph=True, **mode)
+        block, one_graph = stage.layers[str(spec.index)], args.expert_parallel_size == 1
+        for module in block.modules():
+            if isinstance(module, Dispatcher) and not one_graph:
+                # Tokens that travel to experts on other ranks do so between two graphs.
+                module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        block.compile(fullgraph=one_graph or isinstance(spec.feed_forward, DenseSpec), **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()
 

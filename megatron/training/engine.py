@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron.callbacks import OnGradients, Parts, StepResult
 from megatron.data import Batch
 from megatron.model import Stage
+from megatron.model.moe import RoutingCounts
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
@@ -32,7 +33,8 @@ class Engine(Protocol):
     layer and name of the weight map, each rank with its own part.
 
     name: by which a checkpoint records it; dtype: of weights and hidden states; zero_stage: what is cut over
-    data ranks, as ZeRO counts it (1: optimizer state, 2: gradients too, 3: weights too).
+    data ranks, as ZeRO counts it (1: optimizer state, 2: gradients too, 3: weights too). routing: of the last
+    step, what experts got; None without experts.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Engine(Protocol):
     objective: Objective
     dtype: torch.dtype
     zero_stage: int
+    routing: RoutingCounts | None
 
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.model import Stage, eager_blocks, forward_only
+from megatron.model.moe import RoutingCounts
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
@@ -23,6 +24,7 @@ class EngineBase:
     dtype: torch.dtype
     _loss: StepLoss
     _fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
+    routing: RoutingCounts | None = None
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
         """As of `Engine`."""
@@ -56,9 +58,17 @@ class EngineBase:
         was_training = self.stage.training
         self.stage.eval()
         try:
-            return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+            return self._forward(batches, read, shape)
         finally:
             self.stage.train(was_training)
+
+    def _forward(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """As of `Engine`."""
@@ -73,18 +83,34 @@ class EngineBase:
         logprobs = self._forward_only(batches, self._label_logprobs, _shape)
         return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
 
+    def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
+        """What the stage does before a step: counts the choices of experts where its losses need those of all
+        tokens. scale: by which they enter the backward pass of a micro-batch."""
+        balance = self.stage.balance
+        if balance is None:
+            return
+        balance.begin(scale, len(batches) * self.groups.size("data"))
+        if balance.needs_counts:
+            with balance.count(self.groups):  # with the step's dropout, so that the choices are the step's
+                nothing = torch.zeros((), device=self.groups.device)
+                self._forward(batches, lambda head, batch: nothing, lambda batch: ())
+
     def _end_step(self, left_out: Tensor) -> None:
-        """What the stage does once the step's gradients are there: new scales of FP8. left_out: boolean `[]`,
-        whether the step changes no weights."""
+        """What the stage does once the step's gradients are there: new scales of FP8, new biases of experts.
+        left_out: boolean `[]`, whether the step changes no weights."""
         if self.stage.delayed_scaling is not None:
             self.stage.delayed_scaling.end_step(left_out)
+        if self.stage.balance is not None:
+            self.routing = self.stage.balance.end(self.groups, left_out)
 
     def _mean_metrics(self) -> dict[str, Tensor]:
-        """The objective's means over the step, the same on every rank."""
+        """The means over the step of the objective's metrics, and of the routers', the same on every rank.
+        After `_end_step`."""
+        routed = dict(self.routing.metrics) if self.routing is not None else {}
         if not self.objective.metrics:
-            return {}
+            return routed
         sums = self.groups.sum(self._loss.metrics, "data")
-        return self.objective.means(self.groups.from_last_stage(sums))
+        return {**self.objective.means(self.groups.from_last_stage(sums)), **routed}
 
 
 def _shape(batch: Batch) -> tuple[int, ...]:

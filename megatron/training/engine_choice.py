@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine import Engine
-from megatron.training.native.limits import NATIVE_OPTIMIZERS, limits
+from megatron.training.native.limits import limits, native_alone
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> 
         return EngineChoice(args.engine, args.origin("engine"))
     if recorded is not None:
         return EngineChoice(recorded, "auto: that of the run it goes on from")
-    limit = next(limits(args), None)
+    alone = native_alone(args)
+    limit = next(limits(args), None) if alone is None else None
     if limit is not None:
         return EngineChoice("deepspeed", f"auto: {limit.key} ({args.origin(limit.key)}) {limit.why}")
-    if args.optimizer_name in NATIVE_OPTIMIZERS:
-        place = args.origin("optimizer.type")
-        return EngineChoice("native", f"auto: optimizer.type ({place}) {args.optimizer['type']} is its own")
+    if alone is not None:
+        return EngineChoice("native", f"auto: {alone} is its own")
     if on_gpu:
         return EngineChoice("deepspeed", "auto: on GPUs, until the native engine has been measured there")
     return EngineChoice("native", "auto: on CPUs")

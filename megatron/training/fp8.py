@@ -52,6 +52,8 @@ def use_fp8(
         line += " and the output layer"
     if not args.te_fp8_wgrad:
         line += ", without gradients of weights"
+    if args.moe_num_experts > 1:
+        line += "; experts and routers in bf16"
     if unfit:
         line += f"; in bf16, not multiples of {multiple}: " + ", ".join(f"{n} x {name}" for name, n in unfit.items())
     log(line)

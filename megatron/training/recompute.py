@@ -13,10 +13,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from megatron.model import Stage
 from megatron.model.block import Block
-from megatron.mpu import Linear
+from megatron.model.moe import RoutingSums
+from megatron.model.stage import Ran
+from megatron.mpu import Linear, PartialSum
 from megatron.neox_arguments import NeoXArgs
 
-Run = Callable[[Tensor, int, int], Tensor]
+Run = Callable[[Tensor, int, int], Ran]
 # What recompute_granularity: selective keeps besides attention, as torchtitan does: products, and the largest
 # values by which FP8 is scaled. Batched products are none of these: they are the scores of attention without
 # a kernel, which are large and cheap (arXiv 2205.05198).
@@ -24,6 +26,7 @@ _KEPT = {
     f"aten::{name}"
     for name in ("mm", "addmm", "_scaled_mm", "_scaled_mm_v2", "_grouped_mm", "_scaled_grouped_mm", "linear", "amax")
 }
+_KEPT |= {"megatron::grouped_mm"}
 _KEPT |= {f"_c10d_functional::{name}" for name in ("all_reduce", "reduce_scatter_tensor")}
 
 
@@ -40,17 +43,19 @@ class Recomputed:
     on_cpu: bool
     pinned: bool
 
-    def __call__(self, run: Run, x: Tensor, first: int, last: int) -> Tensor:
+    def __call__(self, run: Run, x: Tensor, first: int, last: int) -> Ran:
         """Run blocks first..last - 1 of the stage on `x`."""
+        routed: tuple[RoutingSums, ...] = ()
         for group, start in enumerate(range(first, last, self.together)):
             end = min(start + self.together, last)
             if group % self.every:
-                x = run(x, start, end)
-                continue
-            with save_on_cpu(pin_memory=self.pinned) if self.on_cpu else nullcontext():
-                # Masks of dropout are functions of their seeds, so no generator state need be kept.
-                x = checkpoint(run, x, start, end, use_reentrant=False, preserve_rng_state=False)
-        return x
+                x, of_group = run(x, start, end)
+            else:
+                with save_on_cpu(pin_memory=self.pinned) if self.on_cpu else nullcontext():
+                    # Masks of dropout are functions of their seeds, so no generator state need be kept.
+                    x, of_group = checkpoint(run, x, start, end, use_reentrant=False, preserve_rng_state=False)
+            routed += of_group
+        return x, routed
 
 
 def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
@@ -64,7 +69,7 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
                 assert isinstance(block, Block)
                 block.checkpoint = selective_checkpoint
                 for module in block.modules():
-                    if isinstance(module, Linear):
+                    if isinstance(module, Linear | PartialSum):
                         module.sum_in_place = False
         return
     stage.run_blocks = Recomputed(
@@ -75,7 +80,7 @@ def recompute_blocks(stage: Stage, args: NeoXArgs) -> None:
     )
 
 
-def selective_checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def selective_checkpoint(function: Callable[[Tensor], Any], x: Tensor) -> Any:
     """`function(x)`, of which the backward pass has the results of `_keeps` and computes the others again. In
     compiled code the compiler reads the same rule."""
     contexts = partial(create_selective_checkpoint_contexts, _policy)

@@ -89,7 +89,8 @@ class Training:
         """
         carried, engine, args = self.checkpointer.carried, self.engine, for_inference(self.args)
         rows, ends = exported_vocab_size(carried, self.tokenizer.vocab_size), declared_eos_ids(carried)
-        random, lockstep = rng_state(self.groups.device), engine.zero_stage == 3
+        random = rng_state(self.groups.device)
+        lockstep = engine.zero_stage == 3 or self.groups.size("expert") > 1
         try:
             with inference_mode(engine.stage):
                 yield Model(

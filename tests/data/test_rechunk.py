@@ -1,5 +1,6 @@
 """Rows of a batch cut into shorter ones (`seq_curriculum`)."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,11 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     assert rechunked.max_seqlen == expected.max_seqlen
     documents = int((expected.positions == 0).sum())
     assert documents < len(rechunked.cu_seqlens) <= min(2 * documents, rows * seq + 1)
+    filled = torch.from_numpy(random.integers(0, seq + 1, rows))
+    places = replace(collate(samples), filled=filled)
+    before, after = places.filled_places(), rechunk(places, length).filled_places()
+    assert before is not None and after is not None
+    assert torch.equal(after.t().flatten(), before.t().flatten())
     plain = rechunk(collate(samples), length)
     assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
 

@@ -26,6 +26,7 @@ COLLECTIVES = {
     "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter",
     "c10d.broadcast_": "broadcast",
+    "c10d.alltoall_base_": "all_to_all",
     "_c10d_functional.all_reduce": "all_reduce",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",

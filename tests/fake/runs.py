@@ -50,8 +50,8 @@ def run(case: Case) -> dict[str, Any]:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
-            groups = megatron.mpu.build_groups(**sizes, device=DEVICE)
-            with FakeTensorMode():
+            groups = megatron.mpu.build_groups(**sizes, device=DEVICE, expert=args.expert_parallel_size)
+            with FakeTensorMode(), shared_out_evenly(args):
                 if case.native:
                     _run_native(args, groups, observer, seen)
                 else:
@@ -159,7 +159,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
         # Seeds are numbers, and generators real.
-        for place in ("megatron.mpu.random", "megatron.model.attention.seeded_attention"):
+        for place in ("megatron.mpu.random", "megatron.model.attention.seeded_attention", "megatron.model.moe.router"):
             stack.enter_context(mock.patch(f"{place}.fork_seed", lambda seed, device: contextlib.nullcontext()))
         compiler = partialmethod(nn.Module.compile, backend="aot_eager")
         stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
@@ -173,6 +173,17 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         yield
+
+
+def shared_out_evenly(args: NeoXArgs) -> Any:
+    """A patch for what the host reads of where tokens go: of a micro-batch's choices those of this tensor
+    rank's experts, to all of their ranks alike."""
+    assert args.train_micro_batch_size_per_gpu is not None
+    rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
+    each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
+    return mock.patch(
+        "megatron.model.moe.dispatch.read_sizes", lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))
+    )
 
 
 def real(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from tests.marks import with_more
 
 FLEX: dict[str, Any] = {"attention_backend": "flex"}
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 30.0}  # flex is what `auto` takes
+SINKS: dict[str, Any] = {"attention_sinks": True}  # and here
 DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]
 SHARED: dict[str, Any] = {"documents": PAIRS, "prefixes": PREFIXES, "pairs": True}
 CASES: dict[str, Case] = {
@@ -21,6 +22,8 @@ CASES: dict[str, Case] = {
     "rows, by itself": Case(values=FLEX),
     "capped logits": Case(values={**CAPPED, **PACKED, **COMPILE}, documents=DOCUMENTS),
     "capped rows, by itself": Case(values=CAPPED),
+    "sinks": Case(values={**SINKS, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
+    "sinks, by itself": Case(values=SINKS),
     "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
     "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
     "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),

@@ -20,6 +20,13 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2 zero2": (NEOX, {"zero_optimization": {"stage": 2}}),
     "dp2 zero3": (NEOX, {"zero_optimization": {"stage": 3}}),
 }
+MOE = {
+    **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+    "moe_aux_loss_scope": "sequence",
+}  # fmt: skip
+LAYOUTS["ep2"] = (MOE, {"expert_parallel_size": 2})
+LAYOUTS["ep2 zero2"] = (MOE, {"expert_parallel_size": 2, "zero_optimization": {"stage": 2}})
+LAYOUTS["tp2 experts"] = (MOE, TP2)
 if find_spec("deepspeed") is not None:
     DEEPSPEED = {"engine": "deepspeed"}
     LAYOUTS["pp2"] = (NEOX, {"pipe_parallel_size": 2, **DEEPSPEED})

@@ -91,9 +91,9 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("script", "key", "message"),
     [
-        ("train.py", "moe_num_experts=8", "moe_num_experts: 8 is refused"),
+        ("train.py", "coord_check=true", "coord_check: true is refused"),
         ("train.py", "seed=1", "data_path: is required"),
-        ("eval.py", "moe_num_experts=8", "moe_num_experts: 8 is refused"),
+        ("eval.py", "coord_check=true", "coord_check: true is refused"),
         ("generate.py", "use_mup=true", "use_mup: true is refused"),
     ],
 )

@@ -82,6 +82,28 @@ OPTIONS: dict[str, Any] = {
     "logit_scale": 1.3,
     "num_layers": 4,
 }  # fmt: skip
+# What gpt-oss has beside its experts.
+SINKS: dict[str, Any] = {
+    **{key: value for key, value in LLAMA.items() if not key.startswith("use_bias")},
+    "head_dim": 16,
+    "attention_sinks": True,
+    "sliding_window_width": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "truncate": False,
+    },
+}  # fmt: skip
+# Experts in some blocks. Losses that balance them depend on rows: tests/training/test_experts.py.
+MOE: dict[str, Any] = {
+    **LLAMA,
+    "moe_num_experts": 4,
+    "moe_top_k": 2,
+    "moe_router_type": "topk",
+    "moe_layer_freq": [0, 1, 1, 1],
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "neox": NEOX,
     "llama": LLAMA,
@@ -92,6 +114,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma": GEMMA,
     "mixed": MIXED,
     "options": OPTIONS,
+    "moe": MOE,
+    "sinks": SINKS,
 }
 SGD: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": LR}},

@@ -78,7 +78,9 @@ def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
     """The groups of a layout, in an initialised process group."""
     data = world_size // (args.pp * args.tp)
-    return build_groups(pipe=args.pp, data=data, tensor=args.tp, device=torch.device("cpu"))
+    return build_groups(
+        pipe=args.pp, data=data, tensor=args.tp, device=torch.device("cpu"), expert=args.expert_parallel_size
+    )
 
 
 def gradients(stage: Stage) -> dict[tuple[int, str], Tensor]:

@@ -86,8 +86,8 @@ class Square(nn.Module):
     def output(self):
         return self.out
 
-    def core(self, x, adapter_seed=None):
-        return x.square()
+    def core(self, x, adapter_seed=None, counted=None):
+        return x.square(), None
 """
 RUN = """
 from pathlib import Path
@@ -118,7 +118,7 @@ def test_each_is_a_file_and_an_entry(tmp_path: Path) -> None:
     (model / "mean.py").write_text(MIXER)
     (model / "square.py").write_text(FEED_FORWARD)
     block = (model / "block.py").read_text()
-    for module, name, known in (("mean", "Mean", "(SelfAttention,)"), ("square", "Square", "(MLP,)")):
+    for module, name, known in (("mean", "Mean", "(SelfAttention,)"), ("square", "Square", "(MoE, MLP)")):
         assert block.count(known) == 1
         block = block.replace(known, f"({name}, {known[1:]}")
         block = block.replace("from torch import", f"from megatron.model.{module} import {name}\nfrom torch import", 1)

@@ -30,6 +30,9 @@ SCALINGS: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "factor": 4.0, **TRAINED},
     "yarn ramp": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1, **TRAINED},
+    "yarn between": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1, "truncate": False, **TRAINED,
+    },
     "yarn factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, **TRAINED},
     "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.9, "mscale_all_dim": 0.6, **TRAINED},
 }  # fmt: skip

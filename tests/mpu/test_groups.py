@@ -7,7 +7,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.distributed import StartError
-from megatron.mpu import AXES, ParallelGroups, build_groups
+from megatron.mpu import AXES, FOLDED, ParallelGroups, build_groups
 from megatron.mpu.initialize import connect
 from tests.pool import run_ranks
 
@@ -41,7 +41,7 @@ def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> N
     by_rank = run_ranks(everything, pipe * data * tensor, *sizes)
     for rank, seen in enumerate(by_rank):
         where = topology.get_coord(rank)
-        coordinates = {"pipe": where.pipe, "data": where.data, "tensor": where.model, "context": 0, "expert": 0}
+        coordinates = {"pipe": where.pipe, "data": where.data, "tensor": where.model, "context": 0}
         assert seen["ranks"] == coordinates
         assert seen["place"] == (rank, len(by_rank), where.pipe == 0, where.pipe == pipe - 1)
         for ours, theirs in (("pipe", "pipe"), ("data", "data"), ("tensor", "model")):
@@ -51,7 +51,25 @@ def test_ranks_stand_where_deepspeed_puts_them(sizes: tuple[int, int, int]) -> N
         ends = [p for p in topology.get_axis_comm_lists("pipe") if rank in p]
         ends_of_own = {ends[0][0], ends[0][-1]} if ends else {rank}
         assert seen["embedding"] == (sum(2**end for end in ends_of_own) if rank in ends_of_own else 2**rank)
-        assert seen["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, 1, tensor), strict=True) if size == 1]
+        assert seen["none"] == [axis for axis, size in zip(AXES, (pipe, data, 1, tensor), strict=True) if size == 1]
+
+
+def of_experts(rank: int, world_size: int, expert: int, tensor: int) -> dict[str, tuple[int, ...]]:
+    data = world_size // tensor
+    groups = build_groups(pipe=1, data=data, tensor=tensor, device=torch.device("cpu"), expert=expert)
+    for axis in FOLDED:
+        met = groups.sum(torch.tensor([float(2**rank)]), axis)
+        assert int(met) == sum(2**member for member in groups.members[axis])
+        assert groups.members[axis][groups.rank(axis)] == rank and groups.size(axis) == len(groups.members[axis])
+    return {axis: groups.members[axis] for axis in (*FOLDED, "data")}
+
+
+def test_experts_are_shared_out_by_neighbours_on_the_data_axis() -> None:
+    seen = run_ranks(of_experts, 8, 2, 2)
+    assert seen[0] == {"expert": (0, 2), "expert_data": (0, 4), "data": (0, 2, 4, 6)}
+    assert seen[7] == {"expert": (5, 7), "expert_data": (3, 7), "data": (1, 3, 5, 7)}
+    assert run_ranks(of_experts, 4, 4, 1)[2] == {"expert": (0, 1, 2, 3), "expert_data": (2,), "data": (0, 1, 2, 3)}
+    assert run_ranks(of_experts, 4, 1, 1)[2] == {"expert": (2,), "expert_data": (0, 1, 2, 3), "data": (0, 1, 2, 3)}
 
 
 def wrong_world(rank: int, world_size: int) -> str:

@@ -63,6 +63,8 @@ PUBLISHED = {
     "mistral/7B": (LLAMA, 7_241_732_096, "all"),
     "olmo/1B": (50280, 1_176_764_416, "all"),
     "olmo/7B": (50280, 6_888_095_744, "all"),
+    "125M-dmoe": (NEOX, 559e6, "all"),  # in every block 8 feed-forwards in the place of 125M's one
+    "olmoe/1B-7B": (50280, 6_919_161_856, "all"),
     "olmo2/7B": (100278, 7_298_617_344, "all"),
 }
 ENVIRONMENT = {"local_setup", "hosts_setup", "slurm_setup", "text_generation"}  # go after a model

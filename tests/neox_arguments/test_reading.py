@@ -73,7 +73,7 @@ def test_all_problems_of_all_files_are_told_together(write):
         'a.yml:1: num_layers: expected int, got "twelve"',
         "a.yml:6: hiden_size: unknown key; did you mean hidden_size?",
         "a.yml:7: activation: expected gelu, geglu, geglu_tanh, relu, relu2, softsign, swish, mish, silu, xielu, "
-        'reglu, swiglu, bilinear or glu, got "gello"',
+        'reglu, swiglu, swigluoai, bilinear or glu, got "gello"',
         "b.yml:1: norm: expected layernorm, rmsnorm, non_parametric_layernorm, scalenorm, te_rmsnorm or te_layernorm,"
         ' got "scaled"',
         "b.yml:3: zero_optimization.stage: expected a number at least 0 and at most 3, got 4",

@@ -80,5 +80,5 @@ def test_what_files_may_say_is_valid(validator):
 def test_a_key_says_in_an_editor_what_it_means(validator):
     properties = validator.schema["properties"]
     assert "Largest norm of the whole gradient" in properties["gradient_clipping"]["description"]
-    assert properties["moe_top_k"]["deprecated"] and "deprecated" not in properties["seed"]
+    assert properties["use_mup"]["deprecated"] and "deprecated" not in properties["seed"]
     assert properties["seed"]["default"] == 1234

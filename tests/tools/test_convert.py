@@ -108,10 +108,11 @@ def test_the_batch_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
-def test_memory_is_that_of_layers_not_of_the_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", ["1", "16"])
+def test_memory_is_that_of_layers_not_of_the_model(experts: str, tmp_path: Path) -> None:
     """0.5 GB there and back, checks included, to the byte."""
     words = ["--gb", "0.5", "--hidden", "1024", "--precision", "fp32", "--repeats", "1", "--shard-mb", "200"]
-    words += ["--folder", str(tmp_path), "--json"]
+    words += ["--experts", experts, "--folder", str(tmp_path), "--json"]
     # The allocator gives large pieces back at once, so that what is measured is what is held.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     command = [sys.executable, str(ROOT / "benchmarks" / "conversion.py"), *words]

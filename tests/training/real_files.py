@@ -22,7 +22,6 @@ FORK: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs/fork_files.json"
 
 NOT_HERE: dict[str, str] = {
     **{f"mamba/mamba-{size}": "Mamba is not built yet" for size in ("130M", "370M", "790M", "1.4B", "2.8B")},
-    "125M-dmoe": "mixture of experts is not built yet",
     "rwkv/170M": "RWKV is not here",
     "gmlp_small": 'expected float, got "1.0e_8"',  # and gMLP
     "sparse": "DeepSpeed's sparse attention is gone",

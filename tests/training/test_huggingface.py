@@ -87,6 +87,40 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
 
 
+MIXTURES = {
+    "ep2 x tp2": (4, {"expert_parallel_size": 2, "model_parallel_size": 2, "zero_optimization": {"stage": 1}}),
+    "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+    "tp2 cut x pp2": (
+        4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "ep2 x tp2" else pytest.param(name, marks=pytest.mark.more) for name in MIXTURES]
+)
+def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
+    ranks, keys = MIXTURES[layout]
+    more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
+    odd_model("qwen 2 moe", **more).save_pretrained(tmp_path / "model")
+    source = HFFolder(tmp_path / "model")
+    model = {
+        name: value for name, value in from_hf(source.config, source.get)[0].items() if name != "padded_vocab_size"
+    }
+    common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
+    places = {"save": str(tmp_path / "run"), "load": str(tmp_path / "model"), "save_hf": 0}
+    run_ranks(run_to_end, ranks, config(model, common, {**places, **keys}), timeout=120)
+    started = find_checkpoint(tmp_path / "run", 0)
+    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
+    before, given = (load_file(tmp_path / name / "model.safetensors") for name in ("started", "model"))
+    assert before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
+    made = load_file(tmp_path / "run" / "huggingface" / "global_step2" / "model.safetensors")
+    ended = find_checkpoint(tmp_path / "run")
+    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
+    again = load_file(tmp_path / "ended" / "model.safetensors")
+    assert made.keys() == again.keys() and all(torch.equal(made[name], value) for name, value in again.items())
+    assert sum(not torch.equal(made[name], given[name]) for name in given) > 0.9 * len(given)
+
+
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
     values = given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5)

@@ -23,6 +23,7 @@ TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence
 # All of it cut up, also what is as small as here.
 ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
 LEARNED = {"pos_emb": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
+MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.01}
 # layout: ranks, its keys, the model
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "one process": (1, {}, LLAMA),
@@ -32,6 +33,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "dp2 x pp2": (4, PP2, LLAMA),
     "dp2 zero1 bf16": (2, {"zero_optimization": {"stage": 1}, "precision": "bfloat16"}, LLAMA),
     "dp2 zero3": (2, {"zero_optimization": ZERO3}, RPE | {"no_weight_tying": False}),
+    "ep2": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 1}}, LLAMA | MOE),
+    "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
 }
 STEPS, EVERY = 4, 2

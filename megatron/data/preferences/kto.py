@@ -107,4 +107,6 @@ def _joined(
     tokens[len(prompt) : end] = response[: end - len(prompt)]
     labels[len(prompt) : end] = response_labels[: end - len(prompt)]
     begins[0], begins[end : end + 1], joined_ids[:end] = True, True, 0
-    return PreferenceSample((TokenSample(tokens, labels, begins, True),), (joined_ids,), np.ones(1, np.float32))
+    return PreferenceSample(
+        (TokenSample(tokens, labels, begins, True, filled=end),), (joined_ids,), np.ones(1, np.float32)
+    )

@@ -124,7 +124,7 @@ def responses_to_sample(
         begins[filled] = True
         filled = end
     begins[0] = begins[filled : filled + 1] = True
-    row = TokenSample(tokens, labels, begins, True)
+    row = TokenSample(tokens, labels, begins, True, filled=filled)
     prefixes = shared if any(left_out) else None
     return PreferenceSample((row,), (response_ids,), np.ones(len(responses), np.float32), prefix_lengths=prefixes)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.model import Model, block_specs
-from megatron.model.specs import AttentionSpec, DenseSpec
+from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec
 from megatron.mpu.memory import free_host_memory
 
 # More than this gains no speed, whatever memory there is.
@@ -58,7 +58,7 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     assert args.padded_vocab_size is not None
     blocks = block_specs(args)
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
-    widths = [block.feed_forward.width for block in blocks if isinstance(block.feed_forward, DenseSpec)]
+    widths = [_inner_width(block.feed_forward) for block in blocks]
     heads = max((mixer.heads for mixer in mixers), default=0) // tensor
     attended = max((mixer.heads * mixer.head_dim for mixer in mixers), default=0)
     inner = (3 * max(widths, default=0) + 4 * attended) // tensor
@@ -76,6 +76,16 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
             f"eval_batch_size: auto runs up to {budget.tokens} tokens at once in {budget.bytes / 1e9:.1f} GB"
         )
     return budget
+
+
+def _inner_width(feed_forward: FeedForwardSpec) -> int:
+    """Numbers that a token has within a feed-forward, over all of its experts, in units of what a gated one
+    of that width has."""
+    if isinstance(feed_forward, DenseSpec):
+        return feed_forward.width
+    shared = feed_forward.shared.width if feed_forward.shared is not None else 0
+    # Its inputs and outputs are there once for each expert.
+    return feed_forward.router.top_k * (feed_forward.expert.width + feed_forward.expert.hidden) + shared
 
 
 def cache_blocks(

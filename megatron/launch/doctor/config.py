@@ -63,9 +63,11 @@ def checkpoint_bytes(args: NeoXArgs) -> int:
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size)
     attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks)
-    dense = sum((3 if args.is_gated else 2) * h * widths[i % len(widths)] for i in blocks)
+    matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
+    experts += args.moe_shared_expert_intermediate_size or 0
+    fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks)
     embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
-    parameters = attention + dense + embeddings
+    parameters = attention + fed + embeddings
     return parameters * (12 if args.params_dtype == "fp32" else 14)
 
 

@@ -1,5 +1,5 @@
-"""Keys of Transformer-Engine's layers, and of features that are not built yet or that GPT-NeoX had and that
-do not come here."""
+"""Keys of Transformer-Engine's layers, of mixtures of experts, and of features that are not built yet or that
+GPT-NeoX had and that do not come here."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 
-_MOE, _MAMBA, _MUP = "mixture of experts", "Mamba", "MuP"
+_MAMBA, _MUP = "Mamba", "MuP"
 _SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
 _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
@@ -33,12 +33,84 @@ class TransformerEngineKeys:
 class MoEKeys:
     """Mixture of experts."""
 
-    moe_num_experts: int = key(1, "Experts of an MLP", later=_MOE, ge=1)
-    moe_expert_interval: int = key(1, "Every this many blocks have experts", later=_MOE, ge=1)
-    moe_top_k: int = key(1, "Experts a token goes to", later=_MOE, ge=1)
-    moe_router_type: Literal["sinkhorn", "topk"] = key("sinkhorn", "How tokens find experts", later=_MOE)
-    moe_lbl_in_fp32: bool = key(False, "Load-balancing loss in fp32", later=_MOE)
-    moe_jitter_eps: float | None = key(None, "Noise on the router's input", later=_MOE)
+    moe_num_experts: int = key(1, "Experts of a feed-forward; 1: it is dense", ge=1)
+    moe_expert_interval: int = key(1, "Every this many blocks have experts, the first of them among these", ge=1)
+    moe_layer_freq: tuple[int, ...] | None = new_key(
+        None, "1 for blocks with experts, 0 for dense ones; a shorter list repeats. Unset: moe_expert_interval", ge=0
+    )
+    moe_intermediate_size: int | None = new_key(
+        None,
+        "Inner width of an expert; unset: intermediate_size, else 4 times hidden_size (gated: 8/3), rounded up to 256",
+        ge=1,
+    )
+    moe_shared_expert_intermediate_size: int | None = new_key(
+        None, "Inner width of a feed-forward beside the experts that all tokens go through; unset: there is none", ge=1
+    )
+    moe_shared_expert_gate: bool = new_key(
+        False, "The shared expert's output is multiplied by the sigmoid of a trained gate, as in Qwen 2 MoE"
+    )
+    moe_top_k: int = key(1, "Experts a token goes to", ge=1)
+    moe_router_type: Literal["sinkhorn", "topk"] = key(
+        "sinkhorn",
+        "How tokens find experts: the moe_top_k best of each, or (sinkhorn, in training) of scores that are balanced "
+        "over the tokens of a micro-batch first",
+        differs="sinkhorn stops after 32 rounds at the latest, where GPT-NeoX waits for the device in each",
+    )
+    moe_router_score_function: Literal["softmax", "sigmoid"] | None = new_key(
+        None, "Scores of experts from the router's logits; unset: softmax, and sigmoid for sinkhorn with moe_top_k 1"
+    )
+    norm_topk_prob: bool = new_key(False, "The scores of a token's experts are divided by their sum")
+    moe_router_topk_scaling_factor: float = new_key(1.0, "Scores of a token's experts are multiplied by this", gt=0)
+    moe_router_num_groups: int | None = new_key(
+        None, "Groups of neighbouring experts, of which a token takes moe_router_group_topk; unset: one", ge=1
+    )
+    moe_router_group_topk: int | None = new_key(
+        None, "Groups that a token's experts may be of: those whose two best scores sum to most", ge=1
+    )
+    moe_router_bias: bool = new_key(False, "The router's logits have a trained bias, as in gpt-oss")
+    moe_expert_bias: bool = new_key(False, "The linears of experts have biases, as in gpt-oss")
+    moe_router_bias_update_rate: float | None = new_key(
+        None,
+        "Balance without a loss (arXiv 2408.15664): each expert has a bias that counts where experts are chosen, and "
+        "every step raises or lowers it by this; unset: there is none",
+        ge=0,
+    )
+    moe_aux_loss_coeff: float = new_key(
+        0.0, "Factor of the load-balancing loss (Switch Transformer, arXiv 2101.03961), which balances experts", ge=0
+    )
+    moe_aux_loss_scope: Literal["micro_batch", "sequence", "step", "transformers"] = new_key(
+        "micro_batch",
+        "Tokens over which the load-balancing loss takes shares and scores, a layer at a time and summed over layers: "
+        "a rank's micro-batch, each row, or all of a step (one forward pass more); transformers: a micro-batch and all "
+        "layers together, times moe_top_k, as there",
+    )
+    moe_z_loss_coeff: float = new_key(
+        0.0, "Factor of the mean square of the log of the router's normaliser (ST-MoE, arXiv 2202.08906)", ge=0
+    )
+    moe_lbl_in_fp32: bool = key(
+        False, "Load-balancing loss in fp32", no_effect="it is always computed in fp32, and so are the router's scores"
+    )
+    moe_jitter_eps: float | None = key(
+        None, "topk: the router's input is multiplied by random numbers within 1 +- this in training", ge=0, lt=1
+    )
+    moe_expert_capacity_factor: float | None = new_key(
+        None,
+        "An expert takes at most this times the mean number of tokens of an expert in a rank's micro-batch; those with "
+        "the lowest scores are dropped, and counted. Unset: none is dropped",
+        gt=0,
+    )
+    moe_expert_tensor_parallel: Literal["whole", "cut"] = new_key(
+        "whole", "Tensor-parallel ranks share out the experts (GPT-NeoX), or each has a slice of every one"
+    )
+    expert_parallel_size: int = new_key(
+        1,
+        "Data-parallel ranks over which the experts of a model are shared out; tokens travel between them. They are "
+        "neighbours, and divide the data-parallel size; engine native alone",
+        ge=1,
+    )
+    expert_parallel_across_nodes: bool = new_key(
+        False, "Let tokens travel between machines; networks have been seen to hang under such traffic"
+    )
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ Init = Literal[
 ]  # fmt: skip
 Activation = Literal[
     "gelu", "geglu", "geglu_tanh", "relu", "relu2", "softsign", "swish", "mish", "silu", "xielu", "reglu", "swiglu",
-    "bilinear", "glu",
+    "swigluoai", "bilinear", "glu",
 ]  # fmt: skip
 DROPOUT_KEYS = ("hidden_dropout", "attention_dropout")
 _KERNEL = "selects a kernel in GPT-NeoX; the mathematics is the same"
@@ -129,7 +129,14 @@ class ModelKeys:
     final_logit_softcapping: float | None = new_key(
         None, "Logits of tokens x become c tanh(x / c) with this c, as in Gemma 2", gt=0
     )
-    clip_qkv: float | None = new_key(None, "Queries, keys and values are clamped to +- this, as in OLMo 1", gt=0)
+    attention_sinks: bool = new_key(
+        False,
+        "Each head has a trained logit that takes part in the softmax of every query and gives its share to no value, "
+        "as in gpt-oss; flex does it on GPUs, math anywhere, with all logits in memory",
+    )
+    clip_qkv: float | None = new_key(
+        None, "Queries, keys and values are clamped to +- this behind their norms, as in OLMo 1 and OLMoE", gt=0
+    )
     embedding_multiplier: float = new_key(
         1.0, "Token embeddings are multiplied by this, rounded to their type; Gemma: root of hidden_size", gt=0
     )  # fmt: skip
@@ -190,8 +197,8 @@ class ModelKeys:
     )
     activation: Activation = key(
         "gelu",
-        "Activation of the MLP; geglu*, reglu, swiglu, bilinear and glu are gated. relu2: the square of relu; xielu: "
-        "with two trained numbers a layer (arXiv 2411.13010), as in Apertus",
+        "Activation of the MLP; geglu*, reglu, swiglu*, bilinear and glu are gated. swigluoai: gpt-oss's, clamped; "
+        "relu2: the square of relu; xielu: with two trained numbers a layer (arXiv 2411.13010), as in Apertus",
     )
     bias_gelu_fusion: bool = key(False, "Use the tanh approximation of gelu, as the fused kernel of GPT-NeoX does")
     init_method: Init = key("normal", "Initialisation of embeddings and of linears that read the residual stream")

@@ -5,6 +5,7 @@ import re
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.validation.experts import validate_experts
 from megatron.neox_arguments.values.adapters import MODULES, copied_modules, known_targets, lora_targets
 
 
@@ -41,8 +42,11 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
             "expansion_factor", f"intermediate_size {args.cite('intermediate_size')} says the width; remove one"
         )
     _positions(args, problems)
+    validate_experts(args, problems)
     _layers(args, problems)
     _blocks(args, problems)
+    if not args.has_dense_blocks:
+        return
     try:
         ffn = args.ffn_size
     except ValueError:  # `refusals` has it, when a run asks: files that cannot run can be read
@@ -83,7 +87,7 @@ def _positions(args: ResolvedArgs, problems: ErrorCollector) -> None:
     }.get(kind, ("factor",))
     allowed = {
         "yarn": (*needed, original, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
-                 "llama_4_scaling_beta"),
+                 "truncate", "llama_4_scaling_beta"),
         "longrope": (*needed, "attention_factor"),
     }.get(kind, needed)  # fmt: skip
     for name, value in scaling.items():
@@ -159,6 +163,10 @@ def _attention(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("attn_logit_softcapping", f"has no attention_dropout {args.cite('attention_dropout')}; set 0")
     if args.attn_logit_softcapping is not None and args.pos_emb in ("rpe", "alibi"):
         problems.add("attn_logit_softcapping", f"caps no biases of positions (pos_emb {args.cite('pos_emb')})")
+    if args.attention_sinks and args.attention_dropout > 0.0:
+        problems.add("attention_sinks", f"have no attention_dropout {args.cite('attention_dropout')}; set 0")
+    if args.attention_sinks and args.te_mha:
+        problems.add("attention_sinks", f"Transformer-Engine's attention has none here ({args.origin('te_mha')})")
     if args.add_qkv_bias and args.use_bias_in_attn_linear:
         place = args.cite("use_bias_in_attn_linear")
         problems.add("add_qkv_bias", f"use_bias_in_attn_linear {place} has these biases and more; set it to false")

@@ -21,7 +21,7 @@ def refusals(args: ResolvedArgs) -> dict[str, str]:
         reasons["te_layernorm_mlp"] = "Transformer-Engine's MLP has biases; set use_bias_in_mlp: true or remove it"
     elif args.te_layernorm_mlp and args.activation not in ("gelu", "geglu", "relu", "reglu", "swiglu"):
         reasons["te_layernorm_mlp"] = f"Transformer-Engine's MLP has no activation {args.activation}; remove it"
-    width = ffn_width_error(args)
+    width = ffn_width_error(args) if args.has_dense_blocks else None  # that of experts is as it is written
     if width is not None:
         key = "intermediate_size" if args.intermediate_size else "activation"
         reasons["compat_ffn_width" if args.compat_ffn_width else key] = width

@@ -36,6 +36,11 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     if kept:
         settings = ", ".join(f"{name} {args.user_values[name]} ({args.origin(name)})" for name in kept)
         lines.append(f"as GPT-NeoX did it: {settings}")
+    if args.lora is not None and args.lora["target"] == "all-linear" and args.moe_num_experts > 1:
+        place = args.origin("moe_num_experts")
+        lines.append(
+            f"lora.target: all-linear leaves out experts, shared ones too, and routers (moe_num_experts: {place})"
+        )
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
     if cuts_listed_paths(args):

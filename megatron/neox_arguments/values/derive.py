@@ -56,7 +56,7 @@ def derive(
     values["no_weight_tying"] |= values["score_head"]  # there is no embedding that it could be
     if values["num_layers"] is not None:
         values["attention_config"] = _layer_kinds(values["attention_config"], values["num_layers"], problems)
-        for name in ("layer_types", "no_rope_layers", "num_kv_heads", "intermediate_size"):
+        for name in ("layer_types", "no_rope_layers", "moe_layer_freq", "num_kv_heads", "intermediate_size"):
             if isinstance(values[name], tuple):
                 values[name] = _each_layer(name, values[name], values["num_layers"], problems)
         for name in ("num_kv_heads", "intermediate_size"):

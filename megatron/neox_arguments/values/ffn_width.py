@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from megatron.neox_arguments.keys.declaration import keys_of
 
-GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "bilinear", "glu")
+GATED: Final = ("geglu", "geglu_tanh", "reglu", "swiglu", "swigluoai", "bilinear", "glu")
 CONVENTIONS: Final = ("none", "upstream", "fork")
 # Widths of gated MLPs by hidden_size, from the published model configurations.
 PUBLISHED: Final = {

@@ -144,8 +144,10 @@ class LogCallback(Callback):
             row["curriculum_seqlen"], row["curriculum_tokens"] = step.row_length, step.row_tokens
         device_seconds, factor = seconds * self.training.groups.world_size, 3 + products_run_again(args)
         hardware, model = (neox_flops(args, n, self.length, self.row_length) / device_seconds for n in (factor, 3))
-        row["runtime/flops_per_sec_per_gpu"] = hardware
         flops = model_flops(args, self.length, self.row_length)
+        if args.moe_num_experts > 1:  # GPT-NeoX's formula knows no experts
+            hardware, model = (flops * n / 3 / device_seconds for n in (factor, 3))
+        row["runtime/flops_per_sec_per_gpu"] = hardware
         row["runtime/model_flops_per_sec_per_gpu"] = flops / device_seconds
         if args.peak_theoretical_tflops is not None:
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)

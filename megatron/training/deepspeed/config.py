@@ -92,6 +92,13 @@ def _native_only(args: NeoXArgs) -> Iterator[str]:
     if args.optimizer_name not in _OPTIMIZERS:
         name = f"optimizer.type {args.optimizer['type']}"
         yield f"{args.origin('optimizer.type')}: {name} runs on the native engine alone; write engine: native"
+    if args.expert_parallel_size > 1:
+        key = "expert_parallel_size"
+        size = args.expert_parallel_size
+        yield f"{args.origin(key)}: {key} {size} runs on the native engine alone; write engine: native"
+    if args.moe_router_bias_update_rate is not None and args.zero_stage == 3:
+        key = "moe_router_bias_update_rate"
+        yield f"{args.origin(key)}: {key}: DeepSpeed's ZeRO 3 would cut the bias; write engine: native, or ZeRO 2"
 
 
 def _offload_problems(args: NeoXArgs) -> Iterator[str]:

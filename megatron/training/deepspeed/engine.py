@@ -26,7 +26,7 @@ from megatron.data import Batch
 from megatron.model import Stage, init_stage
 from megatron.model.init import initial_part, parameters_with_specs, stage_parameters
 from megatron.model.quantized import quantized_memory, take_quantized
-from megatron.mpu import DTYPES, ParallelGroups
+from megatron.mpu import DTYPES, ParallelGroups, is_never_trained
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective
 from megatron.training.deepspeed.attach import attach_deepspeed, name_device, plain_mpu, shard_at_once
@@ -96,6 +96,9 @@ class DeepSpeedEngine(EngineBase):
             guard_steps(self._ds, optimizer, self.spikes, self._loss_so_far)
         if self.zero_stage > 0:  # around the guard, which wants to know the verdict
             judge_steps(self._ds, self.watch.verdict, self._judge)
+        for param in stage.parameters():
+            if is_never_trained(param):  # it casts whole modules
+                param.data = param.data.float()
         if self._pipe is not None:
             leave_out_timers(self._ds)
             cut_backward(self._ds, stage, ordered)
@@ -140,8 +143,10 @@ class DeepSpeedEngine(EngineBase):
         scale = len(batches) * self.groups.size("data") / weight.clamp(min=1.0)
         set_learning_rate(self._ds.optimizer, lr)
         self._loss.begin(scale)
+        # The mean over data ranks is DeepSpeed's here too; that over micro-batches, and the loss scale, it
+        # applies to what its backward pass begins with alone.
+        self._begin_balance(batches, (self._loss_scale or 1.0) / len(batches))
         loss = self._pipe_step(batches) if self._pipe is not None else self._plain_step(batches)
-        metrics = self._mean_metrics()
         spike = self.spikes is not None and self.spikes.skips
         norm: Tensor | float | None
         skipped: Tensor | bool
@@ -161,7 +166,9 @@ class DeepSpeedEngine(EngineBase):
             left_out = torch.full((), left_out, device=self.groups.device)
         self._end_step(left_out)
         finding = self.watch.end(skipped, untrained)
-        return StepResult(loss, norm, skipped, spike, metrics, untrained, self._loss_scale, finding)
+        return StepResult(
+            loss, norm, skipped, spike, self._mean_metrics(), untrained, self._loss_scale, finding
+        )  # fmt: skip
 
     def _count_micro_batches(self, number: int) -> None:
         """Tell DeepSpeed how many micro-batches a step has: those of gradient difference have twice as

@@ -32,6 +32,7 @@ class Teacher:
     ) -> None:
         """args: the student's, with its vocabulary known. Raises CheckpointError and ConfigError."""
         assert args.distillation is not None
+        groups = groups.with_whole_experts()
         self.args, self.groups = teacher_args(args, description), groups
         self.temperature, self.top_k = args.distillation["temperature"], args.distillation["top_k"]
         self.columns, self.dtype = args.softmax_rows, DTYPES[args.params_dtype]

@@ -11,6 +11,7 @@ from megatron.data import rows_per_sample
 from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
 from megatron.model.specs import AttentionSpec
 from megatron.model.trainable import head_parameter
+from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -18,8 +19,9 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     """Matrix products of one iteration of the global batch, forward and backward (twice the forward where all
     is trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
 
-    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; attention counts the
-    causal half of its square, packed documents or not; recomputation does not count.
+    Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; of experts those
+    that a token goes to; attention counts the causal half of its square, packed documents or not;
+    recomputation does not count.
     """
     seq = seq_length or args.seq_length
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
@@ -28,7 +30,7 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
         layer, mixer, scores_and_values = block.index, block.mixer, 0.0
         if isinstance(mixer, AttentionSpec):
             scores_and_values = (row_length or seq) * mixer.heads * mixer.head_dim  # two products of half a square
-        sizes = {(layer, s.name): torch.Size(s.shape).numel() for s in specs[layer] if s.weight_decay and not s.shared}
+        sizes = {(layer, s.name): _active(s, args) for s in specs[layer] if s.weight_decay and not s.shared}
         forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
         multiplications += forward + scores_and_values + trained_size
         multiplications += forward + 2 * scores_and_values if layer >= lowest else 0
@@ -40,14 +42,20 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
 
 
+def _active(spec: ParamSpec, args: NeoXArgs) -> float:
+    """Elements of a weight that one token is multiplied with."""
+    share = args.moe_top_k / spec.experts if spec.experts is not None else 1.0
+    return torch.Size(spec.shape).numel() * share
+
+
 def neox_flops(
     args: NeoXArgs, factor: float, seq_length: float | None = None, row_length: float | None = None
 ) -> float:
     """NeoX's formula for one iteration of the global batch; factor 3 forward and backward, 4 where all
     blocks are recomputed (`recompute.products_run_again`).
 
-    It ignores grouped queries, the width of gated MLPs and the causal half of attention, and its share of the
-    head is right for factor 4 alone.
+    It ignores grouped queries, the width of gated MLPs, experts and the causal half of attention, and its
+    share of the head is right for factor 4 alone.
     """
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)

@@ -48,9 +48,11 @@ def parameter_counts(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tu
 
 
 def local_sizes(args: NeoXArgs, groups: ParallelGroups, stage: Stage) -> tuple[int, int]:
-    """(all, trainable) elements of this tensor rank's part of its stage, before ZeRO."""
+    """(all, trainable) elements of this rank's part of its stage, before ZeRO."""
+    tensor, expert = groups.size("tensor"), groups.size("expert")
     sizes = [
-        (torch.Size(spec.local_shape(groups.size("tensor"))).numel(), trained) for spec, trained in _specs(args, stage)
+        (torch.Size(spec.local_shape(tensor)).numel() // (1 if spec.experts is None else expert), trained)
+        for spec, trained in _specs(args, stage)
     ]
     return sum(size for size, _ in sizes), sum(size for size, trained in sizes if trained)
 

@@ -19,7 +19,7 @@ from megatron.objectives import Objective
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.engine_base import EngineBase
 from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.limits import hybrid_problems, idle_keys, limits
+from megatron.training.native.limits import idle_keys, layout_problems, limits
 from megatron.training.native.optimizer_state import OptimizerState
 from megatron.training.native.shards import Weights, WholeWeights
 from megatron.training.native.update import Update
@@ -63,7 +63,7 @@ class NativeEngine(EngineBase):
     def check(args: NeoXArgs) -> None:
         fix = "write engine: deepspeed, or remove it"
         problems = [f"{args.origin(limit.key)}: {limit.key} {limit.why}; {fix}" for limit in limits(args)]
-        problems += hybrid_problems(args)
+        problems += layout_problems(args)
         if problems:
             raise ConfigError(problems)
 
@@ -81,6 +81,7 @@ class NativeEngine(EngineBase):
         self._loss.begin(1.0 / weight.clamp(min=1.0))
         if not self.stage.training:
             self.stage.train()
+        self._begin_balance(batches, 1.0 / (len(batches) * self.groups.size("data")))
         loss = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             self.shards.begin_micro_batch(i == len(batches) - 1)
@@ -119,7 +120,7 @@ class NativeEngine(EngineBase):
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, shard in self._shard_of:
-            dtype = torch.float32 if master and shard.local.requires_grad else self.dtype
+            dtype = torch.float32 if master and shard.local.requires_grad else shard.dtype(self.dtype)
             whole = self.shards.gather(shard, shard.local.detach().to(dtype))
             assert whole is not None
             by_layer.setdefault(layer, {})[name] = whole.to("cpu", copy=True)
@@ -171,7 +172,7 @@ class NativeEngine(EngineBase):
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
         """Of `tensors`, one for each trained shard, those whose elements count on this rank."""
-        pairs = zip(self.shards.trained, tensors, strict=True) if self.shards.is_first_copy else ()
+        pairs = zip(self.shards.trained, tensors, strict=True)
         return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 
     def sharded_weights(self) -> Parts:

@@ -9,10 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
-from megatron.mpu import ParallelGroups, ParamSpec
+from megatron.model.moe.experts import Experts
+from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained
 from megatron.mpu.torch_versions import all_gather_single
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.native.shards import Shard
+from megatron.training.native.shards import ExpertParts, Shard
 
 
 class CutWeights:
@@ -37,19 +38,24 @@ class CutWeights:
         self._group = mesh.get_group(-1)
         self._members = dist.get_process_group_ranks(self._group)
         self._rank, self._size = self.workers = (dist.get_rank(self._group), len(self._members))
-        self.is_first_copy = groups.rank("data") < self._size
+        self._experts = ExpertParts(groups)
+        expert_mesh = _expert_mesh(groups) if groups.size("expert") > 1 else None
         self._first = groups.rank("data") - self._rank  # data rank of this group's first
         # Inputs keep their dtypes: biases of attention may be fp32.
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
-        def cut(module: nn.Module) -> None:
-            fully_shard(module, mesh=mesh, reshard_after_forward=zero_stage == 3, mp_policy=policy)
+        def cut(module: nn.Module, over: DeviceMesh = mesh) -> None:
+            kept = {param for param in module.parameters() if is_never_trained(param)}
+            fully_shard(module, mesh=over, reshard_after_forward=zero_stage == 3, mp_policy=policy, ignored_params=kept)
 
         blocks = {spec.index for spec in stage.blocks}
 
         def cut_layer(layer: int, params: list[nn.Parameter]) -> None:
             if layer in blocks:
                 block = stage.layers[str(layer)]
+                for experts in (module for module in block.modules() if isinstance(module, Experts)):
+                    if expert_mesh is not None:
+                        cut(experts, expert_mesh)
                 for module in _shared_modules(stage):  # each by itself, because no block has it alone
                     if not isinstance(module, FSDPModule):
                         cut(module)
@@ -67,14 +73,20 @@ class CutWeights:
             # The sum over data ranks: `StepLoss` has divided by the weight of all of them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        shards = [self._shard(*item) for item in parameters_with_specs(stage, args)]
+        shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
 
-    def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec) -> Shard:
-        local = _local(param)
+    def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
+        if not spec.trained:
+            return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
+        local = nn.Parameter(_local(param), param.requires_grad)
+        if self._experts.has(spec):
+            replicas = self._experts.replicas
+            first = min(groups.rank("expert_data") * -(-param.shape[0] // replicas), param.shape[0])
+            return self._experts.shard(layer, spec, param, local, groups, (first, 0))
         first = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
-        return Shard(layer, spec, param, nn.Parameter(local, param.requires_grad), first, param.shape)
+        return Shard(layer, spec, param, local, first, param.shape, groups.rank("data") // self._size)
 
     def _rows(self, shape: torch.Size) -> int:
         """Rows of a parameter on every rank but the last ones, which may have fewer."""
@@ -110,6 +122,10 @@ class CutWeights:
 
     @torch.no_grad()
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        if not shard.spec.trained:
+            return part if writer in (None, self._rank) else None
+        if self._experts.has(shard.spec):
+            return self._experts.gather(shard, part, writer, cut=True)
         row = shard.shape.numel() // shard.shape[0]
         sent = torch.zeros(self._rows(shard.shape) * row, dtype=part.dtype, device=self._device)
         sent[: part.numel()].copy_(part.reshape(-1))
@@ -129,6 +145,8 @@ class CutWeights:
         return worker if 0 <= worker < self._size else None
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        if self._experts.has(shard.spec):
+            return self._experts.scatter(shard, whole, source, cut=True)
         row = shard.shape.numel() // shard.shape[0]
         part = torch.empty(self._rows(shard.shape) * row, device=self._device)
         parts = None
@@ -151,6 +169,14 @@ def _mesh(groups: ParallelGroups, neighbours: int) -> DeviceMesh:
     copies = dist.new_group(grid[:, column].tolist(), use_local_synchronization=True, group_desc="data copies")
     shards = dist.new_group(grid[row].tolist(), use_local_synchronization=True, group_desc="data shards")
     return DeviceMesh.from_group([copies, shards], kind, mesh=grid, mesh_dim_names=("copies", "shards"))
+
+
+def _expert_mesh(groups: ParallelGroups) -> DeviceMesh:
+    """The data ranks that have the same experts; all ranks call it together."""
+    members, handle = list(groups.members["expert_data"]), groups.group("expert_data")
+    if handle is None:
+        handle = dist.new_group(members, use_local_synchronization=True, group_desc="expert_data")
+    return DeviceMesh.from_group(handle, groups.device.type, mesh=members)
 
 
 def _local(value: Tensor) -> Tensor:

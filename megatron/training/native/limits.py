@@ -49,12 +49,31 @@ def limits(args: NeoXArgs) -> Iterator[Limit]:
             yield Limit(key, "is DeepSpeed's")
 
 
-def hybrid_problems(args: NeoXArgs) -> Iterator[str]:
-    """Yields an error line where `zero_hpz_partition_size` does not fit the ZeRO stage or the data ranks."""
+def native_alone(args: NeoXArgs) -> str | None:
+    """A setting that the native engine alone can do, with its place and value; None without one."""
+    if args.optimizer_name in NATIVE_OPTIMIZERS:
+        return f"optimizer.type ({args.origin('optimizer.type')}) {args.optimizer['type']}"
+    if args.expert_parallel_size > 1:
+        return f"expert_parallel_size ({args.origin('expert_parallel_size')}) {args.expert_parallel_size}"
+    return None
+
+
+def layout_problems(args: NeoXArgs) -> Iterator[str]:
+    """Yields an error line where `zero_hpz_partition_size` does not fit the ZeRO stage or the data ranks, and
+    for recomputation that goes through what ZeRO gathers of experts."""
+    selective = args.checkpoint_activations and args.recompute_granularity == "selective"
+    if selective and args.expert_parallel_size > 1 and args.zero_stage > 0:
+        # torch asks for the same operations both times, and `fully_shard` has hooks at the experts.
+        yield (
+            f"{args.origin('recompute_granularity')}: recompute_granularity: selective goes with expert_parallel_size "
+            f"{args.cite('expert_parallel_size')} at ZeRO 0 alone; write full"
+        )
     key = "zero_optimization.zero_hpz_partition_size"
     neighbours, data = args.zero_optimization["zero_hpz_partition_size"], args.data_parallel_size
     if neighbours > 1 and args.zero_stage != 3:
         yield f"{args.origin(key)}: {key} {neighbours} needs zero_optimization.stage 3, not {args.zero_stage}"
+    elif neighbours > 1 and args.expert_parallel_size > 1:
+        yield f"{args.origin(key)}: {key} {neighbours} does not go with expert_parallel_size; remove one of them"
     elif data % neighbours:
         yield f"{args.origin(key)}: {key} {neighbours} does not divide the {data} data-parallel ranks"
 

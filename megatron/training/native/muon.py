@@ -47,15 +47,17 @@ def orthogonal_update(momentum: Tensor, spec: ParamSpec, steps: int, adjust_lr_f
     grouped = momentum.view(-1, sum(pattern), columns).split(pattern, 1)
     for source, target in zip(grouped, update.view(-1, sum(pattern), columns).split(pattern, 1), strict=True):
         matrix = source.reshape(-1, columns)
-        factor = rate_factor(matrix.shape, adjust_lr_fn)
+        factor = rate_factor(matrix.shape[::-1] if spec.transposed else matrix.shape, adjust_lr_fn)
         target.copy_((orthogonalize(matrix, steps).float() * factor).view(target.shape))
     return update
 
 
 def is_block_matrix(piece: Shard, blocks: frozenset[int]) -> bool:
-    """Whether Muon updates it: a matrix of one block. Embeddings, heads, norms, biases and tables that blocks
-    share are AdamW's."""
-    return piece.layer in blocks and len(piece.spec.shape) == 2 and not piece.spec.shared
+    """Whether Muon updates it: a matrix of one block. Embeddings, heads, norms, biases, tables that blocks
+    share, and what scores experts are AdamW's."""
+    spec = piece.spec
+    matrix = len(spec.shape) == 2 and spec.weight_decay and not spec.shared
+    return piece.layer in blocks and matrix and not spec.name.startswith(("mlp.router.", "mlp.shared_expert_gate."))
 
 
 class Muon(torch.optim.Optimizer):

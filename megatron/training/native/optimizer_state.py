@@ -25,7 +25,7 @@ class OptimizerState:
             tensors: dict[str, Tensor] = {}
             for at, name, shard in shards:
                 if at == layer:
-                    whole = self._weights.gather(shard, shard.local.detach().to(self._dtype), worker)
+                    whole = self._weights.gather(shard, shard.local.detach().to(shard.dtype(self._dtype)), worker)
                     if whole is not None:
                         tensors[name] = copy(whole)
             if writes:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.model import Stage, init_stage
@@ -21,7 +22,8 @@ class Shard:
 
     layer, spec: its place in the weight map. param: the module's own. local: the elements kept here, fp32
     where it is trained (the optimizer updates them), else in the dtype of the run. first: of the
-    flattened tensor-parallel part, the first of these elements. shape: of that part.
+    flattened tensor-parallel part, the first of these elements. shape: of that part, over all ranks of expert
+    parallelism. replica: which of the data ranks with these elements this is, from 0.
     """
 
     layer: int
@@ -30,6 +32,7 @@ class Shard:
     local: nn.Parameter
     first: int
     shape: torch.Size
+    replica: int
 
     @property
     def name(self) -> str:
@@ -37,8 +40,13 @@ class Shard:
         return self.spec.name
 
     def is_first_copy(self, groups: ParallelGroups) -> bool:
-        """Whether these elements count on this tensor and pipeline rank, when every one is counted once."""
-        return (self.spec.axis is not None or groups.rank("tensor") == 0) and self.spec.is_first_copy(groups)
+        """Whether these elements count on this rank, when every one is counted once."""
+        cut = self.spec.axis is not None or groups.rank("tensor") == 0
+        return cut and self.replica == 0 and self.spec.is_first_copy(groups)
+
+    def dtype(self, of_run: torch.dtype) -> torch.dtype:
+        """The type that checkpoints have it in."""
+        return of_run if self.spec.trained else torch.float32
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """The elements of this shard in a value of the parameter's tensor-parallel part."""
@@ -48,14 +56,12 @@ class Shard:
 class Weights(Protocol):
     """A stage's weights on this data rank, and its gradients.
 
-    trained, frozen: every parameter once, in the order of the stage. is_first_copy: whether this data rank's
-    elements count, when every one is counted once. workers: (this rank's number, how many): of data ranks
-    that can share out work on whole values.
+    trained, frozen: every parameter once, in the order of the stage. workers: (this rank's number, how many):
+    of data ranks that can share out work on whole values.
     """
 
     trained: list[Shard]
     frozen: list[Shard]
-    is_first_copy: bool
     workers: tuple[int, int]
 
     def begin_micro_batch(self, last: bool) -> None:
@@ -88,6 +94,67 @@ class Weights(Protocol):
         """The worker that a data rank is; None where it is one of other workers than this rank."""
 
 
+class ExpertParts:
+    """Parameters whose rows the ranks of expert parallelism share out, as all data ranks hold them: each has
+    its experts, or of these a part where their replicas share them out once more."""
+
+    def __init__(self, groups: ParallelGroups) -> None:
+        self._group, self._members = groups.group("data"), groups.members["data"]
+        self._rank, self._device = groups.rank("data"), groups.device
+        self.expert, self.replicas = groups.size("expert"), groups.size("expert_data")
+
+    def has(self, spec: ParamSpec) -> bool:
+        """Whether this is such a parameter."""
+        return self.expert > 1 and spec.experts is not None
+
+    def shard(
+        self, layer: int, spec: ParamSpec, param: nn.Parameter, local: nn.Parameter, groups: ParallelGroups,
+        rows: tuple[int, int] | None = None,
+    ) -> Shard:  # fmt: skip
+        """rows: (first, replica) of those that `local` has of this rank's experts; None: it has all."""
+        shape = torch.Size(spec.local_shape(groups.size("tensor")))
+        first, replica = (0, groups.rank("expert_data")) if rows is None else rows
+        start = spec.expert_rows(groups)[0] + first
+        return Shard(layer, spec, param, local, start * (shape.numel() // shape[0]), shape, replica)
+
+    def _rows(self, shard: Shard, cut: bool) -> int:
+        """Rows that travel for each rank: all of its experts, or those of a part."""
+        rows = shard.shape[0] // self.expert
+        return -(-rows // self.replicas) if cut else rows
+
+    def gather(self, shard: Shard, part: Tensor, writer: int | None, cut: bool = False) -> Tensor | None:
+        """As `Weights.gather`. cut: replicas have parts, else each has all of its experts."""
+        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, cut)
+        sent = torch.zeros(rows * width, dtype=part.dtype, device=self._device)
+        sent[: part.numel()].copy_(part.reshape(-1))
+        parts = None
+        if writer is None:
+            parts = [torch.empty_like(sent) for _ in self._members]
+            dist.all_gather(parts, sent, group=self._group)
+        else:
+            parts = [torch.empty_like(sent) for _ in self._members] if writer == self._rank else None
+            dist.gather(sent, parts, dst=self._members[writer], group=self._group)
+        if parts is None:
+            return None
+        size = shard.shape.numel() // self.expert
+        copies = range(self.replicas if cut else 1)
+        each = [torch.cat([parts[i * self.expert + of] for i in copies])[:size] for of in range(self.expert)]
+        return torch.cat(each).view(shard.shape)
+
+    def scatter(self, shard: Shard, whole: Tensor | None, source: int, cut: bool = False) -> Tensor:
+        """As `Weights.scatter`."""
+        width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, cut)
+        part, parts = torch.empty(rows * width, device=self._device), None
+        if whole is not None:
+            parts = []
+            for i in range(self.replicas):
+                for of in whole.reshape(self.expert, -1):
+                    mine = of[i * rows * width if cut else 0 :][: rows * width]
+                    parts.append(F.pad(mine, (0, rows * width - len(mine))).contiguous())
+        dist.scatter(part, parts, src=self._members[source], group=self._group)
+        return part[: shard.local.numel()].view(shard.local.shape)
+
+
 class WholeWeights:
     """Every data rank holds all weights. 16-bit weights have fp32 masters and fp32 gradients beside them.
 
@@ -99,7 +166,7 @@ class WholeWeights:
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
         init_stage(stage, args, groups, dtype)
         self._group, self._members, self._rank = groups.group("data"), groups.members["data"], groups.rank("data")
-        self.is_first_copy, self.workers = self._rank == 0, (self._rank, groups.size("data"))
+        self.workers, self._experts = (self._rank, groups.size("data")), ExpertParts(groups)
         self._has_masters = dtype != torch.float32
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
@@ -110,9 +177,12 @@ class WholeWeights:
         self._last, self._launched = False, 0
         if self._has_masters or self._group is not None:
             # Backward comes to the last layer first; a tied head counts as layer 0, which it leaves last.
-            for layer in sorted({shard.layer for shard in self.trained}, reverse=True):
-                params = [shard.param for shard in self.trained if shard.layer == layer]
-                bucket = _Bucket(params, groups.device, self._reduce_ready)
+            # Ranks that share out experts sum their gradients over other groups.
+            keys = {(shard.layer, self._experts.has(shard.spec)) for shard in self.trained}
+            for layer, of_experts in sorted(keys, reverse=True):
+                params = [s.param for s in self.trained if (s.layer, self._experts.has(s.spec)) == (layer, of_experts)]
+                group = groups.group("expert_data") if of_experts else self._group
+                bucket = _Bucket(params, group, groups.device, self._reduce_ready)
                 self._buckets.append(bucket)
                 self._views.update(zip(params, bucket.views, strict=True))
 
@@ -124,7 +194,9 @@ class WholeWeights:
             local = nn.Parameter(torch.empty_like(param, dtype=torch.float32))
             for first, rows in initial_part(spec, layer, args, groups):
                 local.data[first : first + len(rows)].copy_(rows)
-        return Shard(layer, spec, param, local, 0, param.shape)
+        if self._experts.has(spec):
+            return self._experts.shard(layer, spec, param, local, groups)
+        return Shard(layer, spec, param, local, 0, param.shape, self._rank)
 
     def begin_micro_batch(self, last: bool) -> None:
         self._last, self._launched = last, 0
@@ -140,8 +212,8 @@ class WholeWeights:
         bucket = self._buckets[self._launched]
         self._launched += 1
         bucket.zero_empty()
-        if self._group is not None:
-            work = dist.all_reduce(bucket.flat, group=self._group, async_op=True)
+        if bucket.group is not None:
+            work = dist.all_reduce(bucket.flat, group=bucket.group, async_op=True)
             assert work is not None
             self._works.append(work)
 
@@ -177,12 +249,16 @@ class WholeWeights:
             torch._foreach_copy_(params, masters)
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
+        if self._experts.has(shard.spec):
+            return self._experts.gather(shard, part, writer)
         return part if writer in (None, self._rank) else None
 
     def worker_of(self, data_rank: int) -> int | None:
         return data_rank
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        if self._experts.has(shard.spec):
+            return self._experts.scatter(shard, whole, source)
         part = torch.empty_like(shard.local) if whole is None else whole.contiguous()
         if self._group is not None:
             dist.broadcast(part, self._members[source], group=self._group)
@@ -192,10 +268,18 @@ class WholeWeights:
 class _Bucket:
     """The fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
 
-    on_arrival: called when a gradient of a backward has been added.
+    group: of the ranks over which they are summed. on_arrival: called when a gradient of a backward has been
+    added.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], device: torch.device, on_arrival: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        on_arrival: Callable[[], None],
+    ) -> None:
+        self.group = group
         sizes = [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), device=device)
         parts = self.flat.split(sizes)

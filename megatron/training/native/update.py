@@ -22,7 +22,7 @@ class Update:
         self._max_norm = args.gradient_clipping
         self.optimizer = build_optimizer(weights, args, groups)
         self._held = [shard.local for shard in weights.trained]
-        owned = [float(weights.is_first_copy and shard.is_first_copy(groups)) for shard in weights.trained]
+        owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
         self._none = torch.zeros((), device=groups.device)
 

@@ -169,7 +169,7 @@ def _check_record(args: NeoXArgs, source: CheckpointSource, about: Mapping[str, 
 
 
 def _cost_of_copy(engine: Engine) -> str:
-    size = local_sizes(engine.args, engine.groups, engine.stage)[0] * engine.dtype.itemsize
+    size = local_sizes(engine.args, engine.groups.with_whole_experts(), engine.stage)[0] * engine.dtype.itemsize
     line = "reference: a frozen copy of the weights scores every batch (dpo_reference: on_the_fly): "
     line += f"{size / 2**30:.2f} GiB on this rank"
     return f"{line}, which ZeRO 3 does not cut; dpo_reference: cache needs none" if engine.zero_stage == 3 else line
@@ -178,7 +178,7 @@ def _cost_of_copy(engine: Engine) -> str:
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """A function for `Engine.use_reference`: fills `reference_logprobs` of batches with responses, and
     `reference_output` where it is asked for, by a frozen copy of the engine's present weights."""
-    args, groups, weights = engine.args, engine.groups, engine.weights()
+    args, groups, weights = engine.args, engine.groups.with_whole_experts(), engine.weights()
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
     for copy, own in zip(stage.modules(), engine.stage.modules(), strict=True):
         if isinstance(copy, Linear) and isinstance(own, Linear):

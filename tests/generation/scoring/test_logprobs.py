@@ -35,7 +35,7 @@ from tests.pool import run_ranks
 
 IN_TEST = (
     "gpt_neox", "gpt 2", "llama dynamic", "mistral", "qwen 2 windows", "gemma 2", "gemma 3", "phi 3 long",
-    "ministral 3", "cohere 2", "smollm 3 windows",
+    "ministral 3", "cohere 2", "smollm 3 windows", "mixtral", "qwen 2 moe windows",
 )  # fmt: skip
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 

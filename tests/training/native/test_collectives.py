@@ -62,9 +62,9 @@ class Recorder(TorchDispatchMode):
             self.events.append(Event(KINDS[name], size, self.axes[tuple(dist.get_process_group_ranks(group))]))
         return func(*args, **(kwargs or {}))
 
-    def block_hook(self, index: int, module: Any, given: Any, output: torch.Tensor) -> None:
+    def block_hook(self, index: int, module: Any, given: Any, output: tuple[torch.Tensor, Any]) -> None:
         self.events.append(Event("forward", index))
-        output.register_hook(lambda gradient: self.events.append(Event("backward", index)))
+        output[0].register_hook(lambda gradient: self.events.append(Event("backward", index)))
 
 
 def recorded(rank: int, world_size: int, configs: list[dict[str, Any]], mistake: str = "") -> list[list[Event]]:

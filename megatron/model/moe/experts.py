@@ -1,0 +1,88 @@
+"""The experts of a mixture: plain or gated feed-forwards, their weights one above the other."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from megatron.model.mlp import ACTIVATIONS, gated_activation
+from megatron.model.specs import MoESpec
+from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, grouped_mm
+
+
+class Experts(nn.Module):
+    """w2(act(w1 x)), or w2(act(w1 x) * w3 x) where experts are gated, under GPT-NeoX's names.
+
+    w1, w3 and w2 `[experts * width, hidden]`, of each expert in turn, w2 as `[width, hidden]`. Tensor ranks
+    have whole experts, or a slice of each one's width; ranks of expert parallelism have whole experts.
+    """
+
+    w1: nn.Parameter
+    w2: nn.Parameter
+    w3: nn.Parameter | None
+    w1_bias: nn.Parameter | None
+    w2_bias: nn.Parameter | None
+    w3_bias: nn.Parameter | None
+
+    def __init__(self, spec: MoESpec, groups: ParallelGroups) -> None:
+        super().__init__()
+        self.gated, self.hidden = spec.expert.gated, spec.expert.hidden
+        self.number = spec.router.experts // groups.size("expert") // (1 if spec.cut else groups.size("tensor"))
+        self.activate: Callable[..., Tensor] = (gated_activation if self.gated else ACTIVATIONS.__getitem__)(
+            spec.expert.activation
+        )
+        # Slices of an expert's output are added up, its bias but once.
+        self.group = groups.group("tensor") if spec.cut else None
+        self.adds_bias = self.group is None or groups.rank("tensor") == 0
+        allocate(self, self.params(spec), groups, "w3", "w1_bias", "w2_bias", "w3_bias")
+
+    @staticmethod
+    def params(spec: MoESpec) -> tuple[ParamSpec, ...]:
+        """The parameters that the constructor allocates."""
+        expert, n = spec.expert, spec.router.experts
+        rows = n * expert.width
+        blocks = (expert.width,) * n if spec.cut else (rows,)
+
+        def matrix(name: str, init: str) -> ParamSpec:
+            shape = (rows, expert.hidden)
+            each = (expert.width,) * n
+            return ParamSpec(
+                name, shape, 0, blocks, init, weight_decay=True, projections=each, experts=n, transposed=name == "w2"
+            )
+
+        def bias(name: str) -> ParamSpec:
+            if name != "w2_bias":
+                return ParamSpec(name, (rows,), 0, blocks, experts=n)
+            whole = (n, expert.hidden)
+            return ParamSpec(name, whole, experts=n) if spec.cut else ParamSpec(name, whole, 0, (n,), experts=n)
+
+        names = ("w1", "w3", "w2") if expert.gated else ("w1", "w2")
+        weights = tuple(matrix(name, "output" if name == "w2" else "input") for name in names)
+        return (*weights, *(bias(f"{name}_bias") for name in names)) if expert.bias else weights
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Rows `[rows, hidden]` sorted by expert to as many outputs, under "cut" this rank's summand of them.
+        ends: `[experts of this rank]` int32, as of `grouped_mm`."""
+        inner = self._up(x, self.w1, self.w1_bias, ends)
+        if self.w3 is None:
+            inner = self.activate(inner)
+        else:
+            inner = self.activate(inner, self._up(x, self.w3, self.w3_bias, ends))
+        out = grouped_mm(inner, self._matrices(self.w2), ends)
+        if self.w2_bias is None:
+            return out
+        bias = copy_to_tensor(self.w2_bias, self.group)
+        return out + bias[self._expert_of(x, ends)] if self.adds_bias else out + 0.0 * bias.sum()
+
+    def _up(self, x: Tensor, weight: Tensor, bias: Tensor | None, ends: Tensor) -> Tensor:
+        out = grouped_mm(x, self._matrices(weight).transpose(1, 2), ends)
+        return out if bias is None else out + bias.view(self.number, -1)[self._expert_of(x, ends)]
+
+    def _matrices(self, weight: Tensor) -> Tensor:
+        """A weight as `[experts of this rank, width, hidden]`."""
+        return weight.view(self.number, -1, self.hidden)
+
+    def _expert_of(self, x: Tensor, ends: Tensor) -> Tensor:
+        """The expert of each row `[rows]`; the last one for rows behind the last end."""
+        places = torch.arange(len(x), dtype=ends.dtype, device=ends.device)
+        return torch.searchsorted(ends, places, right=True).clamp(max=self.number - 1)

@@ -1,0 +1,93 @@
+"""Checks of a mixture of experts and of how its experts are shared out."""
+
+from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.keys.architectures import MoEKeys
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.resolved import ResolvedArgs
+
+# Keys that change nothing without a router of this kind.
+_OF_TOPK = ("moe_router_bias_update_rate", "moe_router_num_groups", "moe_jitter_eps")
+
+
+def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check the `moe_*` keys against each other and the layout."""
+    experts, key = args.moe_num_experts, "moe_num_experts"
+    if experts == 1:
+        for name, declared in keys_of(MoEKeys).items():
+            inert = declared.no_effect is not None or declared.source == "upstream"  # as GPT-NeoX's files repeat them
+            if name != key and not inert and getattr(args, name) != declared.default:
+                problems.add(name, f"needs {key} above 1, which is {args.cite(key)}; remove one of them")
+        return
+    if args.moe_layer_freq is not None and not set(args.moe_layer_freq) <= {0, 1}:
+        problems.add("moe_layer_freq", "is a list of 0 and 1")
+    elif args.moe_layer_freq is not None and 1 not in args.moe_layer_freq:
+        problems.add("moe_layer_freq", f"no block has experts; set {key}: 1")
+    if args.moe_layer_freq is not None and args.moe_expert_interval != 1:
+        place = args.origin("moe_expert_interval")
+        problems.add("moe_layer_freq", f"moe_expert_interval ({place}) says it too; remove one of them")
+    if isinstance(args.intermediate_size, tuple) and args.moe_intermediate_size is None:
+        problems.add("moe_intermediate_size", "is needed where intermediate_size is a list")
+    _choice(args, problems)
+    if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
+        problems.add("moe_shared_expert_gate", "needs moe_shared_expert_intermediate_size")
+    if args.te_layernorm_mlp:
+        problems.add("te_layernorm_mlp", f"Transformer-Engine's MLP has no experts ({key}: {args.origin(key)})")
+    if args.activation == "xielu":
+        problems.add("activation", f"xielu has parameters of its own, which experts have not ({key}: {args.cite(key)})")
+    if args.moe_aux_loss_scope == "transformers" and args.pp > 1:
+        stages = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
+        problems.add("moe_aux_loss_scope", f"transformers is a sum over all layers, which {stages} has apart")
+    _layout(args, problems)
+
+
+def _choice(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """How tokens choose experts."""
+    experts, groups, of = args.moe_num_experts, args.moe_router_num_groups, "moe_router_num_groups"
+    if args.moe_top_k > experts:
+        problems.add("moe_top_k", f"{args.moe_top_k} is more than moe_num_experts {args.cite('moe_num_experts')}")
+    if args.moe_router_type == "sinkhorn":
+        for name in _OF_TOPK:
+            if getattr(args, name):
+                where = f"moe_router_type {args.cite('moe_router_type')}"
+                problems.add(
+                    name, f"is of the router topk, and {where} balances otherwise; write moe_router_type: topk"
+                )
+    if groups is None:
+        if args.moe_router_group_topk is not None:
+            problems.add("moe_router_group_topk", f"needs {of}")
+        return
+    if experts % groups:
+        problems.add(of, f"{groups} does not divide moe_num_experts {args.cite('moe_num_experts')}")
+        return
+    if args.moe_router_group_topk is None:
+        problems.add(of, "needs moe_router_group_topk, how many of them a token takes")
+        return
+    taken = args.moe_router_group_topk
+    if taken > groups:
+        problems.add("moe_router_group_topk", f"{taken} is more than {of} {args.cite(of)}")
+    elif args.moe_top_k > taken * (experts // groups):
+        problems.add("moe_top_k", f"{args.moe_top_k} is more than the experts of {taken} groups")
+
+
+def _layout(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """How experts are shared out over ranks."""
+    experts, tp, key = args.moe_num_experts, args.tp, "expert_parallel_size"
+    whole = args.moe_expert_tensor_parallel == "whole"
+    if args.expert_parallel_size > 1 and args.pp > 1:
+        problems.add(key, f"does not go with pipe_parallel_size {args.cite('pipe_parallel_size')}; set one to 1")
+    ranks = args.expert_parallel_size * (tp if whole else 1)
+    if experts % ranks:
+        named = f"model_parallel_size {args.cite('model_parallel_size')}"
+        if args.expert_parallel_size > 1:
+            named = f"{key} {args.cite(key)}" + (f" times {named}" if whole and tp > 1 else "")
+        cut = "; or set moe_expert_tensor_parallel: cut" if whole and tp > 1 else ""
+        problems.add("moe_num_experts", f"{experts} cannot be shared out over {named}{cut}")
+    if not whole and args.expert_ffn_size % tp:
+        width, ranks_of = args.expert_ffn_size, f"model_parallel_size {args.cite('model_parallel_size')}"
+        problems.add(
+            "moe_expert_tensor_parallel", f"the width {width} of an expert is not a multiple of {ranks_of}; write whole"
+        )
+    shared = args.moe_shared_expert_intermediate_size
+    if shared is not None and shared % tp:
+        ranks_of = f"model_parallel_size {args.cite('model_parallel_size')}"
+        problems.add("moe_shared_expert_intermediate_size", f"{shared} is not a multiple of {ranks_of}")

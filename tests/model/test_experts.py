@@ -1,0 +1,175 @@
+"""The parts of a mixture of experts against formulas written down another way."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.model.moe.balance import balancing_loss
+from megatron.model.moe.dispatch import limit
+from megatron.model.moe.layer import MoE
+from megatron.model.moe.router import Router
+from megatron.model.specs import moe_spec
+from megatron.mpu import ParallelGroups, grouped_mm
+from tests.model.stages import random_batch, random_weights, small, stage_with
+
+SPEC: dict[str, Any] = {
+    "activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none", "use_bias_in_mlp": False,
+    "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk", "num_layers": 1,
+}  # fmt: skip
+
+
+def moe_of(**changes: Any) -> MoE:
+    args = small(**{**SPEC, **changes})
+    module = stage_with(args, random_weights(args)).layers["2"].mlp
+    assert isinstance(module, MoE)
+    return module
+
+
+def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
+    """One expert of all tokens, by plain products."""
+    experts, n = moe.experts.mlp, moe.experts.mlp.number
+    w1, w2, w3 = (w.view(n, -1, 32)[number] for w in (experts.w1, experts.w2, experts.w3) if w is not None)
+    b1, b2, b3 = (
+        0.0 if b is None else b.view(n, -1)[number] for b in (experts.w1_bias, experts.w2_bias, experts.w3_bias)
+    )
+    return (torch.nn.functional.silu(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2 + b2
+
+
+@pytest.mark.parametrize("changes", [{}, {"moe_expert_bias": True, "moe_router_bias": True, "norm_topk_prob": True}])
+def test_a_token_is_the_sum_of_its_experts(changes: dict[str, Any]) -> None:
+    moe, x = moe_of(**changes), torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
+    routing, _ = moe.router(x, None, None)
+    out, sums = moe.core(x)
+    expected = torch.zeros_like(x)
+    for number in range(8):
+        weight = torch.where(routing.experts == number, routing.weights, 0.0).sum(-1, keepdim=True)
+        expected += weight * expert(moe, number, x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert sums.chosen.sum() == 2 * 16 * 2 and sums.tokens.tolist() == [16.0, 16.0]
+    if changes:
+        torch.testing.assert_close(routing.weights.sum(-1), torch.ones(16, 2))
+
+
+def test_groups_of_products() -> None:
+    """Sizes of groups may be anything, none too, and rows may be left over; gradients are autograd's."""
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(12, 6, generator=generator), torch.randn(4, 6, 5, generator=generator)
+    ends, bounds = torch.tensor([3, 3, 9, 10], dtype=torch.int32), [(0, 3), (3, 3), (3, 9), (9, 10)]
+
+    def one_by_one(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        return torch.cat([x[i:j] @ weights[group] for group, (i, j) in enumerate(bounds)])
+
+    found: list[list[Tensor]] = []
+    for function in (grouped_mm, one_by_one):
+        leaves = [x.clone().requires_grad_(), weights.clone().requires_grad_()]
+        out = function(*leaves, ends)[:10]
+        out.square().sum().backward()
+        found.append([out, *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+    expected = found.pop()
+    assert len(found[0]) == len(expected) == 3
+    for ours, theirs in zip(found[0], expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_groups_of_experts() -> None:
+    """Tokens take experts of the groups whose two best sum to most, as DeepSeek-V3's."""
+    args = small(**SPEC, moe_router_num_groups=4, moe_router_group_topk=2)
+    router = Router(moe_spec(args, 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    scores = torch.rand(20, 1, 8, generator=torch.Generator().manual_seed(0))
+    chosen = router._choose(scores, scores)
+    for token, experts in zip(scores[:, 0], chosen[:, 0], strict=True):
+        groups = token.view(4, 2).sum(1).topk(2).indices
+        allowed = {int(2 * group + i) for group in groups for i in range(2)}
+        best = sorted(allowed, key=lambda i: -token[i])[:2]
+        assert experts.tolist() == best
+
+
+def neox_sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
+    """GPT-NeoX's `SinkhornRouter.sinkhorn` in words of its own: until columns move less than `tol`."""
+    cost, columns, error = cost.exp(), torch.ones(cost.shape[1]), 1.0
+    while error > tol:
+        rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + 1e-8))
+        before, columns = columns, 1 / (cost.shape[1] * ((rows.unsqueeze(1) * cost).sum(0) + 1e-8))
+        error = float((before - columns).abs().mean())
+    return columns * cost * rows.unsqueeze(1)
+
+
+@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
+def test_sinkhorn_is_that_of_gpt_neox(spread: float) -> None:
+    router = Router(moe_spec(small(moe_num_experts=8), 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    logits = spread * torch.randn(64, 4, 8, generator=torch.Generator().manual_seed(0))
+    logits += torch.tensor([2.0, 0, 0, 0, 0, 0, 0, -2.0])
+    ours = router._sinkhorn(logits).flatten(0, 1)
+    torch.testing.assert_close(ours, neox_sinkhorn(logits.flatten(0, 1)), rtol=1e-5, atol=1e-9)
+    alone = torch.bincount(logits.flatten(0, 1).argmax(1), minlength=8)
+    balanced = torch.bincount(ours.argmax(1), minlength=8)
+    assert balanced.max() < 60 and balanced.min() > 10 and alone.max() > balanced.max()
+
+
+def test_an_expert_keeps_the_choices_with_the_highest_weights() -> None:
+    experts = torch.tensor([[0], [0], [0], [1], [0]])
+    weights = torch.tensor([[0.1], [0.9], [0.5], [0.2], [0.7]])
+    assert limit(experts, weights, 2, 0.8).flatten().tolist() == [2, 0, 2, 1, 0]  # ceil(0.8 * 5 / 2) = 2 each
+
+
+def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
+    """Switch Transformer: 1 for equal shares and scores, E for one expert of all tokens."""
+    even = torch.full((8,), 16.0)
+    assert float(balancing_loss(even, even / 2, torch.tensor(64.0), 2)) == pytest.approx(1.0)
+    one = torch.zeros(8)
+    one[3] = 64.0
+    assert float(balancing_loss(one, one, torch.tensor(64.0), 1)) == pytest.approx(8.0)
+
+
+def test_padding_does_not_count() -> None:
+    """The sums are those of the row without what pads it."""
+    args = small(**SPEC)
+    router = stage_with(args, random_weights(args)).layers["2"].mlp.router  # type: ignore[union-attr]
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
+    counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
+    _, sums = router(x, counted, None)  # type: ignore[operator]
+    _, alone = router(x[:9, :1], None, None)  # type: ignore[operator]
+    for of_both, of_one in zip(sums[:5], alone[:5], strict=True):
+        torch.testing.assert_close(of_both[:1], of_one)
+
+
+def test_padding_goes_to_no_expert_and_takes_no_room() -> None:
+    moe = moe_of(moe_expert_capacity_factor=1.0).train()
+    x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
+    counted = torch.arange(16).unsqueeze(1) < torch.tensor([4, 3])
+    x = torch.where(counted.unsqueeze(-1), x, 1.0)  # padding is all alike
+    out, sums = moe.core(x, counted=counted)
+    assert out[~counted].abs().max() == 0.0
+    alone, dropped = moe.experts(
+        x[counted], *(of[counted] for of in moe.router(x, None, None)[0]), None
+    )  # fmt: skip
+    torch.testing.assert_close(out[counted], alone)
+    assert sums.dropped == dropped > 0.0 and sums.chosen.sum() == 14.0
+
+
+def test_a_step_that_is_left_out_moves_no_bias() -> None:
+    args = small(**SPEC, moe_router_bias_update_rate=0.1)
+    stage, groups = stage_with(args, random_weights(args)).train(), ParallelGroups.single()
+    assert stage.balance is not None
+    bias = stage.layers["2"].mlp.router.expert_bias  # type: ignore[union-attr]
+    for left_out in (True, False):
+        before = bias.clone()  # type: ignore[operator]
+        stage.balance.begin(1.0, 1)
+        stage(None, random_batch(args))
+        stage.balance.end(groups, torch.tensor(left_out))
+        assert torch.equal(bias, before) is left_out  # type: ignore[arg-type]
+    assert bias.dtype == torch.float32
+
+
+def test_jitter_moves_the_routers_input_alone() -> None:
+    args = small(**SPEC, moe_jitter_eps=0.3)
+    stage = stage_with(args, random_weights(args))
+    batch = random_batch(args)
+    without = stage(None, batch)
+    stage.train()
+    assert stage.drops
+    twice = [stage(None, batch) for _ in range(2)]
+    torch.testing.assert_close(twice[0], twice[1], rtol=0, atol=0)
+    assert not torch.allclose(twice[0], without)
