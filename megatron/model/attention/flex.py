@@ -41,7 +41,15 @@ class Flex(AttentionBackend):
         assert inputs.blocks is not None
         attend = self._compiled if q.is_cuda and not torch.compiler.is_compiling() else _attend
         q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
-        out: Tensor = attend(q, k, v, inputs.blocks, options.scale, options.softcap, options.sinks)
+        given = (q, k, v, inputs.blocks, options.scale, options.softcap, options.sinks)
+        if torch.compiler.is_compiling():
+            out: Tensor = attend(*given)
+        else:
+            import torch._dynamo.config as dynamo
+
+            # Behind a second softcap torch would compile for any, and fail where the kernel reads it.
+            with dynamo.patch(specialize_float=True):
+                out = attend(*given)
         return out.permute(2, 0, 1, 3)
 
     @cached_property
