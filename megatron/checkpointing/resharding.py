@@ -4,7 +4,7 @@ One layer is in memory at a time. Data-parallel size and ZeRO stage change only 
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -118,18 +118,24 @@ def _first_manifest(source: Path, args: NeoXArgs, optimizer: bool) -> Manifest:
     from an import.
     """
     facts = describe_checkpoint(source)
-    dtypes = facts.dtypes
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({dtype_names})")
+    dtype = only_dtype(source, facts.dtypes)
     given = json.loads(args.replace(compat_gqa_rows=None).to_json())["given"]
     return Manifest(
         run_id=f"GPT-NeoX {source.resolve()}", iteration=layout.step_of(source),
         consumed_samples=_samples(source, args) if optimizer else 0, seed=args.seed if optimizer else 0,
-        layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[min(dtypes, key=str)], 1), model={},
+        layout=ParallelLayout(1, 1, facts.tensor_size, 0, PRECISIONS[dtype], 1), model={},
         tokenizer=None, data={}, versions={"torch": version("torch")},
         created=datetime.now(UTC).isoformat(timespec="seconds"), config=given, optimizer=optimizer,
     )  # fmt: skip
+
+
+def only_dtype(source: Path, dtypes: Collection[torch.dtype]) -> torch.dtype:
+    """The one dtype that the weights of `source` have. Raises CheckpointError for several, or another than
+    fp32, bf16 and fp16."""
+    if len(dtypes) != 1 or not set(dtypes) <= PRECISIONS.keys():
+        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({names})")
+    return next(iter(dtypes))
 
 
 def _samples(source: Path, args: NeoXArgs) -> int:

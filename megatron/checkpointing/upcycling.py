@@ -18,7 +18,14 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, verify
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
-from megatron.checkpointing.resharding import PRECISIONS, bare_state, check_sizes, copy_folders, write_model_files
+from megatron.checkpointing.resharding import (
+    PRECISIONS,
+    bare_state,
+    check_sizes,
+    copy_folders,
+    only_dtype,
+    write_model_files,
+)
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights, save_layer
@@ -125,7 +132,7 @@ def upcycle(
     source, save = Path(source), Path(save)
     if layout.list_checkpoints(save):
         raise CheckpointError(f"{save}: holds checkpoints already; give another folder")
-    manifest, dtype = _verified(source), _only_dtype(source)
+    manifest, dtype = _verified(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
     needed = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
@@ -165,14 +172,6 @@ def _verified(source: Path) -> Manifest | None:
     if manifest is not None:
         verify(source, [name for name in manifest.files if not layout.is_optimizer_file(name)])
     return manifest
-
-
-def _only_dtype(source: Path) -> torch.dtype:
-    dtypes = describe_checkpoint(source).dtypes
-    if len(dtypes) != 1 or not dtypes <= PRECISIONS.keys():
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise CheckpointError(f"{source}: its weights are of several or unknown kinds ({names})")
-    return min(dtypes, key=str)
 
 
 def _with_experts(

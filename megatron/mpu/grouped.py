@@ -25,7 +25,7 @@ def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def _fits(x: Tensor, weights: Tensor) -> bool:
     sizes = (x.shape[-1], *weights.shape[1:])
-    return x.is_cuda and x.dtype == torch.bfloat16 and all(n * x.itemsize % _ALIGNED == 0 for n in sizes)
+    return x.is_cuda and len(x) > 0 and x.dtype == torch.bfloat16 and all(n * x.itemsize % _ALIGNED == 0 for n in sizes)
 
 
 # An operator, because the sizes of groups are read: within it the compiler sees shapes alone.

@@ -238,7 +238,7 @@ class PartialSum(nn.Module):
         self.group, self.sequence_parallel, self.sum_in_place = groups.group("tensor"), sequence_parallel, True
 
     def summand(self, x: Tensor, seed: Tensor | None) -> Tensor:
-        """As of `Linear`."""
+        """What this rank adds to the sum, as `Linear.summand`: its input, which is made already."""
         return x
 
     def forward(self, x: Tensor, seed: Tensor | None = None) -> Tensor:

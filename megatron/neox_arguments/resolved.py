@@ -136,7 +136,7 @@ class ResolvedArgs(
 
     @property
     def router_scores(self) -> str:
-        """What makes scores of the router's logits: softmax or sigmoid."""
+        """The function that turns a router's logits into scores of experts: softmax or sigmoid."""
         one_of_sinkhorn = self.moe_router_type == "sinkhorn" and self.moe_top_k == 1
         return self.moe_router_score_function or ("sigmoid" if one_of_sinkhorn else "softmax")
 

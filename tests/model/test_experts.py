@@ -24,7 +24,7 @@ def moe_of(**changes: Any) -> MoE:
     args = small(**{**SPEC, **changes})
     module = stage_with(args, random_weights(args)).layers["2"].mlp
     assert isinstance(module, MoE)
-    return module
+    return module.train()
 
 
 def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
 def test_padding_does_not_count() -> None:
     """The sums are those of the row without what pads it."""
     args = small(**SPEC)
-    router = stage_with(args, random_weights(args)).layers["2"].mlp.router  # type: ignore[union-attr]
+    router = stage_with(args, random_weights(args)).train().layers["2"].mlp.router  # type: ignore[union-attr]
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
     counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
     _, sums = router(x, counted, None)  # type: ignore[operator]

@@ -217,8 +217,8 @@ def to_hf(
                     continue
                 parts = (merged([held[i] for i in range(row.part[1])]),)
             for name, part in zip(row.names(layer - 2, spec.experts), parts, strict=True):
-                own = copy and row.part[1] == 1  # what is merged is no other's
-                yield name, part.clone(memory_format=torch.contiguous_format) if own else part.contiguous()
+                is_view = row.part[1] == 1  # what is merged is no other's
+                yield name, part.clone(memory_format=torch.contiguous_format) if copy and is_view else part.contiguous()
         if attention_of(args, layer) is not None:
             like = next(iter(tensors.values()))
             for name, value in _constants(table, layer):
@@ -280,15 +280,15 @@ def _grouped(names: Iterable[str]) -> list[str]:
     for name in names:
         numbers = [int(number) for number in re.findall(r"\.(?=(\d+)\.)", name)]
         general = re.sub(r"\.\d+\.", ".E.", re.sub(r"\.\d+\.", ".N.", name, count=1), count=1)
-        found = groups.setdefault(general, {"layers": set(), "experts": set()})
-        for kind, number in zip(found, numbers, strict=False):
-            found[kind].add(number)
+        by_kind = groups.setdefault(general, {"layers": set(), "experts": set()})
+        for kind, number in zip(by_kind, numbers, strict=False):
+            by_kind[kind].add(number)
     lines = []
-    for name, found in groups.items():
-        layers, experts = ([str(n) for n in sorted(numbers)] for numbers in found.values())
-        told = [f"layers {', '.join(layers)}"] if layers else []
-        told += [f"experts {_some(experts)}"] if experts else []
-        lines.append(f"{name} ({'; '.join(told)})" if told else name)
+    for name, by_kind in groups.items():
+        layers, experts = ([str(n) for n in sorted(numbers)] for numbers in by_kind.values())
+        places = [f"layers {', '.join(layers)}"] if layers else []
+        places += [f"experts {_some(experts)}"] if experts else []
+        lines.append(f"{name} ({'; '.join(places)})" if places else name)
     return sorted(lines)
 
 

@@ -70,14 +70,14 @@ def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> di
     """The matrices of experts in a folder that has tensors of all experts of a block, as transformers 5 has
     them in memory and writes with `save_original_format=False`, by the names that they have alone. shapes: of
     the folder's tensors."""
-    found = {}
+    matrices = {}
     for name, shape in shapes.items():
         if len(shape) == 3:
             for expert, names in enumerate(family.stored_names(name, shape[0])):
                 high = shape[1] // max(1, len(names))
                 for i, own in enumerate(names):
-                    found[own] = ExpertRows(name, expert, slice(i * high, (i + 1) * high))
-    return found
+                    matrices[own] = ExpertRows(name, expert, slice(i * high, (i + 1) * high))
+    return matrices
 
 
 def expert_keys(config: Config, defaults: Config) -> dict[str, Any]:

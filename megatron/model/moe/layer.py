@@ -105,10 +105,12 @@ class MoE(nn.Module):
             *with_prefix("shared_expert_gate", gate),
         )
 
-    def core(self, x: Tensor, seed: Tensor | None = None, counted: Tensor | None = None) -> tuple[Tensor, RoutingSums]:
+    def core(
+        self, x: Tensor, seed: Tensor | None = None, counted: Tensor | None = None
+    ) -> tuple[Tensor, RoutingSums | None]:
         """`[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to this tensor rank's summand of
-        the output, of all tokens, and what balancing needs. seed: of the router's jitter. counted: as of
-        `Router`."""
+        the output, of all tokens, and in training what balancing needs. seed: of the router's jitter.
+        counted: as of `Router`."""
         routing, sums = self.router(x, counted, seed)
         whole, experts, weights = self._of_all(x, routing)
         tokens = None if counted is None else counted.flatten()
@@ -120,7 +122,7 @@ class MoE(nn.Module):
             out = out + (
                 shared if self.shared_expert_gate is None else shared * self._whole(self.shared_expert_gate(x))
             )
-        return out, sums._replace(dropped=dropped)
+        return out, sums._replace(dropped=dropped) if sums is not None else None
 
     def _of_all(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, experts and weights of the whole sequence."""

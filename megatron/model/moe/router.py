@@ -96,8 +96,9 @@ class Router(nn.Module):
         """The parameters that the constructor allocates."""
         return (*with_prefix("layer", _Gate.params(spec)), *cls._bias_params(spec))
 
-    def forward(self, x: Tensor, counted: Tensor | None, seed: Tensor | None) -> tuple[Routing, RoutingSums]:
-        """`[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to the choice for these tokens.
+    def forward(self, x: Tensor, counted: Tensor | None, seed: Tensor | None) -> tuple[Routing, RoutingSums | None]:
+        """`[seq, batch, hidden]` (`[seq/T, ..]` under sequence parallelism) to the choice for these tokens,
+        in training with the sums that balancing needs.
 
         counted: `[seq, batch]` boolean, over the whole sequence, tokens that the sums are of; None: all.
         seed: of the jitter.
@@ -116,7 +117,7 @@ class Router(nn.Module):
             weights = weights / (total + 1e-20 if spec.scores == "sigmoid" else total)
         if spec.factor != 1.0:
             weights = weights * spec.factor
-        return Routing(experts, weights), self._sums(logits, scores, experts, counted)
+        return Routing(experts, weights), self._sums(logits, scores, experts, counted) if self.training else None
 
     @torch.no_grad()
     def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:

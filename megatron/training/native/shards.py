@@ -142,7 +142,8 @@ class ExpertParts:
         return torch.cat(each).view(shard.shape)
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int, cut: bool = False) -> Tensor:
-        """As `Weights.scatter`."""
+        """This rank's part of a value that the worker `source` has whole, as `Weights.scatter` gives it. cut:
+        as of `gather`."""
         width, rows = shard.shape.numel() // shard.shape[0], self._rows(shard, cut)
         part, parts = torch.empty(rows * width, device=self._device), None
         if whole is not None:
