@@ -34,13 +34,17 @@ CASES: dict[str, Case] = {
     "tp2": Case(2, 1, {**COMPILE, **TP2}),
     "tp2 sp": Case(2, 1, {**COMPILE, **SP2}),
     "window": Case(values={**COMPILE, **WINDOW}),
+    "window fp32": Case(values={**COMPILE, **WINDOW, "precision": "fp32"}),
+    "packed window dropout": Case(values={**COMPILE, **PACKED, **WINDOW, **DROPOUT}, documents=DOCUMENTS),
     "recompute": Case(values={**COMPILE, **RECOMPUTE}),
     "dropout": Case(values={**COMPILE, **DROPOUT}),
     "packed dropout": Case(values={**COMPILE, **PACKED, **DROPOUT}, documents=DOCUMENTS),
 }
 
 
-@pytest.mark.parametrize("name", with_more(CASES, "one", "tp2", "window", "recompute"))
+@pytest.mark.parametrize(
+    "name", with_more(CASES, "one", "tp2", "window", "window fp32", "packed window dropout", "recompute")
+)
 def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
     assert_layout(fake_cuda, [case])

@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, window_mask
+from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, document_mask, window_mask
 from megatron.model.attention.backends import EfficientVarlen, Varlen
+from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen
+from megatron.model.attention.seeded_attention import _backward as seeded_backward
 from megatron.model.cache import CacheRows, LayerCache
 from megatron.model.specs import attention_spec
 from tests.model.stages import (
@@ -88,12 +91,27 @@ def fake_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, starts_k: Tenso
     return out
 
 
-def fake_efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *lengths: Any, **how: Any) -> tuple[Tensor]:
+def fake_efficient(q: Tensor, k: Tensor, v: Tensor, bias: None, *lengths: Any, **how: Any) -> tuple[Tensor, ...]:
     """The kernel of torch's memory-efficient attention: a window is a number of keys, the query's own too."""
-    (starts, starts_k, longest, longest_k, p, causal, _), width = lengths, how["window_size"]
+    (starts, starts_k, longest, longest_k, p, causal, _), width = lengths, how.get("window_size")
     assert bias is None and p == 0.0 and causal == 1 and q.shape == k.shape
     window = (-1 if width is None else width - 1, 0)
-    return (fake_varlen(q[0], k[0], v[0], starts, starts_k, longest, longest_k, window_size=window).unsqueeze(0),)
+    out = fake_varlen(q[0], k[0], v[0], starts, starts_k, longest, longest_k, window_size=window).unsqueeze(0)
+    return out, *(torch.zeros(2) for _ in range(3)), longest, longest_k
+
+
+def fake_efficient_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, *lengths: Any, **how: Any
+) -> list[Tensor]:
+    """Its gradients of q, k, v, and of no bias, for the window that it is given."""
+    starts, starts_k, longest, longest_k, _, p, _, _, causal, _ = lengths
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return fake_efficient(q, k, v, bias, starts, starts_k, longest, longest_k, p, causal, True, **how)[0]
+
+    again, pull_back = torch.func.vjp(attend, q, k, v)
+    assert torch.equal(again, out)
+    return [*pull_back(gradient), torch.empty(0)]
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "fp32"])
@@ -125,6 +143,37 @@ def test_varlen_is_given_the_same_windows(
     torch.testing.assert_close(actual, chosen(args).attend(q, k, v, masked, AttentionOptions()), rtol=1e-5, atol=1e-5)
     assert torch.equal(cache.keys[:, :16], k.transpose(0, 1)) and not cache.keys[:, 16:].any()
     assert torch.equal(cache.values[:, :16], v.transpose(0, 1))
+
+
+def test_the_gradient_of_a_window_is_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own of the memory-efficient kernel is of all keys."""
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    out = efficient_varlen(*leaves, starts, 7, 2, 0.0, None)
+    actual = torch.autograd.grad(out.square().sum(), leaves)
+    mask = document_mask(starts, 1, 12) & window_mask(12, 2, CPU)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    expected = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_operator_of_compiled_code_has_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward pass runs the attention again within a transformation of torch.func."""
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
+    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, gradient = (torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64) for _ in range(4))
+    starts, seed = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor(3)
+    gradients = seeded_backward(gradient, q, k, v, None, seed, 0.0, None, VARLEN, starts, 7, 2, False)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(efficient_varlen(*leaves, starts, 7, 2, 0.0, None), leaves, gradient)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 def test_window_mask_equals_its_definition() -> None:

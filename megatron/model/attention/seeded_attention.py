@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.mpu import fork_seed
 
 VARLEN = "EFFICIENT_VARLEN"
+_CAUSAL = 1  # of the kernel's kinds of mask
 
 
 def seeded_attention(
@@ -44,11 +45,67 @@ def efficient_varlen(
 ) -> Tensor:
     """torch's memory-efficient kernel for jagged tensors; arguments as of `seeded_attention`, `[1, tokens,
     heads, head_dim]`."""
-    causal, width = 1, None if window < 0 else window + 1  # the kernel's counts the query itself
+    if window >= 0:
+        windowed: Tensor = _WindowedVarlen.apply(q, k, v, starts, longest, window + 1, p, scale)[0]  # type: ignore[no-untyped-call]
+        return windowed
     out: Tensor = torch.ops.aten._efficient_attention_forward(
-        q, k, v, None, starts, starts, longest, longest, p, causal, True, scale=scale, window_size=width
+        q, k, v, None, starts, starts, longest, longest, p, _CAUSAL, True, scale=scale
     )[0]
     return out
+
+
+class _WindowedVarlen(torch.autograd.Function):
+    """The kernel within windows of `width` keys, the query's own among them. torch's own gradient of it does
+    not hand the window on to the kernel's backward pass, and is wrong without a word (seen in 2.11)."""
+
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, width: int, p: float, scale: float | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out, logsumexp, seed, offset, *_ = torch.ops.aten._efficient_attention_forward(
+            q, k, v, None, starts, starts, longest, longest, p, _CAUSAL, True, scale=scale, window_size=width
+        )
+        return out, logsumexp, seed, offset
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        q, k, v, starts, *ctx.options = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(q, k, v, starts, *output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        return (*_windowed_varlen_backward(gradient, *ctx.saved_tensors, *ctx.options), *[None] * 5)
+
+
+# An operator, because the compiler does not know of this argument of the kernel (torch 2.13).
+@torch.library.custom_op("megatron::windowed_varlen_backward", mutates_args=())
+def _windowed_varlen_backward(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    longest: int,
+    width: int,
+    p: float,
+    scale: float | None,
+) -> list[Tensor]:
+    """The gradients of q, k and v."""
+    parts = torch.ops.aten._efficient_attention_backward(
+        gradient, q, k, v, None, out, starts, starts, longest, longest, logsumexp, p, seed, offset, _CAUSAL, False,
+        scale=scale, window_size=width,
+    )  # fmt: skip
+    return [part.contiguous() for part in parts[:3]]
+
+
+@_windowed_varlen_backward.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    return [x.new_empty(x.shape) for x in (q, k, v)]
 
 
 def _attend(
