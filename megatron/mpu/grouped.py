@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.mpu.torch_versions import fast_grouped_mm
 
 _ALIGNED = 16  # bytes that rows begin at a multiple of, for torch's kernel
 
@@ -18,8 +17,8 @@ def grouped_mm(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     In bf16 on GPUs it is torch's `grouped_mm`, for which the host does not wait; else a product after the
     other.
     """
-    if fast_grouped_mm is not None and _fits(x, weights):
-        return fast_grouped_mm(x, weights, offs=ends)
+    if _fits(x, weights):
+        return F.grouped_mm(x, weights, offs=ends)
     return _one_by_one(x, weights, ends)
 
 

@@ -10,8 +10,6 @@ from torch import Tensor
 # torch 2.13 renames these and warns of the old names; 2.11 knows only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-# torch 2.13 has it for all to use; None: products one by one.
-fast_grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
 _RELEASE = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 

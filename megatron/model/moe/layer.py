@@ -122,7 +122,10 @@ class MoE(nn.Module):
             out = out + (
                 shared if self.shared_expert_gate is None else shared * self._whole(self.shared_expert_gate(x))
             )
-        return out, sums._replace(dropped=dropped) if sums is not None else None
+        if sums is None:
+            return out, None
+        # Not `_replace`, which torch 2.11 does not compile.
+        return out, RoutingSums(sums.tokens, sums.chosen, sums.scores, sums.z, sums.entropy, dropped)
 
     def _of_all(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens, experts and weights of the whole sequence."""
