@@ -145,9 +145,13 @@ def _load_layer(
         file = source.file(layer, rank)
         rows = rows_key(source.path, args)
         state = to_our_names(layer, source.tensors(layer, rank), names, args, str(file), rows)
+        # A bias that the checkpoint's run did not have was 0 there.
+        state |= {spec.name: torch.zeros(spec.shape) for spec in specs if not spec.trained and spec.name not in state}
         for kind, wrong in (("missing", names - state.keys()), ("extra", state.keys() - names)):
             if wrong:
                 fix = "; set compat_norm_bias: true" if all(name.endswith("norm.bias") for name in wrong) else ""
+                if any(name.endswith("expert_bias") for name in wrong):
+                    fix = "; set moe_router_bias_update_rate: 0, which keeps it"
                 if SCORE_HEAD in wrong:
                     fix = _NO_SCORE if kind == "missing" else _ONLY_SCORES
                 problems.append(f"{file.name}, layer {layer}: {kind} {', '.join(sorted(wrong))}{fix}")

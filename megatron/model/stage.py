@@ -119,6 +119,7 @@ class Stage(nn.Module):
         self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
         feeds = [spec.feed_forward for spec in self.blocks]
         self.drops |= any(isinstance(feed, MoESpec) and feed.router.jitter > 0.0 for feed in feeds)
+        self.drops_tokens = any(isinstance(feed, MoESpec) and feed.capacity_factor is not None for feed in feeds)
         self._slopes: dict[int, Tensor] = {}  # by number of heads
         self.layers = nn.ModuleDict()
         # Memory comes later, one layer after the other, in the dtype that is wanted.
@@ -229,7 +230,8 @@ class Stage(nn.Module):
 
     def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], batch: Batch, cache: KVCache | None) -> Ran:
         specs, dropping = self.blocks, self.training and self.drops
-        counted = batch.filled_places() if self.balance is not None and self.training else None
+        # Padding takes no expert's room.
+        counted = batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
 
         def run(x: Tensor, first: int, last: int) -> Ran:
             routed: list[RoutingSums] = []

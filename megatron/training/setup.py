@@ -38,6 +38,7 @@ from megatron.model import (
 from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs, arguments_dump
 from megatron.neox_arguments.frozen import FrozenDict
+from megatron.neox_arguments.validation.experts import router_notes
 from megatron.neox_arguments.values.remote_paths import is_remote
 from megatron.neox_arguments.values.unlearning import optimizer_steps
 from megatron.objectives import build_objective
@@ -135,7 +136,7 @@ def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Log
             f"mask_padded_vocab: {args.softmax_rows} of {args.padded_vocab_size} rows of the vocabulary take part in "
             "the softmax"
         )
-    for note in args.startup_notes():
+    for note in (*args.startup_notes(), *router_notes(args)):
         logger.info(note)
 
 

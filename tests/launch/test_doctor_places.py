@@ -151,6 +151,15 @@ def test_a_configuration_that_cannot_train(tmp_path, monkeypatch):
     assert checks[0].found.startswith("a.yml:6: train_itres")
 
 
+def test_the_size_of_a_checkpoint_whose_blocks_all_have_experts():
+    """There is no dense width then, and none that could not be."""
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "padded_vocab_size": 96}
+    model |= {"max_position_embeddings": 16, "activation": "swiglu", "moe_num_experts": 4, "moe_intermediate_size": 50}
+    args = NeoXArgs.from_dict({**model, "mlp_multiple_of": 64})
+    blocks = 2 * (4 * 32 * 32 + 4 * 3 * 32 * 50)
+    assert checkpoint_bytes(args) == 12 * (blocks + 96 * 32)
+
+
 def test_a_checkpoint_takes_about_as_much_as_it_does():
     args = load(["configs/1-3B.yml", "configs/local_setup.yml"])
     assert checkpoint_bytes(args) == pytest.approx(14 * 1.42e9, rel=0.03)  # 1.32e9 and the output embedding

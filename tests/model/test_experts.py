@@ -1,5 +1,6 @@
 """The parts of a mixture of experts against formulas written down another way."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,29 @@ def test_sinkhorn_is_that_of_gpt_neox(spread: float) -> None:
     alone = torch.bincount(logits.flatten(0, 1).argmax(1), minlength=8)
     balanced = torch.bincount(ours.argmax(1), minlength=8)
     assert balanced.max() < 60 and balanced.min() > 10 and alone.max() > balanced.max()
+
+
+def test_sinkhorn_balances_without_padding() -> None:
+    router = Router(moe_spec(small(moe_num_experts=8), 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    logits = torch.randn(16, 2, 8, generator=torch.Generator().manual_seed(0))
+    counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
+    logits[~counted] = torch.arange(8.0)
+    alone = router._sinkhorn(logits[counted].unsqueeze(1))[:, 0]
+    torch.testing.assert_close(router._sinkhorn(logits, counted)[counted], alone)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("train", [False, True])
+def test_what_padding_is_changes_nothing(train: bool) -> None:
+    """With experts that are full, in validation too."""
+    args = small(**SPEC, moe_expert_capacity_factor=1.0)
+    stage = stage_with(args, random_weights(args)).train(train)
+    batch = replace(random_batch(args), filled=torch.tensor([5, 16]))
+    others = batch.tokens.clone()
+    others[0, 5:] = 3
+    assert not torch.equal(others, batch.tokens)
+    first, second = (stage(None, replace(batch, tokens=tokens)) for tokens in (batch.tokens, others))
+    assert torch.equal(first[:5, 0], second[:5, 0]) and torch.equal(first[:, 1], second[:, 1])
 
 
 def test_an_expert_keeps_the_choices_with_the_highest_weights() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.validation.experts import router_notes
 
 MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
 
@@ -36,6 +37,7 @@ MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
         ({"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2}, "5 is not a multiple of"),
         ({"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"}, "transformers is a sum over all layers"),
         ({"moe_jitter_eps": 1.0}, "moe_jitter_eps"),
+        ({"expansion_factor": 2}, "moe_intermediate_size: is needed beside expansion_factor"),
         ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: is needed"),
     ],
 )
@@ -43,6 +45,17 @@ def test_what_does_not_fit_is_refused(model: dict[str, Any], values: dict[str, A
     with pytest.raises(ConfigError) as caught:
         NeoXArgs.from_dict(model | MOE | values)
     assert message in str(caught.value)
+
+
+def test_what_a_router_cannot_learn_is_said(model: dict[str, Any]) -> None:
+    def told(words: str, **values: Any) -> bool:
+        return any(words in note for note in router_notes(NeoXArgs.from_dict(model | MOE | values)))
+
+    assert told("nothing balances the experts")
+    for keys in ({"moe_aux_loss_coeff": 0.01}, {"moe_router_bias_update_rate": 0.001}, {"moe_router_type": "sinkhorn"}):
+        assert not told("nothing balances the experts", **keys)
+    assert told("no router learns", moe_top_k=1, norm_topk_prob=True)
+    assert not told("no router learns", norm_topk_prob=True) and not told("no router learns", moe_top_k=1)
 
 
 def test_which_blocks_have_experts(model: dict[str, Any]) -> None:

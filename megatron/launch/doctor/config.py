@@ -61,7 +61,7 @@ def tokenizer_check(args: NeoXArgs, build: Callable[[NeoXArgs], object]) -> Chec
 def checkpoint_bytes(args: NeoXArgs) -> int:
     """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
     h, blocks = args.hidden_size, range(args.num_layers)
-    kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size)
+    kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
     attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks)
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0

@@ -110,7 +110,7 @@ class Router(nn.Module):
             x = x * _noise(x.detach(), spec.jitter, seed, parts, part)
         logits = self.layer(x)
         scores = torch.sigmoid(logits) if spec.scores == "sigmoid" else torch.softmax(logits, -1)
-        experts = self._choose(logits, scores)
+        experts = self._choose(logits, scores, counted)
         weights = scores.gather(-1, experts)
         if spec.normalized:
             total = weights.sum(-1, keepdim=True)
@@ -120,11 +120,11 @@ class Router(nn.Module):
         return Routing(experts, weights), self._sums(logits, scores, experts, counted) if self.training else None
 
     @torch.no_grad()
-    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """The experts of each token `[seq, batch, top_k]`."""
+    def _choose(self, logits: Tensor, scores: Tensor, counted: Tensor | None = None) -> Tensor:
+        """The experts of each token `[seq, batch, top_k]`. counted: as of `forward`."""
         spec = self.spec
         if spec.sinkhorn and self.training:
-            return self._sinkhorn(logits).topk(spec.top_k, dim=-1).indices
+            return self._sinkhorn(logits, counted).topk(spec.top_k, dim=-1).indices
         if self.expert_bias is not None:
             scores = scores + self.expert_bias
         if spec.top_groups < spec.groups:
@@ -134,15 +134,17 @@ class Router(nn.Module):
             scores = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(spec.top_k, dim=-1).indices
 
-    def _sinkhorn(self, logits: Tensor) -> Tensor:
+    def _sinkhorn(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
         """exp(logits), rows and columns scaled in turn until all experts have the same sum, and all tokens;
-        as GPT-NeoX over all tokens of the micro-batch, `[seq, batch, experts]`."""
+        as GPT-NeoX over all tokens of the micro-batch, but for padding, `[seq, batch, experts]`."""
         if self.sequence_parallel:
             logits = gather_from_sequence(logits, self.group)
         cost = logits.exp().flatten(0, 1)
-        tokens, experts = cost.shape
+        experts, tokens = cost.shape[1], cost.new_full((), len(cost))
+        if counted is not None:
+            cost, tokens = cost * counted.flatten().unsqueeze(1), counted.sum().clamp(min=1)
         of_experts, error = cost.new_ones(experts), cost.new_full((), float("inf"))
-        of_tokens = cost.new_ones(tokens)
+        of_tokens = cost.new_ones(len(cost))
         for _ in range(SINKHORN_ROUNDS):
             done = error <= _SINKHORN_TOLERANCE  # decided on the device
             of_tokens = torch.where(done, of_tokens, 1.0 / (tokens * ((of_experts * cost).sum(1) + 1e-8)))

@@ -1,5 +1,7 @@
 """Checks of a mixture of experts and of how its experts are shared out."""
 
+from collections.abc import Iterator
+
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.architectures import MoEKeys
 from megatron.neox_arguments.keys.declaration import keys_of
@@ -27,6 +29,11 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("moe_layer_freq", f"moe_expert_interval ({place}) says it too; remove one of them")
     if isinstance(args.intermediate_size, tuple) and args.moe_intermediate_size is None:
         problems.add("moe_intermediate_size", "is needed where intermediate_size is a list")
+    if args.moe_intermediate_size is None and args.intermediate_size is None:
+        for name in ("expansion_factor", "mlp_multiple_of"):
+            if getattr(args, name) != keys_of(type(args))[name].default:
+                of_dense = f"{name} ({args.origin(name)}), which is of dense feed-forwards alone"
+                problems.add("moe_intermediate_size", f"is needed beside {of_dense}")
     _choice(args, problems)
     if args.moe_shared_expert_gate and args.moe_shared_expert_intermediate_size is None:
         problems.add("moe_shared_expert_gate", "needs moe_shared_expert_intermediate_size")
@@ -38,6 +45,23 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
         stages = f"pipe_parallel_size {args.cite('pipe_parallel_size')}"
         problems.add("moe_aux_loss_scope", f"transformers is a sum over all layers, which {stages} has apart")
     _layout(args, problems)
+
+
+def router_notes(args: ResolvedArgs) -> Iterator[str]:
+    """A line for each reason why training may leave a router as it is, or end at a few experts."""
+    if args.moe_num_experts == 1:
+        return
+    if not (args.moe_aux_loss_coeff or args.moe_router_bias_update_rate or args.moe_router_type == "sinkhorn"):
+        yield (
+            "nothing balances the experts: set moe_aux_loss_coeff or moe_router_bias_update_rate, unless their router "
+            "is not trained"
+        )
+    if args.moe_top_k == 1 and args.norm_topk_prob:
+        place = args.origin("norm_topk_prob")
+        yield (
+            f"norm_topk_prob ({place}): the score of one expert (moe_top_k 1), divided by itself, is 1, from which no "
+            "router learns"
+        )
 
 
 def _choice(args: ResolvedArgs, problems: ErrorCollector) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.checkpointing import CheckpointError, layer_file, load_tensors
 from tests.pool import run_ranks
@@ -80,6 +81,18 @@ def test_on_another_layout(first: str, then: str, through: Path, tmp_path: Path)
     engine = {"engine": "native"} if first == "pp2" else {}
     run_ranks(run_to_end, ranks, values(keys, engine, save=str(tmp_path), load=str(tmp_path)))
     assert losses(tmp_path) == pytest.approx(losses(through), rel=1e-5)
+
+
+def test_a_bias_that_balances_can_come_later_and_stay(tmp_path: Path) -> None:
+    """It begins with zeros; a run without it does not read over it."""
+    more, without = {"finetune": True, "train_iters": 2}, {"moe_router_bias_update_rate": None}
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    run_ranks(run_to_end, 1, values(without, save=first, train_iters=1))
+    weights = run_ranks(run_to_end, 1, values(load=first, save=second, **more))[0][1]
+    steps = weights[2]["mlp.router.expert_bias"] / 0.01
+    assert 0.5 < steps.abs().max() < 2.5 and torch.allclose(steps, steps.round(), atol=1e-4)
+    message = run_ranks(refusal, 1, values(without, load=second, **more))[0]
+    assert "extra mlp.router.expert_bias; set moe_router_bias_update_rate: 0" in message
 
 
 def refusal(rank: int, world_size: int, given: dict[str, Any]) -> str:
