@@ -177,10 +177,10 @@ KINDS: dict[str, Options] = {
 
 def assert_exact(ranks: list[Found], dtype: torch.dtype, options: Options) -> None:
     """As near to the formula in float64 as torch's functions of all logits in this dtype, or nearer than
-    1e-6."""
+    2e-6."""
     exact = formula(case(dtype), options)
     found, torchs = errors(ranks, exact), errors([formula(case(dtype), options, dtype)], exact)
-    assert all(mine <= max(1e-6, 1.2 * other) for mine, other in zip(found, torchs, strict=True)), (found, torchs)
+    assert all(mine <= max(2e-6, 1.2 * other) for mine, other in zip(found, torchs, strict=True)), (found, torchs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -231,16 +231,15 @@ def test_every_choice_is_computed_or_counted_as_dropped(capacity: float | None) 
 
 BALANCED: dict[str, dict[str, Any]] = {
     "loss": {"moe_aux_loss_coeff": 0.05},
-    "bias": {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.004, "moe_router_score_function": "sigmoid"},
+    "bias": {"moe_aux_loss_coeff": 0.0, "moe_router_bias_update_rate": 0.01, "moe_router_score_function": "sigmoid"},
     "nothing": {"moe_aux_loss_coeff": 0.0},
 }
 """Keys that balance, and none."""
 
 
-def loads(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[Tensor, float, float]:
+def loads(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[Tensor, float]:
     """For the pool: of 200 steps the mean load of each expert in the last 20 of them, `[blocks, experts]`,
-    the largest of these steps, and the most that was dropped. The router begins with half of the experts far
-    behind."""
+    and the most that was dropped. The router begins with half of the experts far behind."""
     values = {**MOE, "moe_num_experts": 8, "moe_z_loss_coeff": 0.0, **keys}
     args = small(**values, train_micro_batch_size_per_gpu=16, gradient_accumulation_steps=1).for_world(1)
     engine = build_engine(args, groups_of(args, 1))
@@ -250,23 +249,23 @@ def loads(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[Tensor, flo
     engine.set_weights(weights)
     seen, dropped = [], 0.0
     for step in range(200):
-        result = engine.train_step([random_batch(args, rows=16, seed=step)], 3e-3)
+        result = engine.train_step([random_batch(args, rows=16, seed=step)], 5e-4)
         dropped = max(dropped, float(result.metrics["moe_dropped"]))
         assert engine.routing is not None
         seen.append(engine.routing.load)
     engine.close()
-    last = torch.stack(seen[-20:])
-    return last.mean(0), float(last.amax((1, 2)).mean()), dropped
+    return torch.stack(seen[-20:]).mean(0), dropped
 
 
 @pytest.mark.parametrize("kind", BALANCED)
 def test_balanced_experts_have_tokens(kind: str) -> None:
-    load, largest, dropped = run_ranks(loads, 1, BALANCED[kind])[0]
+    load, dropped = run_ranks(loads, 1, BALANCED[kind])[0]
     assert dropped == 0.0
+    # Over other batches 0.79 to 0.95 with balancing, 0.05 to 0.16 without.
     if kind == "nothing":
-        assert load.min() < 0.1 and largest > 2.7, f"the control is balanced by itself: {load}, {largest}"
+        assert load.min() < 0.3, f"the control is balanced by itself: {load}"
     else:
-        assert load.min() > 0.1 and largest < 2.5, f"loads {load}, the largest {largest}"
+        assert load.min() > 0.5 and load.max() < 2.0, load
 
 
 def preferences(rank: int, world_size: int, keys: dict[str, Any]) -> Run:

@@ -96,7 +96,8 @@ def test_same_numbers(env: dict[str, str]) -> None:
     case_curves = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
     for i, name in enumerate(CASES):
         loss, norm, weights = furthest(case_curves[i], case_curves[i + len(CASES)])
-        limit = 3e-4 if values[i]["precision"] != "fp32" else 1e-6
+        # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
+        limit = 1e-3 if values[i]["precision"] != "fp32" else 1e-6
         assert max(loss, norm, weights) < limit, name
 
 
