@@ -72,13 +72,13 @@ test-browser: $(ENV)  ## pages of runs, cleaning and pipelines opened in Chromiu
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools
 
-soak: $(ENV)  ## runs killed at random moments, many times
+soak: $(ENV)  ## runs killed at random moments, many times; a rehearsal of make gpu; 20,000 cleaned documents
 	$(RUN) -m pytest tests -m soak
 
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or cpu" tests/fake
 
-gpu: $(ENV)  ## one GPU, 8 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
+gpu: $(ENV)  ## one GPU, 9.5 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
 	@$(RUN) benchmarks/gpu.py $(ARGS)
 
 gpu-rehearsal: $(ENV)  ## every part of make gpu on a CPU, at tiny size

@@ -7,6 +7,7 @@ are compared first. On a CPU in fp32, on a GPU in bf16.
 """
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -39,8 +40,21 @@ SHAPES = {
     "mixtral": Shape(512, 8, 2, 1792, 2048),
     "fine": Shape(512, 64, 8, 192, 2048),
     "30b": Shape(2048, 128, 8, 768, 8192),
+    "rehearsal": Shape(64, 8, 2, 32, 64),
 }
-"""Mixtral's proportions, Qwen 3's at a quarter of its width, and Qwen 3 30B-A3B's block."""
+"""Mixtral's proportions, Qwen 3's at a quarter of its width, Qwen 3 30B-A3B's block, and a rehearsal's."""
+
+
+class Row(NamedTuple):
+    """One way to run a block of `experts`: medians over rounds of its seconds, and of its speed as a multiple
+    of ours in the same round."""
+
+    experts: str
+    name: str
+    seconds: float
+    beside_ours: float
+
+
 IMPLEMENTATIONS = ("eager", "grouped_mm")  # batched_mm copies weights for every token
 Run = Callable[[Tensor], Tensor]
 
@@ -114,24 +128,31 @@ def timed(run: Run, x: Tensor, params: list[nn.Parameter], steps: int) -> float:
 def main() -> None:
     """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="default: mixtral and fine, on a GPU 30b too")
+    parser.add_argument("--shape", choices=SHAPES, nargs="+", help="default: mixtral and fine, on a GPU 30b too")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, where there is one")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=2, help="passes of a turn")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
     options = parser.parse_args()
-    cuda = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if cuda else "cpu"), torch.bfloat16 if cuda else torch.float32
-    for name in options.shape or (SHAPES if cuda else ("mixtral", "fine")):
-        table(name, SHAPES[name], device, dtype, options.rounds, options.steps)
+    device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    rows: list[Row] = []
+    for name in options.shape or ("mixtral", "fine", "30b")[: 3 if device.type == "cuda" else 2]:
+        rows += measured(name, device, options.rounds, options.steps)
+        if options.json is not None:
+            options.json.write_text(json.dumps({"rows": [row._asdict() for row in rows]}, indent=1) + "\n")
 
 
-def table(name: str, shape: Shape, device: torch.device, dtype: torch.dtype, rounds: int, steps: int) -> None:
-    """Measure one shape and print it."""
+def measured(name: str, device: torch.device, rounds: int, steps: int) -> list[Row]:
+    """Measure one shape and print its table."""
+    shape, dtype = SHAPES[name], torch.bfloat16 if device.type == "cuda" else torch.float32
     torch.manual_seed(0)
     moe = ours(shape, device, dtype)
     x = torch.randn(shape.tokens // 8, 8, shape.hidden, device=device, dtype=dtype)
     runs: dict[str, tuple[Run, list[nn.Parameter]]] = {"ours": (lambda x: moe.core(x)[0], list(moe.parameters()))}
     with torch.no_grad():
         expected = moe.core(x)[0]
+    # In bf16 their router's logits are rounded: a token between two experts may go to the other.
+    tolerance, allowed = (5e-2, 5e-2) if dtype == torch.bfloat16 else (1e-5, 0.0)
     for implementation in IMPLEMENTATIONS:
         block = theirs(shape, moe, implementation)
         try:
@@ -142,8 +163,9 @@ def table(name: str, shape: Shape, device: torch.device, dtype: torch.dtype, rou
         except Exception as problem:  # an implementation that this device has not
             print(f"transformers {implementation}: {type(problem).__name__}: {str(problem).splitlines()[0]}")
             continue
-        far = float((out - expected).abs().max() / expected.abs().max())
-        assert far < (2e-2 if dtype == torch.bfloat16 else 1e-5), f"{implementation}: {far}"
+        errors = (out - expected).norm(dim=-1) / expected.norm(dim=-1)
+        share = float((errors > tolerance).float().mean())
+        assert share <= allowed, f"{implementation}: {share:.1%} of the tokens have another output"
         runs[f"transformers {implementation}"] = block, list(block.parameters())
     runs["floor"] = floor(shape, moe), []
     seconds: dict[str, list[float]] = {key: [] for key in runs}
@@ -152,12 +174,16 @@ def table(name: str, shape: Shape, device: torch.device, dtype: torch.dtype, rou
             took = timed(runs[key][0], x, runs[key][1], steps)
             if turn:  # the first warms up
                 seconds[key].append(took)
+    rows = [
+        Row(name, key, median(of), median(mine / it for mine, it in zip(seconds["ours"], of, strict=True)))
+        for key, of in seconds.items()
+    ]
     print(f"\n{name}: {shape.experts} experts of {shape.width}, top {shape.top_k}, hidden {shape.hidden}, ", end="")
     print(f"{shape.tokens} tokens, {str(dtype).removeprefix('torch.')} on {device.type}\n")
     print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
-    for key, of in seconds.items():
-        ratio = median(mine / it for mine, it in zip(seconds["ours"], of, strict=True))
-        print(f"| {key} | {1e3 * median(of):.1f} | {ratio:.2f} |")
+    for row in rows:
+        print(f"| {row.name} | {1e3 * row.seconds:.1f} | {row.beside_ours:.2f} |", flush=True)
+    return rows
 
 
 if __name__ == "__main__":

@@ -49,8 +49,18 @@ SHAPES: dict[str, dict[str, int]] = {
         "seq": 4096,
         "micro_batch": 4,
     },
+    # Of OLMoE 1B-7B's 16; the feed-forward width is an expert's.
+    "OLMoE-6layers": {
+        "layers": 6,
+        "hidden": 2048,
+        "heads": 16,
+        "ffn": 1024,
+        "vocab": 50304,
+        "seq": 4096,
+        "micro_batch": 4,
+    },
 }
-# NeoX's architecture as Pythia has it, and Llama's.
+# NeoX's architecture as Pythia has it, Llama's, and that with OLMoE's experts.
 STYLES: dict[str, dict[str, Any]] = {
     "neox": {"norm": "layernorm", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"},
     "llama": {
@@ -60,6 +70,15 @@ STYLES: dict[str, dict[str, Any]] = {
         "use_bias_in_attn_linear": False,
         "use_bias_in_mlp": False,
     },
+}
+STYLES["olmoe"] = {
+    **STYLES["llama"],
+    "use_qk_layernorm": True,
+    "use_separate_qk_norms": True,
+    "moe_num_experts": 64,
+    "moe_top_k": 8,
+    "moe_router_type": "topk",
+    "moe_aux_loss_coeff": 0.0,  # transformers has none either, unless asked for the router's logits
 }
 BARE = "bare torch"
 CONTESTANTS = ("bare", "native", "deepspeed", "transformers")
@@ -203,7 +222,7 @@ def bare_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch, dtype: torch
 def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dtype) -> tuple[Step, int]:
     """A step of the same shape and loop with transformers' model, with `lora` under peft, and its number of
     parameters."""
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+    import transformers as hf
 
     shape: dict[str, Any] = {
         "vocab_size": args.padded_vocab_size,
@@ -219,9 +238,13 @@ def transformers_step(args: NeoXArgs, style: str, batch: Batch, dtype: torch.dty
     with batch.tokens.device:
         if style == "neox":
             rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": args.rotary_pct}
-            model = GPTNeoXForCausalLM(GPTNeoXConfig(**shape, use_parallel_residual=True, rope_parameters=rope))
+            model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**shape, use_parallel_residual=True, rope_parameters=rope))
+        elif style == "olmoe":
+            experts: dict[str, Any] = {"num_experts": args.moe_num_experts, "num_experts_per_tok": args.moe_top_k}
+            experts["experts_implementation"] = "grouped_mm"
+            model = hf.OlmoeForCausalLM(hf.OlmoeConfig(**shape, **experts))
         else:
-            model = LlamaForCausalLM(LlamaConfig(**{**shape, "num_key_value_heads": args.kv_heads}))
+            model = hf.LlamaForCausalLM(hf.LlamaConfig(**{**shape, "num_key_value_heads": args.kv_heads}))
     model.set_attn_implementation("sdpa")
     blocks = model.base_model.layers
     if args.lora is not None:

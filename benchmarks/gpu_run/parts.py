@@ -9,7 +9,9 @@ OUTCOMES = "outcomes.jsonl"  # what tests write as they end
 RESULT = "result.json"  # what the others write, and write again as they go on
 FACTS = "facts"
 _THROUGHPUT = "benchmarks/train_throughput.py"
-_SHAPE_OF = {"1.4B": ("neox", "1.4B"), "7B shape": ("llama", "7B-8layers")}
+_SHAPE_OF = {
+    "1.4B": ("neox", "1.4B"), "7B shape": ("llama", "7B-8layers"), "OLMoE shape": ("olmoe", "OLMoE-6layers"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,7 @@ def _tests(name: str, about: str, file: str, typical_s: float, limit_s: float) -
     return Part(name, about, command, typical_s, limit_s, ("pytest",), tests=True)
 
 
-def _speed(
-    name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = (), typical_s: float = 38
-) -> Part:
+def _speed(name: str, shape: str, contestant: str, *more: str, needs: tuple[str, ...] = ()) -> Part:
     """A contestant of the training step, alone in its process."""
     style, preset = _SHAPE_OF[shape]
     command = (
@@ -50,7 +50,7 @@ def _speed(
         "--rounds", "2", "--json", "{folder}/" + RESULT, *more,
     )  # fmt: skip
     beside = None if name == f"{shape}, bare torch" else f"{shape}, bare torch"
-    return Part(name, f"a training step of the {shape}", command, typical_s, 120, needs, beside=beside)
+    return Part(name, f"a training step of the {shape}", command, 24, 120, needs, beside=beside)
 
 
 def _dpo() -> Part:
@@ -66,7 +66,14 @@ def _dpo() -> Part:
 
 _HEAD = Part(
     "head and loss", "the output layer and its loss, 16,384 x 2048 x 50304 in bf16, beside their three products",
-    ("benchmarks/head_loss.py", "--shape", "1.4B", "--rounds", "5", "--json", "{folder}/" + RESULT), 30, 120,
+    ("benchmarks/head_loss.py", "--shape", "1.4B", "--rounds", "5", "--json", "{folder}/" + RESULT), 15, 120,
+)  # fmt: skip
+
+
+_EXPERTS = Part(
+    "experts", "a block of experts forwards and backwards beside transformers' and its matrix products alone",
+    ("benchmarks/experts.py", "--shape", "30b", "--rounds", "3", "--json", "{folder}/" + RESULT), 12, 90,
+    ("transformers",),
 )  # fmt: skip
 
 
@@ -76,20 +83,22 @@ CORRECTNESS: tuple[Part, ...] = (
         ("-m", "benchmarks.gpu_run.facts", "{folder}/" + RESULT), 10, 60,
     ),
     _tests("device", "driver, doctor, collectives of NCCL with one rank", "test_device_gpu.py", 10, 60),
-    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 15, 60),
+    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 120, 240),
     _tests(
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
-        "test_layers_gpu.py", 15, 90,
+        "test_layers_gpu.py", 25, 90,
     ),
-    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 25, 90),
-    _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 30, 90),
-    _tests("FP8", "casts and products beside the CPU, steps beside bf16", "test_fp8_gpu.py", 45, 150),
+    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 100, 240),
+    _tests("compile", "compiled blocks beside eager ones", "test_compile_gpu.py", 100, 300),
     _tests(
         "checkpoints", "resumed bit for bit; written there, read on a CPU",
-        "test_checkpoints_gpu.py test_host_copies_gpu.py", 25, 120,
+        "test_checkpoints_gpu.py test_host_copies_gpu.py", 60, 180,
     ),
+)  # fmt: skip
+MORE_CORRECTNESS: tuple[Part, ...] = (
+    _tests("FP8", "casts and products beside the CPU, steps beside bf16", "test_fp8_gpu.py", 53, 150),
     _tests(
-        "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 15, 60
+        "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 90, 240
     ),
     _tests(
         "packages", "flash-attn, Transformer-Engine and apex, where they are installed, beside torch",
@@ -105,6 +114,10 @@ SPEED: tuple[Part, ...] = (
     _speed("1.4B, DeepSpeed", "1.4B", "deepspeed", needs=_DEEPSPEED),
     _speed("1.4B, transformers", "1.4B", "transformers", needs=("transformers",)),
     _speed("1.4B, native, packed", "1.4B", "native", *_PACKED),
+)
+MORE_SPEED: tuple[Part, ...] = (
+    _EXPERTS,
+    _speed("OLMoE shape, native", "OLMoE shape", "native"),
     _speed("7B shape, bare torch", "7B shape", "bare"),
     _speed("7B shape, native", "7B shape", "native"),
     _speed("7B shape, DeepSpeed", "7B shape", "deepspeed", needs=_DEEPSPEED),
@@ -137,9 +150,14 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
 
 
 def parts() -> list[Part]:
-    """What `make gpu` runs: correctness in the order in which one thing needs another, then speed."""
-    last = _speed("7B shape, transformers", "7B shape", "transformers", needs=("transformers",))
-    return [*CORRECTNESS, *SPEED, _HEAD, _dpo(), last]
+    """What `make gpu` runs: correctness in the order in which one thing needs another, and speed, of what
+    every run needs; then both of the rest."""
+    last = (
+        _speed("7B shape, transformers", "7B shape", "transformers", needs=("transformers",)),
+        _speed("OLMoE shape, bare torch", "OLMoE shape", "bare"),
+        _speed("OLMoE shape, transformers", "OLMoE shape", "transformers", needs=("transformers",)),
+    )
+    return [*CORRECTNESS, *SPEED, *MORE_CORRECTNESS, *MORE_SPEED, _HEAD, _dpo(), *last]
 
 
 def ablations() -> list[Part]:
@@ -148,7 +166,7 @@ def ablations() -> list[Part]:
     for name, (keys, env) in _ABLATIONS.items():
         engine = "deepspeed" if "zero_optimization" in " ".join(keys) else "native"
         needs = ("deepspeed",) if engine == "deepspeed" else ()
-        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), needs=needs, typical_s=35)
+        part = _speed(name, "1.4B", engine, *(("--set", *keys) if keys else ()), needs=needs)
         made.append(replace(part, beside=None if name == BASE else BASE, about="the engine's step", env=env))
     return [CORRECTNESS[0], *made]
 

@@ -95,6 +95,8 @@ def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | Non
         if own is not None and other is not None:
             words.append(f"{other / own:.3f} of the speed of: {beside}")
         return ", ".join([*words, f"peak {row['peak_bytes'] / 1e9:.1f} GB"])
+    if rows and "beside_ours" in rows[0]:
+        return "; ".join(f"{row['name']} {row['seconds'] * 1e3:.1f} ms" for row in rows)
     if rows and "over_floor" in rows[0]:
         return "; ".join(_head_words(row) for row in rows)
     if rows and "pairs_per_second" in rows[0]:

@@ -41,5 +41,5 @@ def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> 
     if alone is not None:
         return EngineChoice("native", f"auto: {alone} is its own")
     if on_gpu:
-        return EngineChoice("deepspeed", "auto: on GPUs, until the native engine has been measured there")
+        return EngineChoice("deepspeed", "auto: on GPUs, until the native engine has been measured on several")
     return EngineChoice("native", "auto: on CPUs")

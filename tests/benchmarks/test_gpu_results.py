@@ -21,6 +21,12 @@ def write(folder: Path, kind: str = "gpu") -> Path:
             {"name": "test_stub.py::test_b", "outcome": "failed", "reason": "wrong"},
         ]),
         "long": Outcome("long", "left out", reason="no time: it takes about 9999 s"),
+        "slow": Outcome("slow", "passed", 9.0, result={"rows": [
+            {"experts": "30b", "name": "ours", "seconds": 0.0074, "beside_ours": 1.0},
+        ]}),
+        "crash": Outcome("crash", "passed", 9.0, result={"rows": [
+            {"name": "loss in chunks", "milliseconds": 16.62, "over_floor": 1.304, "peak": 83e7},
+        ]}),
         "bare": Outcome("bare", "passed", 40.0, result=eval(STEP.replace("SECONDS", "0.5"))),
         "engine": Outcome("engine", "passed", 41.0, result=eval(STEP.replace("SECONDS", "0.4"))),
     }  # fmt: skip
@@ -45,6 +51,8 @@ def test_the_page_is_made_from_the_table(tmp_path: Path) -> None:
     assert "### NVIDIA Stub, 2030-01-02" in text
     assert "| tests of a stub | failed | 1 passed, 1 failed | 9 |" in text
     assert "| engine | 400.0 | 1 | 400.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
+    assert "| a block of experts | | ms | speed beside ours |\n|---|---|---:|---:|\n| 30b | ours | 7.4 | 1.00 |" in text
+    assert "| loss in chunks | 16.6 | 1.30 | 0.83 |" in text
     assert "- tests: failed, 1 of 2 tests failed: `test_stub.py::test_b`" in text
     assert "- long: left out, no time" in text
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

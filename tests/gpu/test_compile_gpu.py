@@ -16,6 +16,7 @@ pytestmark = pytest.mark.gpu
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+EXPERTS: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
 _MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
 
 
@@ -44,6 +45,10 @@ def compiler(device: torch.device) -> Iterator[None]:
         pytest.param("bfloat16", True, {**LLAMA, **SELECTIVE}, 5e-2, marks=_MORE, id="selective bf16"),
         pytest.param("bfloat16", True, {**LLAMA, "activation_memory_budget": 0.3}, 5e-2, marks=_MORE, id="budget bf16"),
         pytest.param("bfloat16", False, {**LLAMA, "compile": "block-max"}, 5e-2, marks=_MORE, id="block-max bf16"),
+        pytest.param(
+            "fp32", False, {**WIDE, **DROPOUT, "sliding_window_width": 20}, 1e-4, marks=_MORE, id="window dropout"
+        ),
+        pytest.param("fp32", True, {**LLAMA, **EXPERTS}, 1e-4, marks=_MORE, id="experts"),
         pytest.param("fp32", False, {**WIDE, **DROPOUT}, 1e-4, marks=_MORE, id="dropout"),
         pytest.param("bfloat16", True, {**LLAMA, **DROPOUT}, 5e-2, marks=_MORE, id="packed dropout bf16"),
     ],

@@ -49,7 +49,7 @@ def _of_run(found: Mapping[str, Any], path: Path) -> str:
         head = "| a training step | ms | tokens/s | model TFLOP/s | of ceiling | speed beside | peak GB |"
         lines += [head, "|---|---:|---:|---:|---:|---|---:|", *(_speed_row(part, by_name) for part in speeds), ""]
         lines += [f"![TFLOP/s of each]({_link(path.with_suffix('.png'))})", ""]
-    lines += [line for part in parts for line in _pairs(part)]
+    lines += [line for part in parts for line in _own_table(part)]
     lines += [_missing(part) for part in parts if part["state"] != "passed"]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -90,17 +90,39 @@ def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
     )
 
 
-def _pairs(part: Part) -> list[str]:
+# Of results that have a table of their own, by a key that their rows have: its first lines, and a row.
+_TABLES: dict[str, tuple[tuple[str, str], str]] = {
+    "beside_ours": (
+        ("| a block of experts | | ms | speed beside ours |", "|---|---|---:|---:|"),
+        "| {experts} | {name} | {milliseconds:.1f} | {beside_ours:.2f} |",
+    ),
+    "over_floor": (
+        ("| output layer and loss | ms | of their products alone | peak GB |", "|---|---:|---:|---:|"),
+        "| {name} | {milliseconds:.1f} | {over_floor:.2f} | {peak_gb:.2f} |",
+    ),
+    "pairs_per_second": (
+        ("| DPO | pairs/s | with reference | ours is faster | peak GB |", "|---|---:|---:|---:|---:|"),
+        "| {name} | {pairs_per_second:.2f} | {pairs_per_second_with_reference:.2f} | {ratio:.2f} | {peak_gb:.1f} |",
+    ),
+}
+
+
+def _own_table(part: Part) -> list[str]:
     rows = (part["result"] or {}).get("rows", [])
-    if not rows or "pairs_per_second" not in rows[0]:
-        return []
-    lines = ["| DPO | pairs/s | with reference | ours is faster | peak GB |", "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        lines.append(
-            f"| {row['name']} | {row['pairs_per_second']:.2f} | {row['pairs_per_second_with_reference']:.2f} | "
-            f"{row['ratio']:.2f} | {row['peak_bytes'] / 1e9:.1f} |"
-        )
-    return [*lines, ""]
+    for key, (head, line) in _TABLES.items():
+        if rows and key in rows[0]:
+            return [*head, *(line.format(**_in_units(row)) for row in rows), ""]
+    return []
+
+
+def _in_units(row: Part) -> dict[str, Any]:
+    """The row with its time in milliseconds and its peak in GB."""
+    made = dict(row)
+    if "seconds" in row:
+        made["milliseconds"] = row["seconds"] * 1e3
+    if (peak := row.get("peak_bytes", row.get("peak"))) is not None:
+        made["peak_gb"] = peak / 1e9
+    return made
 
 
 def _missing(part: Part) -> str:
