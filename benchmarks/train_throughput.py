@@ -287,7 +287,9 @@ def contestants(options: argparse.Namespace, device: torch.device) -> tuple[dict
         ours = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
         if count != ours:
             raise RuntimeError(f"the model has {ours:,} parameters, that of transformers {count:,}: not the same shape")
-    kernels = choose_backends(args, device, [attention_spec(args, 0)])
+    attention = attention_spec(args, 0)
+    assert attention is not None
+    kernels = choose_backends(args, device, [attention])
     return found, args, kernels[args.attention_backend].name
 
 

@@ -31,7 +31,7 @@ FILTERINGS = ("unfiltered", "filtered")
 DATA = ("data/dolci", "data/mcqa")
 # What a run takes over: whatever says what the model is, how it is computed and how many rows a step has.
 _TAKEN = (
-    "ModelKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
+    "ModelKeys", "MambaKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys",
     "PrecisionKeys", "ParallelKeys", "BatchKeys", "OptimizerKeys", "DeepspeedKeys", "TrainingKeys",
 )  # fmt: skip
 # Of these what belongs to the length of the old run, or to its end.

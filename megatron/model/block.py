@@ -1,4 +1,4 @@
-"""One transformer block: a mixer and a feed-forward, their norms, and the residual form around them."""
+"""One block: a mixer and a feed-forward, or one of them, their norms, and the residual form around them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.model.attention import AttentionBackends, AttentionInputs, SelfAttention
-from megatron.model.cache import LayerCache
+from megatron.model.cache import LayerCache, StateCache
+from megatron.model.mamba import Mamba, Mamba2, ScanKernels, StateInputs
 from megatron.model.mlp import MLP
 from megatron.model.moe import MoE, RoutingSums
 from megatron.model.norms import NORMS, Norm, build_norm
@@ -35,12 +36,13 @@ class SubLayer(Protocol):
     Spec: the frozen dataclass that describes one of its kind.
     spec: from the configuration and the number of a block, counted from 0, to its `Spec`; None where the
     block has a sublayer of another kind.
+    module_name: of a mixer, GPT-NeoX's name of it in the block.
     params: the parameters that the constructor allocates for a `Spec`. The constructor takes (spec, groups,
-    sequence_parallel); that of a mixer takes `backends` too, those of attention.
+    sequence_parallel); that of a mixer takes `backends` too, what it computes with.
     core: everything before the last linear, which is row-parallel. A mixer's takes `[seq, batch, hidden]`,
-    its `AttentionInputs` (None if it is no attention), the seed of its dropout, its cache, and the seed that
-    its linears are given; a feed-forward's `[seq, batch, hidden]`, that seed, and which tokens count (as of
-    `Router`), and it returns its `RoutingSums` too, None where it routes nothing.
+    its `AttentionInputs`, or `StateInputs` where it has a state, the seed of its dropout, its cache, and the
+    seed that its linears are given; a feed-forward's `[seq, batch, hidden]`, that seed, and which tokens
+    count (as of `Router`), and it returns its `RoutingSums` too, None where it routes nothing.
     output: that last linear, or what sums the products of tensor ranks.
     """
 
@@ -51,20 +53,21 @@ class SubLayer(Protocol):
     output: Linear | PartialSum
 
 
-# The kinds of sublayers: the first whose `spec` is not None is the block's. A new kind is a class in a file
-# of its own, and an entry here.
-MIXERS: tuple[type[Any], ...] = (SelfAttention,)
+# The kinds of sublayers: the first whose `spec` is not None is the block's, which may have none. A new kind
+# is a class in a file of its own, and an entry here.
+MIXERS: tuple[type[Any], ...] = (SelfAttention, Mamba, Mamba2)
 FEED_FORWARDS: tuple[type[Any], ...] = (MoE, MLP)
 # The modules of a block in GPT-NeoX's order, under GPT-NeoX's names.
 _SUBMODULES = (
-    "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
+    "norm", "mixer", "input_layernorm", "attention", "post_attention_layernorm", "pre_feedforward_layernorm",
     "post_feedforward_layernorm", "mlp",
 )  # fmt: skip
 
 
 def sublayer_spec(table: Sequence[type[Any]], args: NeoXArgs, block: int) -> Any:
-    """The spec of block number `block` by the first kind of the table that has one for it."""
-    return next(spec for kind in table if (spec := kind.spec(args, block)) is not None)
+    """The spec of block number `block` by the first kind of the table that has one for it; None where it has
+    no such sublayer."""
+    return next((spec for kind in table if (spec := kind.spec(args, block)) is not None), None)
 
 
 class DropoutSeeds(NamedTuple):
@@ -79,7 +82,7 @@ class DropoutSeeds(NamedTuple):
 
 
 class Block(nn.Module):
-    """A transformer block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
+    """A block, from `[seq, batch, hidden]` to the same shape (`[seq/T]` under sequence
     parallelism).
 
     checkpoint: runs a function on the block's input and keeps less for the backward pass than it makes
@@ -89,7 +92,9 @@ class Block(nn.Module):
     checkpoint: Callable[[Callable[[Tensor], Any], Tensor], Any] | None = None
 
     attention: SubLayer
+    mixer: SubLayer
     mlp: SubLayer
+    norm: Norm
     input_layernorm: Norm
     post_attention_layernorm: Norm
     pre_feedforward_layernorm: Norm
@@ -101,7 +106,7 @@ class Block(nn.Module):
         groups: ParallelGroups,
         sequence_parallel: bool = False,
         *,
-        backends: AttentionBackends | None,
+        backends: AttentionBackends | ScanKernels | None,
     ) -> None:
         super().__init__()
         self.residual = spec.residual
@@ -111,11 +116,13 @@ class Block(nn.Module):
         self.seed_offset = groups.rank("tensor") if sequence_parallel else 0
         self.tensor_rank = groups.rank("tensor")  # whose heads are others than those of other ranks
         self.one_norm = "post_attention_layernorm" not in spec.norms
+        mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
+        self.mixer_name = None if mixer is None else mixer.module_name
         for name in _SUBMODULES:
-            if name == "attention":
-                self.attention = _kind(MIXERS, spec.mixer)(spec.mixer, groups, sequence_parallel, backends=backends)
-            elif name == "mlp":
-                self.mlp = _kind(FEED_FORWARDS, spec.feed_forward)(spec.feed_forward, groups, sequence_parallel)
+            if name == self.mixer_name:
+                setattr(self, name, mixer(spec.mixer, groups, sequence_parallel, backends=backends))
+            elif name == "mlp" and feed_forward is not None:
+                self.mlp = feed_forward(spec.feed_forward, groups, sequence_parallel)
             elif name in spec.norms:
                 setattr(self, name, build_norm(spec.norms[name], groups, sequence_parallel))
 
@@ -123,8 +130,11 @@ class Block(nn.Module):
     def params(spec: BlockSpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
         params = {name: NORMS[norm.kind].params(norm) for name, norm in spec.norms.items()}
-        params["attention"] = _kind(MIXERS, spec.mixer).params(spec.mixer)
-        params["mlp"] = _kind(FEED_FORWARDS, spec.feed_forward).params(spec.feed_forward)
+        mixer, feed_forward = _kind(MIXERS, spec.mixer), _kind(FEED_FORWARDS, spec.feed_forward)
+        if mixer is not None:
+            params[mixer.module_name] = mixer.params(spec.mixer)
+        if feed_forward is not None:
+            params["mlp"] = feed_forward.params(spec.feed_forward)
         return tuple(param for name in _SUBMODULES for param in with_prefix(name, params.get(name, ())))
 
     def seeds(self, *parts: int) -> DropoutSeeds:
@@ -136,20 +146,20 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        inputs: AttentionInputs | None,
+        inputs: AttentionInputs | StateInputs | None,
         seeds: DropoutSeeds,
-        cache: LayerCache | None = None,
+        cache: LayerCache | StateCache | None = None,
         counted: Tensor | None = None,
     ) -> tuple[Tensor, RoutingSums | None]:
         """Run the block on `x`. Returns the sums of its router beside the result, None without one.
 
         seeds: of `Block.seeds`.
-        cache: this block's keys and values in generation; None in training.
+        cache: this block's keys and values, or states, in generation; None in training.
         counted: as of `Router`.
         """
 
         def mix(x: Tensor) -> Tensor:
-            return self.attention.core(x, inputs, seeds.attention, cache, seeds.adapters)
+            return self._mixer.core(x, inputs, seeds.attention, cache, seeds.adapters)
 
         def feed(x: Tensor) -> tuple[Tensor, RoutingSums | None]:
             return self.mlp.core(x, seeds.adapters, counted)
@@ -165,12 +175,23 @@ class Block(nn.Module):
         x = x if seed is None else dropout(x, self.hidden_dropout, seed, self.training)
         return x if self.multiplier == 1.0 else x * self.multiplier
 
+    @property
+    def _mixer(self) -> SubLayer:
+        return self.attention if self.mixer_name == "attention" else self.mixer
+
     def _mixed(self, inner: Tensor, seeds: DropoutSeeds) -> Tensor:
-        return self.attention.output(inner, seeds.adapters)
+        return self._mixer.output(inner, seeds.adapters)
 
     def _fed(self, x: Tensor, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         inner, routed = feed(x)
         return self.mlp.output(inner, seeds.adapters), routed
+
+    def _single(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
+        """x + mixer(norm x), or x + mlp(norm x): the blocks of Mamba and of hybrids."""
+        if self.mixer_name is not None:
+            return x + self._added(self._mixed(mix(self.norm(x)), seeds), seeds.mixer), None
+        fed, routed = self._fed(self.norm(x), feed, seeds)
+        return x + self._added(fed, seeds.feed_forward), routed
 
     def _sequential(self, x: Tensor, mix: Mix, feed: Feed, seeds: DropoutSeeds) -> tuple[Tensor, RoutingSums | None]:
         """h = x + attn(ln1 x), then h + mlp(ln2 h): GPT-2's pre-norm block."""
@@ -211,9 +232,10 @@ _RESIDUAL_FORMS = {
     "parallel": Block._parallel,
     "olmo3": Block._olmo3,
     "sandwich": Block._sandwich,
+    "single": Block._single,
 }
 
 
 def _kind(table: Sequence[type[Any]], spec: Any) -> Any:
-    """The class of the table whose specs are of this type."""
-    return next(kind for kind in table if isinstance(spec, kind.Spec))
+    """The class of the table whose specs are of this type; None for no spec."""
+    return None if spec is None else next(kind for kind in table if isinstance(spec, kind.Spec))

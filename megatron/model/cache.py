@@ -1,7 +1,7 @@
 """The paged key-value cache of generation (arXiv 2309.06180).
 
 Keys and values of past tokens are kept in a pool of blocks that texts take as they grow, so that a new token
-does not run the text before it again.
+does not run the text before it again; of Mamba's blocks a state for each text.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class CacheRows:
     text as much is read as for the longest of its group.
     room: buffers for the keys (0) and values (1) that are read, by which of them and shape. All layers and
     steps use them in turn.
+    states: `[rows]` int64, where the states of Mamba's blocks stand for each row; None in models without.
     """
 
     slots: Tensor
     table: Tensor
     parts: Sequence[tuple[int, int, int]]
     room: dict[tuple[int, torch.Size], Tensor]
+    states: Tensor | None = None
 
 
 class LayerCache(NamedTuple):
@@ -73,39 +75,93 @@ class LayerCache(NamedTuple):
         return out.view(len(table) // blocks, -1, *pool.shape[2:]).transpose(1, 2)
 
 
-@dataclass(frozen=True)
-class KVCache:
-    """The caches of the transformer blocks of a stage, by NeoX layer index, with the rows of one forward
-    pass.
+class StateCache(NamedTuple):
+    """What one of Mamba's blocks on this rank keeps of each text, however long: the last inputs of its
+    convolution `[texts, k - 1, channels]`, and its state `[texts, ..]`."""
 
-    The tensors are written in place, and all views share them.
-    """
-
-    layers: Mapping[int, LayerCache]
+    last_inputs: Tensor
+    states: Tensor
     rows: CacheRows
 
+    def inputs(self) -> Tensor:
+        """`[k - 1, rows, channels]`, those of the rows."""
+        return self.last_inputs[self.rows.states].transpose(0, 1)
+
+    def put_inputs(self, x: Tensor) -> None:
+        """Keep others for the rows, in the shape of `inputs`."""
+        self.last_inputs[self.rows.states] = x.transpose(0, 1).to(self.last_inputs.dtype)
+
+    def state(self) -> Tensor:
+        """`[rows, ..]`, those of the rows."""
+        return self.states[self.rows.states]
+
+    def put_state(self, state: Tensor) -> None:
+        """Keep others for the rows."""
+        self.states[self.rows.states] = state.to(self.states.dtype)
+
+
+class StateShapes(NamedTuple):
+    """The shapes of what a `StateCache` keeps of a text, and the dtype of its state."""
+
+    last_inputs: tuple[int, ...]
+    state: tuple[int, ...]
+    state_dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The caches of the blocks of a stage, by NeoX layer index, with the rows of one forward pass.
+
+    The tensors are written in place, and all views share them. block_size: tokens of a block.
+    """
+
+    layers: Mapping[int, LayerCache | StateCache]
+    rows: CacheRows
+    block_size: int
+
     @staticmethod
-    def empty(shapes: Mapping[int, tuple[int, int, int, int]], dtype: torch.dtype, device: torch.device) -> KVCache:
-        """A cache without rows. shapes: `[blocks, block_size, kv_heads, head_dim]` by layer.
+    def empty(
+        heads: Mapping[int, tuple[int, int]],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        states: Mapping[int, StateShapes],
+        texts: int,
+    ) -> KVCache:
+        """A cache without rows. heads: (key-value heads, head_dim) by layer; states: of layers that have
+        them, for so many texts at once.
 
         It begins as zeros, since what is masked must still be a number.
         """
         nothing = torch.empty(0, 0, dtype=torch.long)
         rows = CacheRows(nothing.flatten(), nothing, (), {})
-        made = {i: [_zeros(shape, dtype, device) for _ in range(2)] for i, shape in shapes.items()}
-        return KVCache({i: LayerCache(keys, values, rows) for i, (keys, values) in made.items()}, rows)
+        layers: dict[int, LayerCache | StateCache] = {}
+        for layer, shape in heads.items():
+            keys, values = (_zeros((blocks, block_size, *shape), dtype, device) for _ in range(2))
+            layers[layer] = LayerCache(keys, values, rows)
+        for layer, of in states.items():
+            last_inputs = _zeros((texts, *of.last_inputs), dtype, device)
+            layers[layer] = StateCache(last_inputs, _zeros((texts, *of.state), of.state_dtype, device), rows)
+        return KVCache(layers, rows, block_size)
 
     @property
     def length(self) -> int:
         """Number of columns of the rows: of slots for the longest text that `table` has room for."""
-        return self.rows.table.shape[1] * next(iter(self.layers.values())).keys.shape[1]
+        return self.rows.table.shape[1] * self.block_size
 
-    def of(self, slots: Tensor, table: Tensor, parts: Sequence[tuple[int, int, int]] | None = None) -> KVCache:
+    def of(
+        self,
+        slots: Tensor,
+        table: Tensor,
+        parts: Sequence[tuple[int, int, int]] | None = None,
+        states: Tensor | None = None,
+    ) -> KVCache:
         """A view of the same tensors for other rows, as `CacheRows` has them; parts: None for a single
         part."""
         parts = [(0, *table.shape)] if parts is None else parts
-        rows = CacheRows(slots, table, parts, self.rows.room)
-        return KVCache({i: LayerCache(cache.keys, cache.values, rows) for i, cache in self.layers.items()}, rows)
+        rows = CacheRows(slots, table, parts, self.rows.room, states)
+        return KVCache({i: cache._replace(rows=rows) for i, cache in self.layers.items()}, rows, self.block_size)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megatron.model.quantized import quantized_linears
 from megatron.model.stage import Stage
 from megatron.model.weight_map import named_params
-from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, mix_seed, shard_rows
+from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise, mark, mix_seed, shard_rows
 from megatron.mpu.quantized import QuantizedProduct
 from megatron.neox_arguments import NeoXArgs
 
@@ -27,6 +27,7 @@ def materialize(
     dtype: torch.dtype = torch.float32,
     finish: Finish | None = None,
     frozen_dtype: torch.dtype | None = None,
+    precise: bool = True,
 ) -> Stage:
     """Give the parameters that `build_stage` left on the meta device memory on the stage's device, one layer
     after the other; the same stage.
@@ -34,7 +35,7 @@ def materialize(
     What a value is at first is undefined. Parameters that modules share stay shared, frozen ones frozen;
     those that have memory keep it, with their values.
     finish: fills, or shards, each layer before the next one is given memory. frozen_dtype: of what is not
-    trained; None: `dtype`.
+    trained; None: `dtype`. precise: whether those that are to be fp32 in any precision are.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     stage.dtype = dtype
@@ -46,11 +47,11 @@ def materialize(
                     continue  # blocks may share a module
                 if param not in made:
                     its_dtype = dtype if param.requires_grad else frozen_dtype or dtype
-                    if is_never_trained(param):
+                    if is_never_trained(param) or (precise and is_precise(param)):
                         its_dtype = torch.float32
                     local = torch.empty_like(param, dtype=its_dtype, device=stage.device_of_groups)
                     made[param] = nn.Parameter(local, param.requires_grad)
-                    made[param].never_trained = is_never_trained(param)  # type: ignore[attr-defined]
+                    mark(made[param], is_never_trained(param), is_precise(param))
                     first_seen.append((f"{path}.{name}", made[param]))
                 module._parameters[name] = made[param]
         if finish is not None:
@@ -80,10 +81,17 @@ def _draw(rows: Tensor, method: str | float, spec: ParamSpec, args: NeoXArgs, ge
     elif method == "zeros":
         rows.zero_()
     elif method == "kaiming_uniform":  # of torch's and peft's linears: with a = sqrt(5)
-        bound = 1.0 / math.sqrt(spec.shape[1])
+        bound = 1.0 / math.sqrt(math.prod(spec.shape[1:]))
         rows.uniform_(-bound, bound, generator=generator)
     elif method == "gaussian_over_rank":
         rows.normal_(0.0, 1.0 / spec.shape[0], generator=generator)
+    elif method == "log_of_column":
+        rows.copy_(torch.arange(1, rows.shape[1] + 1, device=rows.device).log().expand_as(rows))
+    elif method == "log_of_uniform":
+        rows.uniform_(1.0, 16.0, generator=generator).log_()
+    elif method == "time_step":
+        steps = rows.uniform_(math.log(1e-3), math.log(0.1), generator=generator).exp_()
+        rows.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
     elif method.endswith("orthogonal"):
         gain = math.sqrt(2.0 / args.num_layers) if method == "scaled_orthogonal" else math.sqrt(2.0)
         nn.init.orthogonal_(rows, gain, generator=generator)
@@ -141,12 +149,13 @@ def init_stage(
     dtype: torch.dtype = torch.float32,
     take_over: Callable[[int, list[nn.Parameter]], None] | None = None,
     frozen_dtype: torch.dtype | None = None,
+    precise: bool = True,
 ) -> None:
     """`materialize` with this rank's part of the initial values, rounded from fp32; weights that are held
     packed are packed one after another.
 
     take_over: called with each layer's index and parameters, before the next one is given memory.
-    frozen_dtype: as of `materialize`.
+    frozen_dtype, precise: as of `materialize`.
     """
     specs, packed = named_params(args), quantized_linears(stage)
 
@@ -165,7 +174,7 @@ def init_stage(
         if take_over is not None:
             take_over(layer, [param for _, param in params])
 
-    materialize(stage, dtype, fill, frozen_dtype)
+    materialize(stage, dtype, fill, frozen_dtype, precise)
 
 
 def _key(layer: int, name: str) -> tuple[int, str]:

@@ -1,8 +1,8 @@
 """The model's layers as data: frozen descriptions, made from the configuration once.
 
 What depends on a layer reads its spec: construction, parameters, attention inputs, cache sizes, FLOPs,
-partitioning and conversion. Blocks may differ in all of it. The only mixer is attention; a feed-forward is
-dense or a mixture of experts; other kinds are added to the tables of `model.block`.
+partitioning and conversion. Blocks may differ in all of it. A mixer is attention, Mamba or Mamba 2; a
+feed-forward is dense or a mixture of experts; other kinds are added to the tables of `model.block`.
 """
 
 from collections.abc import Mapping
@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Literal
 
 from megatron.mpu import LoraSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.adapters import adapter_names, copied_modules, lora_scale
 
-Residual = Literal["sequential", "parallel", "olmo3", "sandwich"]
+Residual = Literal["sequential", "parallel", "olmo3", "sandwich", "single"]
 
 # Transformer-Engine's LayerNormMLP has these in GPT-NeoX, whatever the epsilon keys say
 # (transformer_engine.py).
@@ -180,6 +181,7 @@ class MoESpec:
     expert: one expert. capacity_factor: tokens that an expert takes at most, in units of their mean; None:
     all. cut: tensor ranks have a slice of every expert, else some of them whole. shared: a feed-forward
     beside them that all tokens go through; shared_gate: its output is multiplied by the sigmoid of a gate.
+    latent: experts read a projection of a token, as wide as `expert.hidden`; their sum is projected back.
     """
 
     router: RouterSpec
@@ -188,10 +190,66 @@ class MoESpec:
     cut: bool
     shared: DenseSpec | None
     shared_gate: bool
+    latent: bool = False
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    """Mamba's mixer (arXiv 2312.00752): a state of `state` numbers for each of `inner` channels.
+
+    dt_rank: of the projection of time steps. conv_kernel: tokens that the causal convolution sees.
+    conv_bias, bias: whether the convolution, and the linears but that of time steps, have biases. norm_eps:
+    of the RMS norms of B, C and time steps, which have no weights; None: there are none. fp32_params: A_log
+    and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision. backend:
+    `mamba_backend`.
+    """
+
+    hidden: int
+    inner: int
+    state: int
+    dt_rank: int
+    conv_kernel: int
+    conv_bias: bool
+    bias: bool
+    norm_eps: float | None
+    fp32_params: bool
+    state_fp32: bool
+    backend: str
+
+
+@dataclass(frozen=True)
+class Mamba2Spec:
+    """Mamba 2's mixer (arXiv 2405.21060): `heads` of `head_dim` channels, each with one decay and a state
+    `[head_dim, state]`.
+
+    groups: of neighbouring heads, which share B and C, and the mean square of the gated norm. norm_eps: of
+    this. chunk: tokens that the scan takes at once. time_step_limit: lowest and highest time step. Others as
+    of `MambaSpec`.
+    """
+
+    hidden: int
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv_kernel: int
+    conv_bias: bool
+    bias: bool
+    norm_eps: float
+    chunk: int
+    time_step_limit: tuple[float, float]
+    fp32_params: bool
+    state_fp32: bool
+    backend: str
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
 
 
 # The unions of all kinds of mixers and of feed-forwards.
-MixerSpec = AttentionSpec
+MixerSpec = AttentionSpec | MambaSpec | Mamba2Spec
 FeedForwardSpec = DenseSpec | MoESpec
 
 
@@ -220,13 +278,14 @@ class EmbeddingSpec:
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """One transformer block. norms: by their names in the block; which of them exist follows from
-    `residual`. multiplier: of what mixer and feed-forward add to the residual stream."""
+    """One block: a mixer and a feed-forward, or one of them alone (residual single). norms: by their names in
+    the block; which of them exist follows from `residual`. multiplier: of what mixer and feed-forward add to
+    the residual stream."""
 
     kind: ClassVar[str] = "block"
     index: int
-    mixer: MixerSpec
-    feed_forward: FeedForwardSpec
+    mixer: MixerSpec | None
+    feed_forward: FeedForwardSpec | None
     norms: Mapping[str, NormSpec]
     residual: Residual
     dropout: float
@@ -322,14 +381,16 @@ def _of(value: int | tuple[int, ...], block: int) -> int:
     return value[block] if isinstance(value, tuple) else value
 
 
-def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec:
-    """The attention of block number `block`, counted from 0."""
+def attention_spec(args: NeoXArgs, block: int) -> AttentionSpec | None:
+    """The attention of block number `block`, counted from 0; None where it has none."""
+    if args.attention_config[block] not in (*FULL_BLOCKS, "attention"):
+        return None
     slides = args.layer_types is None or args.layer_types[block] == "sliding_attention"
     width = args.sliding_window_width if slides else None
     # A window as wide as the longest sequence is none.
     window = width if width is not None and width < args.max_position_embeddings - 1 else None
     turns = args.pos_emb == "rotary" and (args.no_rope_layers is None or args.no_rope_layers[block] == 1)
-    named_flash = args.attention_config[block] == "flash" and len(set(args.attention_config)) > 1
+    named_flash = args.attention_config[block] == "flash" and "global" in args.attention_config
     relative = RelativeSpec(args.rpe_num_buckets, args.rpe_max_distance, args.num_attention_heads, args.head_dim)
     return AttentionSpec(
         hidden=args.hidden_size, heads=args.num_attention_heads, kv_heads=_of(args.kv_heads, block),
@@ -362,8 +423,12 @@ def lora_spec(args: NeoXArgs) -> LoraSpec | None:
     )  # fmt: skip
 
 
-def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
-    """The feed-forward of block number `block`, counted from 0."""
+def dense_spec(args: NeoXArgs, block: int) -> DenseSpec | None:
+    """The dense feed-forward of block number `block`, counted from 0; None where it has none."""
+    return _dense(args, block) if args.has_dense(block) else None
+
+
+def _dense(args: NeoXArgs, block: int) -> DenseSpec:
     return DenseSpec(
         hidden=args.hidden_size, width=_of(args.ffn_size, block), activation=activation_name(args),
         gated=args.is_gated, bias=args.use_bias_in_mlp, parallel_residual=args.gpt_j_residual, lora=lora_spec(args),
@@ -371,11 +436,10 @@ def dense_spec(args: NeoXArgs, block: int) -> DenseSpec:
 
 
 def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
-    """The mixture of experts of block number `block`, counted from 0; None where its feed-forward is
-    dense."""
+    """The mixture of experts of block number `block`, counted from 0; None where it has none."""
     if not args.has_experts(block):
         return None
-    dense, shared_width = dense_spec(args, block), args.moe_shared_expert_intermediate_size
+    dense, shared_width = _dense(args, block), args.moe_shared_expert_intermediate_size
     groups = args.moe_router_num_groups or 1
     router = RouterSpec(
         hidden=args.hidden_size, experts=args.moe_num_experts, top_k=args.moe_top_k,
@@ -383,12 +447,12 @@ def moe_spec(args: NeoXArgs, block: int) -> MoESpec | None:
         factor=args.moe_router_topk_scaling_factor, groups=groups, top_groups=args.moe_router_group_topk or groups,
         bias=args.moe_router_bias, bias_update_rate=args.moe_router_bias_update_rate, jitter=args.moe_jitter_eps or 0.0,
     )  # fmt: skip
-    expert = replace(dense, width=args.expert_ffn_size, bias=args.moe_expert_bias, lora=None)
+    latent, cut = args.moe_latent_size, args.moe_expert_tensor_parallel == "cut"
+    hidden, width = latent or args.hidden_size, args.expert_ffn_size
+    expert = replace(dense, hidden=hidden, width=width, bias=args.moe_expert_bias, lora=None)
     shared = replace(dense, width=shared_width, bias=False, lora=None) if shared_width is not None else None
-    return MoESpec(
-        router, expert, args.moe_expert_capacity_factor, args.moe_expert_tensor_parallel == "cut", shared,
-        args.moe_shared_expert_gate,
-    )  # fmt: skip
+    gate = args.moe_shared_expert_gate
+    return MoESpec(router, expert, args.moe_expert_capacity_factor, cut, shared, gate, latent is not None)
 
 
 def activation_name(args: NeoXArgs) -> str:
@@ -404,8 +468,10 @@ def activation_name(args: NeoXArgs) -> str:
     return "gelu_tanh" if name == "gelu" and tanh else name
 
 
-def block_norms(args: NeoXArgs) -> dict[str, NormSpec]:
-    """The norms of every block, by their names in the block."""
+def block_norms(args: NeoXArgs, block: int) -> dict[str, NormSpec]:
+    """The norms of block number `block`, by their names in the block; that of Mamba's is GPT-NeoX's."""
+    if args.attention_config[block] not in FULL_BLOCKS:
+        return {"norm": norm_spec(args)}
     norm, second = norm_spec(args), norm_spec(args, in_te_mlp=args.te_layernorm_mlp)
     one = {"input_layernorm": norm}
     two = one if has_one_norm(args) else {**one, "post_attention_layernorm": second}
@@ -414,8 +480,11 @@ def block_norms(args: NeoXArgs) -> dict[str, NormSpec]:
     return placed.get(args.norm_placement, two)
 
 
-def residual_form(args: NeoXArgs) -> Residual:
-    """The form of a block's residual stream: parallel with gpt_j_residual, else as norm_placement says."""
+def residual_form(args: NeoXArgs, block: int) -> Residual:
+    """The form of the residual stream of block number `block`: single where it is one sublayer, parallel with
+    gpt_j_residual, else as norm_placement says."""
+    if args.attention_config[block] not in FULL_BLOCKS:
+        return "single"
     if args.gpt_j_residual:
         return "parallel"
     return args.norm_placement if args.norm_placement in ("olmo3", "sandwich") else "sequential"

@@ -1,5 +1,6 @@
 """A pipeline stage: a contiguous part of the decoder, and how a micro-batch runs through it."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -18,10 +19,11 @@ from megatron.model.attention import (
     text_inputs,
     tree_inputs,
 )
-from megatron.model.block import Block, DropoutSeeds
-from megatron.model.cache import KVCache
+from megatron.model.block import MIXERS, Block, DropoutSeeds
+from megatron.model.cache import KVCache, StateShapes
 from megatron.model.embedding import Embedding
 from megatron.model.head import FinalNorm, Head, ScoreHead, TiedHead
+from megatron.model.mamba import ScanKernels, StateInputs, choose_scans, state_inputs
 from megatron.model.moe import Balance, MoE, RoutingSums
 from megatron.model.pipeline_partition import partition_layers
 from megatron.model.positions import RelativePositionBias, alibi_bias, alibi_slopes
@@ -32,6 +34,8 @@ from megatron.model.specs import (
     FinalNormSpec,
     HeadSpec,
     LayerSpec,
+    Mamba2Spec,
+    MambaSpec,
     MoESpec,
     RelativeSpec,
     ScoreSpec,
@@ -88,7 +92,7 @@ class Stage(nn.Module):
     that after a last one, until all have run (`training.recompute` keeps less than that makes).
     compiled: blocks are compiled.
     dtype: of weights as blocks compute with them, and of hidden states.
-    backends: the attention backends by `AttentionSpec.backend`.
+    backends: the attention backends by `AttentionSpec.backend`. scans: the kernels of Mamba's mixers.
     delayed_scaling: of the FP8 products of its linears, where they have a state.
     balance: of its experts, where the model has some; in training alone.
     """
@@ -104,6 +108,7 @@ class Stage(nn.Module):
         specs: tuple[LayerSpec, ...],
         groups: ParallelGroups,
         backends: Mapping[str, AttentionBackends],
+        scans: ScanKernels,
         *,
         sequence_parallel: bool = False,
         lowest_trained: int = 0,
@@ -113,10 +118,10 @@ class Stage(nn.Module):
         self.blocks = [spec for spec in specs if isinstance(spec, BlockSpec)]
         self.device_of_groups = groups.device
         self.tensor_rank, self.tensor_size = groups.rank("tensor"), groups.size("tensor")
-        self.lowest_trained, self.backends = lowest_trained, backends
+        self.lowest_trained, self.backends, self.scans = lowest_trained, backends, scans
         self.run_blocks = _run_at_once
         self.drops = any(spec.dropout > 0.0 for spec in self.blocks)
-        self.drops |= any(spec.mixer.dropout > 0.0 for spec in self.attention_blocks)
+        self.drops |= any(spec.dropout > 0.0 for spec in self.attention.values())
         feeds = [spec.feed_forward for spec in self.blocks]
         self.drops |= any(isinstance(feed, MoESpec) and feed.router.jitter > 0.0 for feed in feeds)
         self.drops_tokens = any(isinstance(feed, MoESpec) and feed.capacity_factor is not None for feed in feeds)
@@ -135,8 +140,9 @@ class Stage(nn.Module):
             case EmbeddingSpec():
                 return Embedding(spec, groups, sequence_parallel)
             case BlockSpec():
-                chosen = self.backends.get(spec.mixer.backend) if isinstance(spec.mixer, AttentionSpec) else None
-                return Block(spec, groups, sequence_parallel, backends=chosen)
+                attention = self.attention.get(spec.index)
+                backends = self.scans if attention is None else self.backends.get(attention.backend)
+                return Block(spec, groups, sequence_parallel, backends=backends)
             case FinalNormSpec():
                 return FinalNorm(spec, groups, sequence_parallel)
             case HeadSpec(tied=False):
@@ -151,24 +157,30 @@ class Stage(nn.Module):
         """Give every block the same table of relative biases under NeoX's name; pipeline stages sum its
         gradient."""
         made: dict[RelativeSpec, RelativePositionBias] = {}
-        for spec in self.attention_blocks:
-            relative, attention = spec.mixer.relative, self.layers[str(spec.index)].attention
+        for layer, spec in self.attention.items():
+            relative, attention = spec.relative, self.layers[str(layer)].attention
             if relative is not None and isinstance(attention, SelfAttention):
                 if relative not in made:
                     made[relative] = RelativePositionBias(relative, groups)
                 attention.rpe = made[relative]
 
     @property
-    def attention_blocks(self) -> list[BlockSpec]:
-        """The blocks whose mixer is attention."""
-        return [spec for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)]
+    def attention(self) -> dict[int, AttentionSpec]:
+        """The attention of the blocks that have some, by NeoX layer index."""
+        return {spec.index: spec.mixer for spec in self.blocks if isinstance(spec.mixer, AttentionSpec)}
+
+    @property
+    def state_blocks(self) -> list[BlockSpec]:
+        """The blocks whose mixer has a state."""
+        return [spec for spec in self.blocks if isinstance(spec.mixer, MambaSpec | Mamba2Spec)]
 
     # -- caches ----------------------------------------------------------------------------------------------
 
-    def empty_cache(self, blocks: int, block_size: int) -> KVCache:
-        """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights."""
-        shapes = {layer: (blocks, block_size, *heads) for layer, heads in self._cached.items()}
-        return KVCache.empty(shapes, self.dtype, self.device_of_groups)
+    def empty_cache(self, blocks: int, block_size: int, texts: int = 0) -> KVCache:
+        """A cache of `blocks` blocks with `block_size` tokens each, in the dtype of the weights, and of the
+        states of so many texts."""
+        device = self.device_of_groups
+        return KVCache.empty(self._cached, blocks, block_size, self.dtype, device, self._states, texts)
 
     @property
     def cache_bytes(self) -> int:
@@ -176,22 +188,41 @@ class Stage(nn.Module):
         return 2 * sum(heads * width for heads, width in self._cached.values()) * self.dtype.itemsize
 
     @property
+    def state_bytes(self) -> int:
+        """Number of bytes that the states of one text take on this rank."""
+        sizes = [
+            math.prod(of.last_inputs) * self.dtype.itemsize + math.prod(of.state) * of.state_dtype.itemsize
+            for of in self._states.values()
+        ]
+        return sum(sizes)
+
+    @property
+    def _states(self) -> dict[int, StateShapes]:
+        """What each layer with a state keeps of a text."""
+        kinds = {kind.Spec: kind for kind in MIXERS}
+        mixers = {spec.index: spec.mixer for spec in self.state_blocks}
+        return {
+            layer: kinds[type(mixer)].state_shapes(mixer, self.tensor_size, self.dtype)
+            for layer, mixer in mixers.items()
+        }
+
+    @property
     def _cached(self) -> dict[int, tuple[int, int]]:
         """(key-value heads of this rank, head_dim) of each layer that has a cache."""
-        mixers = {spec.index: spec.mixer for spec in self.attention_blocks}
-        return {layer: (mixer.kv_heads // self.tensor_size, mixer.head_dim) for layer, mixer in mixers.items()}
+        return {layer: (spec.kv_heads // self.tensor_size, spec.head_dim) for layer, spec in self.attention.items()}
 
     # -- what blocks are given -------------------------------------------------------------------------------
 
     def attention_inputs(
-        self, spec: BlockSpec, batch: Batch, positions: Tensor, context: InferenceContext
+        self, layer: int, batch: Batch, positions: Tensor, context: InferenceContext
     ) -> AttentionInputs:
-        """The attention inputs of this block, and of all others whose `AttentionSpec.inputs` are equal."""
+        """The attention inputs of the block with this NeoX layer index, and of all others whose
+        `AttentionSpec.inputs` are equal."""
 
         def bias(seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
-            return self._bias(spec, seq, columns, distance)
+            return self._bias(layer, seq, columns, distance)
 
-        mixer, cache = spec.mixer, context.cache
+        mixer, cache = self.attention[layer], context.cache
         if context.branch_ids is not None:
             branches, length = context.branch_ids, positions.amax(1, keepdim=True) + 1
             # Rows of every length: a mask compiles nothing anew.
@@ -210,11 +241,12 @@ class Stage(nn.Module):
                 torch._dynamo.maybe_mark_dynamic(sized, 0)  # documents differ from batch to batch
         return inputs
 
-    def _bias(self, spec: BlockSpec, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
-        if spec.mixer.alibi:
-            return alibi_bias(seq, self._slopes_of(spec.mixer.heads), columns, distance)
-        if spec.mixer.relative is not None:
-            return self.layers[str(spec.index)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
+    def _bias(self, layer: int, seq: int, columns: Tensor | None, distance: Tensor | None) -> Tensor | None:
+        spec = self.attention[layer]
+        if spec.alibi:
+            return alibi_bias(seq, self._slopes_of(spec.heads), columns, distance)
+        if spec.relative is not None:
+            return self.layers[str(layer)].attention.rpe(seq, columns, distance)  # type: ignore[union-attr,operator]
         return None
 
     def _slopes_of(self, heads: int) -> Tensor:
@@ -228,7 +260,9 @@ class Stage(nn.Module):
 
     # -- forward ---------------------------------------------------------------------------------------------
 
-    def _run_blocks(self, x: Tensor, inputs: Mapping[int, AttentionInputs], batch: Batch, cache: KVCache | None) -> Ran:
+    def _run_blocks(
+        self, x: Tensor, inputs: Mapping[int, AttentionInputs | StateInputs], batch: Batch, cache: KVCache | None
+    ) -> Ran:
         specs, dropping = self.blocks, self.training and self.drops
         # Padding takes no expert's room.
         counted = batch.filled_places() if self.balance is not None and (self.training or self.drops_tokens) else None
@@ -279,10 +313,15 @@ class Stage(nn.Module):
             if self.specs[0].index <= self.lowest_trained:
                 x = x.detach()  # a pipeline's input asks for a gradient
         alike: dict[object, AttentionInputs] = {}
-        for spec in self.attention_blocks:
-            if spec.mixer.inputs not in alike:
-                alike[spec.mixer.inputs] = self.attention_inputs(spec, batch, positions, given)
-        inputs = {spec.index: alike[spec.mixer.inputs] for spec in self.attention_blocks}
+        for layer, spec in self.attention.items():
+            if spec.inputs not in alike:
+                alike[spec.inputs] = self.attention_inputs(layer, batch, positions, given)
+        inputs: dict[int, AttentionInputs | StateInputs]
+        inputs = {layer: alike[spec.inputs] for layer, spec in self.attention.items()}
+        if self.state_blocks:
+            assert given.branch_ids is None and batch.prefixes is None, "branches of a text have states of their own"
+            of_states = state_inputs(batch, given.last_tokens, given.cache is not None)
+            inputs |= {spec.index: of_states for spec in self.state_blocks}
         x, routed = self._run_blocks(x, inputs, batch, given.cache)
         if self.balance is not None and self.training:
             x = self.balance.attach(x, routed)
@@ -304,14 +343,17 @@ def _run_at_once(run: Callable[[Tensor, int, int], Ran], x: Tensor, first: int, 
 def build_stage(args: NeoXArgs, groups: ParallelGroups, log: Callable[[str], None] | None = None) -> Stage:
     """This rank's pipeline stage on the meta device: shapes alone. `init_stage` gives its parameters memory
     and values, `materialize` memory alone."""
-    mixers = [block.mixer for block in block_specs(args) if isinstance(block.mixer, AttentionSpec)]
-    backends = choose_backends(args, groups.device, mixers, log)
+    mixers = [block.mixer for block in block_specs(args)]
+    attention = [mixer for mixer in mixers if isinstance(mixer, AttentionSpec)]
+    with_states = [mixer for mixer in mixers if isinstance(mixer, MambaSpec | Mamba2Spec)]
+    backends = choose_backends(args, groups.device, attention, log) if attention else {}
+    scans = choose_scans(args, groups.device, with_states, log) if with_states else ScanKernels()
     specs = partition_layers(args, groups.size("pipe"))[groups.rank("pipe")]
     stage = Stage(
-        specs, groups, backends, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
+        specs, groups, backends, scans, sequence_parallel=args.sequence_parallel, lowest_trained=lowest_trained(args)
     )  # fmt: skip
     if any(args.has_experts(block) for block in range(args.num_layers)):
-        feeds = {spec.index: stage.layers[str(spec.index)].mlp for spec in stage.blocks}
+        feeds = {spec.index: getattr(stage.layers[str(spec.index)], "mlp", None) for spec in stage.blocks}
         routers = {layer: feed.router for layer, feed in feeds.items() if isinstance(feed, MoE)}
         stage.balance = Balance(args, routers, groups.device)
     return stage

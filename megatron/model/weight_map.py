@@ -32,13 +32,16 @@ from megatron.neox_arguments.values.adapters import copied_modules
 
 def layer_specs(args: NeoXArgs) -> tuple[LayerSpec, ...]:
     """The layers of the whole model, in execution order."""
-    last, norms, residual = args.num_layers + 1, block_norms(args), residual_form(args)
+    last = args.num_layers + 1
     blocks = []
     for i in range(args.num_layers):
         mixer, feed_forward = sublayer_spec(MIXERS, args, i), sublayer_spec(FEED_FORWARDS, args, i)
         blocks.append(
-            BlockSpec(i + 2, mixer, feed_forward, norms, residual, args.hidden_dropout, args.residual_multiplier)
-        )
+            BlockSpec(
+                i + 2, mixer, feed_forward, block_norms(args, i), residual_form(args, i), args.hidden_dropout,
+                args.residual_multiplier,
+            )
+        )  # fmt: skip
     head: LayerSpec = HeadSpec(
         last + 3, args.hidden_size, args.padded_vocab_size, tied=not args.no_weight_tying,
         copied="lm_head" in copied_modules(args) if args.no_weight_tying else "embed_tokens" in copied_modules(args),
@@ -77,6 +80,12 @@ def is_adapter(name: str) -> bool:
     return ".lora." in name or name.endswith(".modules_to_save") or name == "rm_linear.weight"
 
 
+def may_be_wide(name: str) -> bool:
+    """Whether a parameter of this name may be fp32 beside 16-bit weights: those whose `ParamSpec` says that
+    they are precise, or not trained."""
+    return name.endswith(("mixer.A_log", "mixer.D", "router.expert_bias"))
+
+
 def base_params(args: NeoXArgs) -> dict[int, tuple[ParamSpec, ...]]:
     """`layer_params` of the model without adapters and copies."""
     return layer_params(args) if args.lora is None else layer_params(args.replace(lora=None))
@@ -103,9 +112,11 @@ def shared_params(args: NeoXArgs) -> dict[str, int]:
     return owners
 
 
-def unused_params(args: NeoXArgs) -> tuple[ParamSpec, ...]:
-    """The norms of a block that GPT-NeoX makes and saves though nothing reads them, so that its files hold
-    their initial values."""
-    norm, used = norm_spec(args), block_norms(args)
+def unused_params(args: NeoXArgs, layer: int) -> tuple[ParamSpec, ...]:
+    """The norms of a layer (by its NeoX index) that GPT-NeoX makes and saves though nothing reads them, so
+    that its files hold their initial values."""
+    if not 2 <= layer < args.num_layers + 2 or residual_form(args, layer - 2) == "single":
+        return ()
+    norm, used = norm_spec(args), block_norms(args, layer - 2)
     names = [name for name in ("input_layernorm", "post_attention_layernorm") if name not in used]
     return tuple(param for name in names for param in with_prefix(name, NORMS[norm.kind].params(norm)))

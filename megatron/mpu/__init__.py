@@ -36,7 +36,17 @@ from megatron.mpu.mappings import (
     reduce_from_tensor,
     scatter_to_sequence,
 )
-from megatron.mpu.parameters import ParamSpec, allocate, is_never_trained, shard, shard_rows, unshard, with_prefix
+from megatron.mpu.parameters import (
+    ParamSpec,
+    allocate,
+    is_never_trained,
+    is_precise,
+    mark,
+    shard,
+    shard_rows,
+    unshard,
+    with_prefix,
+)
 from megatron.mpu.products import PlainProduct, Product, linear
 from megatron.mpu.random import dropout, fork_seed, mix_seed, seed_tensor
 
@@ -76,7 +86,9 @@ __all__ = [
     "grouped_mm",
     "init_model_parallel",
     "is_never_trained",
+    "is_precise",
     "linear",
+    "mark",
     "mix_seed",
     "plain_kernels",
     "reduce_from_tensor",

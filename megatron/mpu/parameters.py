@@ -18,15 +18,17 @@ class ParamSpec:
     shape: of the whole parameter, over all tensor ranks. axis: the dimension cut over tensor ranks, None when
     every rank holds a copy. blocks: sizes along `axis`, each cut over the ranks on its own ([q, k, v] of GQA,
     [up, gate] of gated MLPs). init: "embedding", "input" (init_method), "output" (output_layer_init_method),
-    "xavier_normal", "ones", "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)) or "gaussian_over_rank"
-    (deviation 1 / rows); a number: all elements are it. sum_over_tensor: on disk each tensor rank holds a
-    part and the parts sum to the effective value. weight_decay: False for norms and biases. shared: one
-    parameter of all blocks, of which each block's file holds a copy. tied: the head on the last pipeline
-    stage is this parameter too. projections: of a weight that holds several linear layers, how many rows
-    belong to each in turn, again and again down the rows. experts: so many experts have equal numbers of its
-    rows, in turn, and the ranks of expert parallelism some of them each. transposed: its matrices are
-    `[in, out]`. trained: False for what gradients
-    never change, and which is fp32 in any precision."""
+    "xavier_normal", "ones", "zeros", "kaiming_uniform" (bound 1 / sqrt(columns)), "gaussian_over_rank"
+    (deviation 1 / rows), or of Mamba's "log_of_column" (of its number, from 1), "log_of_uniform" (from 1 to
+    16) and "time_step" (its softplus is log-uniform from 0.001 to 0.1); a number: all elements are it.
+    sum_over_tensor: on disk each tensor rank holds a part and the parts sum to the effective value.
+    weight_decay: False for norms and biases. shared: one parameter of all blocks, of which each block's file
+    holds a copy. tied: the head on the last pipeline stage is this parameter too. projections: of a weight
+    that holds several linear layers, how many rows belong to each in turn, again and again down the rows.
+    experts: so many experts have equal numbers of its rows, in turn, and the ranks of expert parallelism some
+    of them each. transposed: its matrices are `[in, out]`. trained: False for what gradients never change,
+    and which is fp32 in any precision. precise: trained, and fp32 beside 16-bit weights where
+    the engine can."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,6 +43,7 @@ class ParamSpec:
     experts: int | None = None
     transposed: bool = False
     trained: bool = True
+    precise: bool = False
 
     def local_shape(self, tensor_size: int) -> tuple[int, ...]:
         """Shape of one tensor rank's part."""
@@ -88,15 +91,25 @@ def allocate(module: nn.Module, specs: Iterable[ParamSpec], groups: ParallelGrou
         shape = (spec.expert_rows(groups)[1], *spec.local_shape(groups.size("tensor"))[1:])
         local = torch.empty(shape, device=groups.device, dtype=torch.float32)
         param = nn.Parameter(local, spec.trained)
-        param.never_trained = not spec.trained  # type: ignore[attr-defined]
+        mark(param, not spec.trained, spec.precise)
         module.register_parameter(spec.name.rpartition(".")[2], param)
     for name in optional:
         setattr(module, name, module._parameters.get(name))
 
 
+def mark(param: Tensor, never_trained: bool, precise: bool) -> None:
+    """Note on a parameter what its `ParamSpec` says of its dtype."""
+    param.never_trained, param.precise = never_trained, precise  # type: ignore[attr-defined]
+
+
 def is_never_trained(param: Tensor) -> bool:
     """Whether a parameter's `ParamSpec.trained` is false."""
     return getattr(param, "never_trained", False)
+
+
+def is_precise(param: Tensor) -> bool:
+    """Whether a parameter's `ParamSpec.precise` is true."""
+    return getattr(param, "precise", False)
 
 
 def shard(full: Tensor, spec: ParamSpec, rank: int, size: int) -> Tensor:

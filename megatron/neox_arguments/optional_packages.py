@@ -14,6 +14,9 @@ _COMPILED = {
         "Transformer-Engine",
         'pip install --no-build-isolation "transformer-engine[core_cu13,pytorch]==2.20.2"',
     ),
+    "mamba_ssm": ("mamba-ssm", "pip install --no-build-isolation mamba-ssm==2.3.2.post1"),
+    "causal_conv1d": ("causal-conv1d", "pip install --no-build-isolation causal-conv1d==1.7.0"),
+    "fla": ("flash-linear-attention", "pip install flash-linear-attention==0.6.0"),
     "apex": ("NVIDIA's apex", "compile it from https://github.com/NVIDIA/apex"),
 }
 
@@ -51,8 +54,8 @@ def import_optional(name: str, missing: UserError) -> Any:
 
 
 def import_compiled(module: str, *names: str) -> Any:
-    """Import a module of flash-attn (`flash_attn`), Transformer-Engine (`transformer_engine.pytorch`) or
-    NVIDIA's apex (`apex.optimizers`). names: what it must have.
+    """Import a module of a package of `_COMPILED`, as flash-attn (`flash_attn`), Transformer-Engine
+    (`transformer_engine.pytorch`) or NVIDIA's apex (`apex.optimizers`). names: what it must have.
 
     Raises PackageProblem where the package is not installed, is another one of that name, or cannot be
     imported (compiled for another torch or CUDA, or no GPU).

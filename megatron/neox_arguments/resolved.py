@@ -10,6 +10,7 @@ from typing import Any
 from megatron.neox_arguments.errors import ConfigError, ErrorCollector
 from megatron.neox_arguments.frozen import FrozenDict, as_tuple
 from megatron.neox_arguments.keys.architectures import (
+    MambaKeys,
     MoEKeys,
     MuPKeys,
     OtherArchitectureKeys,
@@ -30,12 +31,14 @@ from megatron.neox_arguments.keys.training import CheckpointKeys, OptimizerKeys,
 from megatron.neox_arguments.values.ffn_width import GATED, ffn_width
 from megatron.neox_arguments.values.remote_paths import is_remote, staging_folder
 
+FULL_BLOCKS = ("global", "flash")  # of attention_config: blocks of attention and a feed-forward
+MAMBA_BLOCKS = ("mamba", "mamba2")
 ARGS_FLAG = "--neox-args"  # hands a rank the file of `ResolvedArgs.to_json`
 
 
 @dataclass(frozen=True)
 class ResolvedArgs(
-    DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MoEKeys, MuPKeys,
+    DeadKeys, MadeKeys, UnlearningKeys, PostTrainingKeys, OtherArchitectureKeys, MambaKeys, MoEKeys, MuPKeys,
     TransformerEngineKeys, FP8Keys, ServingKeys, EvaluationKeys, TextgenKeys, OperationsKeys, LoggingKeys,
     TokenizerKeys, DataKeys, CheckpointKeys, TrainingKeys, OptimizerKeys, DeepspeedKeys, BatchKeys, PrecisionKeys,
     ModelKeys, ParallelKeys, RunnerKeys, metaclass=ABCMeta,
@@ -113,8 +116,9 @@ class ResolvedArgs(
 
     def has_experts(self, block: int) -> bool:
         """Whether the feed-forward of block number `block`, counted from 0, is a mixture of experts."""
-        if self.moe_num_experts == 1:
-            return False
+        kind = self.attention_config[block]
+        if self.moe_num_experts == 1 or kind not in FULL_BLOCKS:
+            return kind == "moe"
         if self.moe_layer_freq is not None:
             return self.moe_layer_freq[block] == 1
         return block % self.moe_expert_interval == 0
@@ -122,7 +126,32 @@ class ResolvedArgs(
     @property
     def has_dense_blocks(self) -> bool:
         """Whether the feed-forward of any block is dense."""
-        return not all(self.has_experts(block) for block in range(self.num_layers))
+        return any(self.has_dense(block) for block in range(self.num_layers))
+
+    def has_dense(self, block: int) -> bool:
+        """Whether block number `block`, counted from 0, has a dense feed-forward."""
+        kind = self.attention_config[block]
+        return kind == "mlp" or (kind in FULL_BLOCKS and not self.has_experts(block))
+
+    @property
+    def attends(self) -> bool:
+        """Whether any block has attention."""
+        return any(kind in (*FULL_BLOCKS, "attention") for kind in self.attention_config)
+
+    @property
+    def mamba_blocks(self) -> tuple[int, ...]:
+        """The blocks, counted from 0, that are Mamba or Mamba 2."""
+        return tuple(i for i, kind in enumerate(self.attention_config) if kind in MAMBA_BLOCKS)
+
+    @property
+    def mamba_inner_size(self) -> int:
+        """The channels of Mamba's mixers."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def mamba2_heads(self) -> int:
+        """The heads of Mamba 2's mixers."""
+        return self.mamba_num_heads or self.mamba_inner_size // self.mamba_head_dim
 
     @property
     def expert_ffn_size(self) -> int:

@@ -29,7 +29,15 @@ _BESIDE_KEYS = {
 _SPLIT = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")  # of train_batch_size, where that is given
 LONGER = ("train_iters", "train_epochs")  # a run whose only change is that these grow goes on
 # Declarations of keys that initial weights depend on, and further ones
-_MODEL = ("ModelKeys", "OtherArchitectureKeys", "MoEKeys", "MuPKeys", "TransformerEngineKeys", "TokenizerKeys")
+_MODEL = (
+    "ModelKeys",
+    "MambaKeys",
+    "OtherArchitectureKeys",
+    "MoEKeys",
+    "MuPKeys",
+    "TransformerEngineKeys",
+    "TokenizerKeys",
+)
 _OF_INIT = ("seed", "train_impl")
 _TOKENIZER_FILES = ("vocab_file", "merge_file")
 

@@ -72,7 +72,7 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
 
 def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
     """What the attention of a block is given in training."""
-    return stage.attention_inputs(stage.blocks[block], batch, positions, InferenceContext())
+    return stage.attention_inputs(stage.blocks[block].index, batch, positions, InferenceContext())
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:

@@ -24,6 +24,7 @@ class MeanSpec:
 
 
 class Mean(nn.Module):
+    module_name = "attention"
     Spec = MeanSpec
 
     def __init__(self, spec, groups, sequence_parallel=False, *, backends):
@@ -118,7 +119,7 @@ def test_each_is_a_file_and_an_entry(tmp_path: Path) -> None:
     (model / "mean.py").write_text(MIXER)
     (model / "square.py").write_text(FEED_FORWARD)
     block = (model / "block.py").read_text()
-    for module, name, known in (("mean", "Mean", "(SelfAttention,)"), ("square", "Square", "(MoE, MLP)")):
+    for module, name, known in (("mean", "Mean", "(SelfAttention, Mamba, Mamba2)"), ("square", "Square", "(MoE, MLP)")):
         assert block.count(known) == 1
         block = block.replace(known, f"({name}, {known[1:]}")
         block = block.replace("from torch import", f"from megatron.model.{module} import {name}\nfrom torch import", 1)

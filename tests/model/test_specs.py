@@ -9,6 +9,7 @@ from megatron.checkpointing import CheckpointError, model_keys
 from megatron.checkpointing.families import hf_config
 from megatron.model import Stage, block_specs, build_stage, layer_params, layer_specs
 from megatron.model.init import stage_parameters
+from megatron.model.mamba import ScanKernels
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.model.runs import MIXED, MODELS
@@ -29,7 +30,7 @@ def test_layers_allocate_what_they_declare(name: str) -> None:
     """In any number of ranks, and without memory where they are built on the meta device."""
     args = small(**MODELS[name])
     declared = {(layer, spec.name): spec for layer, specs in layer_params(args).items() for spec in specs}
-    stage = Stage(layer_specs(args), ParallelGroups.single("meta"), {})
+    stage = Stage(layer_specs(args), ParallelGroups.single("meta"), {}, ScanKernels())
     made = {(layer, name): param for layer, name, param in stage_parameters(stage, copies=True)}
     assert made.keys() == declared.keys()
     assert all(made[key].is_meta and made[key].shape == declared[key].shape for key in made)

@@ -49,18 +49,14 @@ def test_every_value_is_printed_with_its_origin_set_values_first(args):
 
 
 def test_what_a_run_would_refuse_is_marked_and_told(write):
-    text = print_config(
-        load(write(a=TEXT + "mamba_use_bias_in_conv: false\nfp16: {enabled: false}\namp: {enabled: true}\n"))
-    )
-    assert re.search(
-        r"^mamba_use_bias_in_conv: +false +# a.yml:10 \(REFUSED by a run, see below\)$", text, re.MULTILINE
-    )
+    text = print_config(load(write(a=TEXT + "use_mup: true\nfp16: {enabled: false}\namp: {enabled: true}\n")))
+    assert re.search(r"^use_mup: +true +# a.yml:10 \(REFUSED by a run, see below\)$", text, re.MULTILINE)
     *_, first, second = text.splitlines()
     assert {first.split(":")[0], second.split(":")[0]} == {
-        "# a run refuses mamba_use_bias_in_conv",
+        "# a run refuses use_mup",
         "# a run refuses amp",
     }
-    assert "Mamba is not built yet" in text and "write bf16: {enabled: true}" in text
+    assert "MuP is not built yet" in text and "write bf16: {enabled: true}" in text
 
 
 def test_what_differs_between_two_runs(write):

@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import least_prefix_saving
+
 PAIRS: dict[str, Any] = {
     "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked",
     "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"],
 }  # fmt: skip
+MAMBA: dict[str, Any] = {"attention_config": [[["mamba"], "all"]], "pos_emb": "none"}
 KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
 
 
@@ -70,6 +74,11 @@ KTO: dict[str, Any] = {"train_impl": "kto", "pack_impl": "unpacked"}
             KTO | {"pack_impl": "best_fit"},
             "compat_kto: takes an answer for a row",
         ),
+        (
+            PAIRS | MAMBA | {"pack_impl": "best_fit", "prefix_sharing": True},
+            PAIRS | MAMBA | {"pack_impl": "best_fit", "prefix_sharing": "auto"},
+            "prefix_sharing: blocks of Mamba (attention_config",
+        ),
         (PAIRS | {"dpo_loss_type": "sigmod"}, PAIRS, "dpo_loss_type"),
         (PAIRS | {"dpo_beta": 0}, PAIRS | {"dpo_beta": 5}, "dpo_beta"),
     ],
@@ -78,3 +87,9 @@ def test_refused(problems_of: Any, bad: dict[str, Any], good: dict[str, Any], me
     (problem,) = problems_of(bad)
     assert problem.removeprefix("program: ").startswith(message)
     assert problems_of(good) == ()
+
+
+def test_prompts_are_shared_but_in_models_with_states(model: dict[str, Any]) -> None:
+    packed = PAIRS | {"pack_impl": "best_fit", "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    shared, alone = (NeoXArgs.from_dict({**model, **packed, **changes}) for changes in ({}, MAMBA))
+    assert least_prefix_saving(shared) is not None and least_prefix_saving(alone) is None

@@ -11,7 +11,7 @@ TRAINABLE = {
 CASES = [
     ({"attention_config": [[["local"], 2]]}, "attention_config", '"local" is refused: DeepSpeed\'s sparse attention'),
     ({"attention_config": [[["rwkv"], "all"]]}, "attention_config", "commit ea7aefd8 has it"),
-    ({"attention_config": ["mamba", "flash"]}, "attention_config", "Mamba is not built yet"),
+    ({"attention_config": ["rwkv", "flash"]}, "attention_config", "RWKV is not here"),
     ({"optimizer": {"type": "OneBitAdam", "params": {}}}, "optimizer.type", "use Adam"),
     ({"optimizer": {"type": "sm3", "params": {"lr": 1}}}, "optimizer.type", '"sm3" is refused: '),
     (
@@ -80,7 +80,7 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
                 break
         else:
             pytest.fail(f"no value of {name} could be tried")
-    assert tried >= 70
+    assert tried >= 64
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,11 @@ CASES = [
         {"attention_config": [[["flash"], 2]]},
         "attention_config: describes 3 layers",
     ),
-    ({"attention_config": [[["lokal"], 2]]}, {}, 'attention_config: expected global or flash, got "lokal"'),
+    (
+        {"attention_config": [[["lokal"], 2]]},
+        {},
+        'attention_config: expected global, flash, mamba, mamba2, attention, mlp or moe, got "lokal"',
+    ),
     ({"attention_config": [["flash", 2]]}, {}, "attention_config: expected items like [[flash], 12]"),
     (
         {"optimizer": {"type": "SGD", "params": {"lr": 1, "betas": [0.9, 0.9]}}},

@@ -2,7 +2,7 @@
 
     python -m tests.stand_ins.collect FOLDER...
 
-A folder holds a package under its import name (`flash_attn`, `transformer_engine`, `apex`) or, of
+A folder holds a package under its import name (`flash_attn`, `mamba_ssm`, `fla`, ..) or, of
 transformer-engine-torch, `csrc`. Version and file of origin are written beside each signature.
 """
 
@@ -37,6 +37,12 @@ WANTED: dict[str, dict[str, tuple[str, str]]] = {
         name: ("csrc/extensions/pybind.cpp", name)
         for name in ("layernorm_fwd", "layernorm_bwd", "rmsnorm_fwd", "rmsnorm_bwd")
     },
+    "mamba_ssm": {
+        "selective_scan_fn": ("mamba_ssm/ops/selective_scan_interface.py", "selective_scan_fn"),
+        "mamba_chunk_scan_combined": ("mamba_ssm/ops/triton/ssd_combined.py", "mamba_chunk_scan_combined"),
+    },
+    "causal_conv1d": {"causal_conv1d_fn": ("causal_conv1d/causal_conv1d_interface.py", "causal_conv1d_fn")},
+    "fla": {"chunk_simple_gla": ("fla/ops/simple_gla/chunk.py", "chunk_simple_gla")},
     "apex": {
         "FusedAdam": (_ADAM, "FusedAdam.__init__"),
         "FusedAdam.step": (_ADAM, "FusedAdam.step"),
@@ -63,6 +69,8 @@ def parameters(source: str, name: str) -> list[list[str]]:
     rows = rows[1:] if "." in name else rows
     for one, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
         rows.append(["KEYWORD_ONLY", one.arg, ast.unparse(default) if default else ""])
+    if args.kwarg is not None:
+        rows.append(["VAR_KEYWORD", args.kwarg.arg, ""])
     return rows
 
 
@@ -81,7 +89,7 @@ def bound_parameters(pybind: str, header: str, name: str) -> list[list[str]]:
 
 def collect(folder: Path) -> None:
     """Write the signatures of the package in this folder."""
-    kind = next(name for name in ("flash_attn", "transformer_engine", "apex", "csrc") if (folder / name).is_dir())
+    kind = next(name for name in (*WANTED, "csrc") if (folder / name).is_dir())
     name = "transformer_engine_torch" if kind == "csrc" else kind
     version, functions = _version(folder, name), dict[str, Any]()
     for ours, (file, theirs) in WANTED[name].items():

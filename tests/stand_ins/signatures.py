@@ -15,10 +15,15 @@ def signature(package: str, name: str) -> Signature:
     entry = json.loads((FOLDER / f"{package}.json").read_text())["functions"][name]
     return Signature(
         [
-            Parameter(name, getattr(Parameter, kind), default=ast.literal_eval(default) if default else Parameter.empty)
+            Parameter(name, getattr(Parameter, kind), default=_value(default) if default else Parameter.empty)
             for kind, name, default in entry["parameters"]
         ]
     )
+
+
+def _value(default: str) -> Any:
+    """A default of its source text; infinity is a call there."""
+    return ast.literal_eval(default.replace("float('inf')", "1e999"))
 
 
 def bind(package: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

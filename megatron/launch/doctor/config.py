@@ -8,6 +8,7 @@ from megatron.launch.environment import install_root
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.reading.presets import files_of
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 _SHOWN = 10  # problems of a configuration
@@ -62,10 +63,15 @@ def checkpoint_bytes(args: NeoXArgs) -> int:
     """About what one checkpoint takes: weights, and Adam's two moments and master weights in fp32."""
     h, blocks = args.hidden_size, range(args.num_layers)
     kv_heads, widths = as_tuple(args.kv_heads), as_tuple(args.ffn_size) if args.has_dense_blocks else (0,)
-    attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in blocks)
+    kinds = args.attention_config
+    attends = [i for i in blocks if kinds[i] in (*FULL_BLOCKS, "attention")]
+    attention = sum(2 * h * h + 2 * h * h * kv_heads[i % len(kv_heads)] // args.num_attention_heads for i in attends)
+    of_mamba2 = args.mamba2_heads * args.mamba_head_dim
+    attention += sum(3 * h * (of_mamba2 if kinds[i] == "mamba2" else args.mamba_inner_size) for i in args.mamba_blocks)
     matrices, experts = (3 if args.is_gated else 2) * h, args.moe_num_experts * args.expert_ffn_size
     experts += args.moe_shared_expert_intermediate_size or 0
-    fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks)
+    fed = sum(matrices * (experts if args.has_experts(i) else widths[i % len(widths)]) for i in blocks
+              if args.has_experts(i) or args.has_dense(i))  # fmt: skip
     embeddings = (args.padded_vocab_size or 50304) * h * (1 if args.no_weight_tying is False else 2)
     parameters = attention + fed + embeddings
     return parameters * (12 if args.params_dtype == "fp32" else 14)

@@ -25,6 +25,7 @@ class SelfAttention(nn.Module):
 
     Spec = AttentionSpec
     spec = staticmethod(attention_spec)
+    module_name = "attention"
     rpe: RelativePositionBias
     sinks: nn.Parameter | None
 

@@ -76,9 +76,28 @@ class _SharedGate(nn.Module):
         return torch.sigmoid(F.linear(x, copy_to_tensor(self.weight, self.group)))
 
 
+class _Projection(nn.Module):
+    """A linear without bias before or behind the experts, `[.., in]` to `[.., out]`; the same on every tensor
+    rank. cut: what a rank gives it is a part of the sequence, or a summand, so that gradients are summed."""
+
+    weight: nn.Parameter
+
+    def __init__(self, params: tuple[ParamSpec, ...], groups: ParallelGroups, cut: bool) -> None:
+        super().__init__()
+        self.group = groups.group("tensor") if cut else None
+        allocate(self, params, groups)
+
+    @staticmethod
+    def params(rows: int, columns: int, init: str) -> tuple[ParamSpec, ...]:
+        return (ParamSpec("weight", (rows, columns), init=init, weight_decay=True),)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, copy_to_tensor(self.weight, self.group))
+
+
 class MoE(nn.Module):
     """sum over a token's experts of score * expert(x), and the shared expert's output; `[seq, batch,
-    hidden]`."""
+    hidden]`. With a latent: up(sum over experts of score * expert(down x)), and that of the shared one."""
 
     Spec = MoESpec
     spec = staticmethod(moe_spec)
@@ -91,15 +110,28 @@ class MoE(nn.Module):
         self.shared_expert = MLP(spec.shared, groups, sequence_parallel) if spec.shared is not None else None
         hidden = spec.router.hidden
         self.shared_expert_gate = _SharedGate(hidden, groups, sequence_parallel) if spec.shared_gate else None
+        self.latent_down = self.latent_up = None
+        if spec.latent:
+            down, up = self._latent(spec)
+            self.latent_down = _Projection(down, groups, sequence_parallel)
+            self.latent_up = _Projection(up, groups, True)
         self.output = PartialSum(groups, sequence_parallel)
+
+    @staticmethod
+    def _latent(spec: MoESpec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+        hidden, latent = spec.router.hidden, spec.expert.hidden
+        return _Projection.params(latent, hidden, "input"), _Projection.params(hidden, latent, "output")
 
     @classmethod
     def params(cls, spec: MoESpec) -> tuple[ParamSpec, ...]:
         """The parameters that the constructor allocates."""
         shared = MLP.params(spec.shared) if spec.shared is not None else ()
         gate = _SharedGate.params(spec.router.hidden) if spec.shared_gate else ()
+        down, up = cls._latent(spec) if spec.latent else ((), ())
         return (
             *with_prefix("router", Router.params(spec.router)),
+            *with_prefix("latent_down", down),
+            *with_prefix("latent_up", up),
             *with_prefix("experts.mlp", Experts.params(spec)),
             *with_prefix("shared_expert", shared),
             *with_prefix("shared_expert_gate", gate),
@@ -112,10 +144,13 @@ class MoE(nn.Module):
         the output, of all tokens, and in training what balancing needs. seed: of the router's jitter.
         counted: as of `Router`."""
         routing, sums = self.router(x, counted, seed)
-        whole, experts, weights = self._of_all(x, routing)
+        inner = x if self.latent_down is None else self.latent_down(x)
+        whole, experts, weights = self._of_all(inner, routing)
         tokens = None if counted is None else counted.flatten()
         out, dropped = self.experts(whole.flatten(0, 1), experts.flatten(0, 1), weights.flatten(0, 1), tokens)
         out = out.view(whole.shape)
+        if self.latent_up is not None:  # of a summand: the sum of these is that of the sum
+            out = self.latent_up(out)
         if self.shared_expert is not None:
             inner, _ = self.shared_expert.core(x)
             shared = self.shared_expert.output.summand(inner, None)

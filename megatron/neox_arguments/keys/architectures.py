@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 
-_MAMBA, _MUP = "Mamba", "MuP"
+_MUP = "MuP"
+_MAMBA_KERNELS = "mamba_backend chooses kernels; the numbers are the same"
 _SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
 _GMLP = "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"
@@ -41,6 +42,12 @@ class MoEKeys:
     moe_intermediate_size: int | None = new_key(
         None,
         "Inner width of an expert; unset: intermediate_size, else 4 times hidden_size (gated: 8/3), rounded up to 256",
+        ge=1,
+    )
+    moe_latent_size: int | None = new_key(
+        None,
+        "Numbers of a token that experts read and write, between two linears that all experts share, as in Nemotron 3; "
+        "unset: hidden_size, without these",
         ge=1,
     )
     moe_shared_expert_intermediate_size: int | None = new_key(
@@ -114,15 +121,58 @@ class MoEKeys:
 
 
 @dataclass(frozen=True)
-class OtherArchitectureKeys:
-    """Mamba, RWKV, gMLP and soft prompts."""
+class MambaKeys:
+    """Mamba and Mamba 2, the blocks `mamba` and `mamba2` of attention_config."""
 
-    mamba_selective_scan_fusion: bool = key(False, "Fused scan", later=_MAMBA)
-    mamba_causal_conv_fusion: bool = key(False, "Fused convolution", later=_MAMBA)
-    mamba_inner_func_fusion: bool = key(False, "Fused mixer", later=_MAMBA)
-    mamba_selective_fp32_params: bool = key(True, "A and D in fp32", later=_MAMBA)
-    mamba_use_bias_in_conv: bool = key(True, "Bias of the convolution", later=_MAMBA)
-    mamba_use_bias_in_linears: bool = key(False, "Biases of the projections", later=_MAMBA)
+    mamba_selective_scan_fusion: bool = key(False, "Fused scan", no_effect=_MAMBA_KERNELS)
+    mamba_causal_conv_fusion: bool = key(False, "Fused convolution", no_effect=_MAMBA_KERNELS)
+    mamba_inner_func_fusion: bool = key(False, "Fused mixer", no_effect=_MAMBA_KERNELS)
+    mamba_selective_fp32_params: bool = key(
+        True,
+        "A_log and D are fp32 beside 16-bit weights, as the recurrence wants them; engine native. DeepSpeed has one "
+        "type for all, and fp32 masters: there they are rounded where they are read, which is printed",
+    )
+    mamba_use_bias_in_conv: bool = key(True, "Bias of the convolution")
+    mamba_use_bias_in_linears: bool = key(False, "Biases of in_proj, out_proj and (Mamba 1) x_proj")
+    mamba_backend: Literal["auto", "torch", "mamba_ssm", "fla"] = new_key(
+        "auto",
+        "Kernels of scans and convolutions. torch: its own operations; mamba_ssm: that package, with causal-conv1d "
+        "where it is installed; fla: flash-linear-attention, for Mamba 2; auto: on GPUs the first of mamba_ssm and fla "
+        "that is installed and can do the run, else torch; printed",
+    )
+    mamba_state_dim: int | None = new_key(
+        None, "Numbers of the state of a channel (Mamba 2: of a head's), N; unset: 16, Mamba 2: 128", ge=1
+    )
+    mamba_expand: int = new_key(2, "Channels of a mixer, in units of hidden_size", ge=1)
+    mamba_conv_kernel: int = new_key(4, "Tokens that the causal convolution sees, its own among them", ge=1)
+    mamba_dt_rank: int | None = new_key(
+        None, "Mamba 1: rank of the projection of time steps; unset: hidden_size / 16, rounded up", ge=1
+    )
+    mamba_bcdt_norm_epsilon: float | None = new_key(
+        None, "Mamba 1: B, C and time steps go through RMS norms without weights, as in Falcon-Mamba; unset: none", gt=0
+    )
+    mamba_num_heads: int | None = new_key(
+        None, "Mamba 2: heads; unset: mamba_expand x hidden_size / mamba_head_dim", ge=1
+    )
+    mamba_head_dim: int = new_key(64, "Mamba 2: channels of a head", ge=1)
+    mamba_num_groups: int = new_key(8, "Mamba 2: groups of heads that share B, C and the gated norm's mean", ge=1)
+    mamba_chunk_size: int = new_key(
+        256, "Mamba 2: tokens of a chunk of the scan; changes no number but by rounding", ge=1
+    )
+    mamba_time_step_limit: tuple[float, ...] | None = new_key(
+        None, "Mamba 2: [low, high] or [low] that time steps are clamped to; unset: they are not", ge=0
+    )
+    mamba_state_fp32: bool = new_key(
+        True,
+        "The state, in scans and from token to token, is fp32 whatever the weights are, which long documents need; "
+        "false: in their type, with less memory",
+    )
+
+
+@dataclass(frozen=True)
+class OtherArchitectureKeys:
+    """RWKV, gMLP and soft prompts."""
+
     dim_att: int | None = key(None, "RWKV's attention width", refuse=_RWKV)
     head_size: int | None = key(None, "RWKV's head width", refuse=_RWKV)
     ffn_dim: int | None = key(None, "RWKV's inner width", refuse=_RWKV)

@@ -113,7 +113,9 @@ class TextgenKeys:
         "a text a line, or .jsonl with `prompt` or `messages`",
     )
     kv_cache_gb: Literal["auto"] | float = new_key(
-        "auto", "Size of the cache of keys and values on each rank; auto: a share of free memory", gt=0
+        "auto",
+        "Size of the cache on each rank, of keys and values and of Mamba's states; auto: a share of free memory",
+        gt=0,
     )
     chat_template: str | None = new_key(
         None, "File with a Jinja template of conversations; unset: the one beside vocab_file, else the loaded model's"

@@ -154,9 +154,10 @@ class ModelKeys:
     )
     attention_config: tuple[Any, ...] = key(
         None,
-        "Kind of attention of each layer, as in [[[flash], 12]]; global and flash are the same mathematics. Where both "
-        "occur, flash layers run on the flash kernel, global ones on attention_backend, and flash ones too where "
-        "flash cannot do the run, which is printed",
+        "Kind of each layer, as in [[[flash], 12]]. global and flash: attention and MLP, the same mathematics; mamba, "
+        "mamba2, attention, mlp, moe: that alone, behind one norm, so that a list of these is a hybrid. Where global "
+        "and flash occur, flash layers run on the flash kernel, global ones on attention_backend, and flash ones too "
+        "where flash cannot do the run, which is printed",
         refuse_values={
             **dict.fromkeys(
                 ("local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer"),
@@ -166,7 +167,6 @@ class ModelKeys:
             **dict.fromkeys(("gmlp", "amlp"), "gMLP and aMLP are not here; GPT-NeoX commit ea7aefd8 has them"),
             "rwkv": "RWKV is not here; GPT-NeoX commit ea7aefd8 has it",
         },
-        later_values={"mamba": "Mamba"},
     )
     sparsity_config: Mapping[str, Any] | None = key(
         None, "DeepSpeed's sparse attention", refuse="DeepSpeed 0.19.8 no longer has it; remove it"

@@ -91,7 +91,8 @@ class PostTrainingKeys:
     prefix_sharing: Literal["auto", True, False] = new_key(
         "auto",
         "Pairs, pack_impl: best_fit: tokens that chosen and rejected begin with are computed once, with equal losses "
-        "and gradients; more pairs fit in a row. auto: without dropout, and where it saves 2 % of the tokens",
+        "and gradients; more pairs fit in a row. auto: without dropout and blocks of Mamba, and where it saves 2 % of "
+        "the tokens",
     )
     dpo_loss_type: PairLoss | tuple[PairLoss, ...] = new_key(
         "sigmoid",

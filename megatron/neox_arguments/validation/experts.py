@@ -22,7 +22,7 @@ def validate_experts(args: ResolvedArgs, problems: ErrorCollector) -> None:
         return
     if args.moe_layer_freq is not None and not set(args.moe_layer_freq) <= {0, 1}:
         problems.add("moe_layer_freq", "is a list of 0 and 1")
-    elif args.moe_layer_freq is not None and 1 not in args.moe_layer_freq:
+    elif args.moe_layer_freq is not None and 1 not in args.moe_layer_freq and "moe" not in args.attention_config:
         problems.add("moe_layer_freq", f"no block has experts; set {key}: 1")
     if args.moe_layer_freq is not None and args.moe_expert_interval != 1:
         place = args.origin("moe_expert_interval")

@@ -6,15 +6,15 @@ from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.experts import validate_experts
+from megatron.neox_arguments.validation.mamba import validate_mamba
 from megatron.neox_arguments.values.adapters import MODULES, copied_modules, known_targets, lora_targets
 
 
 def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check the shape of the model: heads, positions, layers, norms and the width of its MLP."""
     heads = args.num_attention_heads
-    attends = any(kind in ("global", "flash") for kind in args.attention_config)
-    if not attends:
-        pass  # a run refuses the others' layers, and they do not split hidden_size into heads
+    if not args.attends:
+        pass  # nothing splits hidden_size into heads
     elif args.hidden_size % heads and "head_dim" not in args.user_values:
         problems.add(
             "hidden_size",
@@ -43,6 +43,7 @@ def validate_model(args: ResolvedArgs, problems: ErrorCollector) -> None:
         )
     _positions(args, problems)
     validate_experts(args, problems)
+    validate_mamba(args, problems)
     _layers(args, problems)
     _blocks(args, problems)
     if not args.has_dense_blocks:
@@ -190,7 +191,9 @@ def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
 def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check that the model can be split over tensor-parallel ranks and pipeline stages."""
     tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
-    if tp > least and args.num_kv_heads is not None:
+    if not args.attends:
+        pass
+    elif tp > least and args.num_kv_heads is not None:
         problems.add(key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}; use at most {least}")
     elif args.num_attention_heads % tp or any(heads % tp for heads in as_tuple(args.kv_heads)):
         name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
@@ -232,6 +235,9 @@ def validate_lora(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.trainable is not None:
         problems.add("lora", f"trains adapters alone, trainable ({args.origin('trainable')}) names weights; remove one")
     known, targets = known_targets(args), lora_targets(args)
+    if not known:
+        problems.add("lora", "finds no linear: experts and Mamba's mixers have no adapters; remove it")
+        return
     for name in targets:
         if name not in known:
             some = ", ".join(known)

@@ -21,6 +21,9 @@ def validate_preferences(args: ResolvedArgs, problems: ErrorCollector) -> None:
         kind = args.rope_scaling["rope_type"]
         problems.add("prefix_sharing", f"{kind} rotates by the length of a text, and answers to a prompt differ in "
                      "theirs; set auto, or false")  # fmt: skip
+    if args.prefix_sharing is True and args.mamba_blocks:
+        problems.add("prefix_sharing", f"blocks of Mamba (attention_config {args.origin('attention_config')}) read a "
+                     "prompt for one answer alone; set auto, or false")  # fmt: skip
     if args.prefix_sharing is True and args.pack_impl != "best_fit":
         problems.add("prefix_sharing", "both answers of a pair must stand in one row; set pack_impl: best_fit (now "
                                        f"{args.cite('pack_impl')})")  # fmt: skip

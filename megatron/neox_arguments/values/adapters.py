@@ -11,6 +11,7 @@ _LLAMA = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "gate_proj", "down_
 # The names of GPT-NeoX's modules that are one of LLaMA's by another name.
 _SAME: Mapping[str, str] = {"dense": "o_proj", "dense_h_to_4h": "up_proj", "dense_4h_to_h": "down_proj"}
 _OF_MLP = ("dense_h_to_4h", "dense_4h_to_h", "up_proj", "gate_proj", "down_proj")
+_OF_ATTENTION = ("query_key_value", "dense", "q_proj", "k_proj", "v_proj", "o_proj")
 _FUSED = "gate_up_proj"  # both of a gated MLP as one, as Phi 3 and GLM 4 have it
 ALL_LINEAR = "all-linear"
 MODULES = ("embed_tokens", "lm_head")
@@ -18,9 +19,11 @@ _MODULE_NAMES = {**{name: name for name in MODULES}, "embed_in": "embed_tokens",
 
 
 def known_targets(args: ResolvedArgs) -> tuple[str, ...]:
-    """The names that `lora.target` may hold for this model; experts have no adapters."""
+    """The names that `lora.target` may hold for this model; experts and Mamba's mixers have no
+    adapters."""
     others: tuple[str, ...] = ("dense_h_to_4h",) if args.is_gated else ("gate_proj", _FUSED)
     others += () if args.has_dense_blocks else (*_OF_MLP, _FUSED)
+    others += () if args.attends else _OF_ATTENTION
     return tuple(name for name in (*_LLAMA, *_GPT_NEOX, _FUSED) if name not in others)
 
 
@@ -32,7 +35,7 @@ def lora_targets(args: ResolvedArgs) -> tuple[str, ...]:
     target = args.lora["target"]
     if target == ALL_LINEAR:
         names = _LLAMA if args.is_gated else _GPT_NEOX
-        return names if args.has_dense_blocks else tuple(name for name in names if name not in _OF_MLP)
+        return tuple(name for name in names if name in known_targets(args))
     return (target,) if isinstance(target, str) else tuple(target)
 
 

@@ -22,7 +22,7 @@ _OPTIMIZERS: Mapping[str, dict[str, Any]] = {
 _OVERRIDES = ("--", "program")
 _LAYER_KINDS = (
     "global", "flash", "local", "sparse_fixed", "sparse_variable", "bigbird", "bslongformer", "gmlp", "amlp", "rwkv",
-    "mamba",
+    "mamba", "mamba2", "attention", "mlp", "moe",
 )  # fmt: skip
 
 
@@ -178,7 +178,10 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
         kinds = []
         for item in config:
             if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], tuple) and item[0]):
-                problems.add("attention_config", f"expected items like [[flash], 12], got {format_value(item)}")
+                problems.add(
+                    "attention_config",
+                    f"expected items like [[flash], 12] or [[mamba2, mlp], all], got {format_value(item)}",
+                )
                 return ("global",) * num_layers
             pattern, count = item
             if count == "all":
@@ -190,7 +193,10 @@ def _layer_kinds(config: Any, num_layers: int, problems: ErrorCollector) -> tupl
                 return ("global",) * num_layers
     for kind in dict.fromkeys(kinds):
         if kind not in _LAYER_KINDS:
-            problems.add("attention_config", f"expected global or flash, got {format_value(kind)}")
+            problems.add(
+                "attention_config",
+                f"expected global, flash, mamba, mamba2, attention, mlp or moe, got {format_value(kind)}",
+            )
     if len(kinds) != num_layers:
         problems.add("attention_config", f"describes {len(kinds)} layers, but num_layers is {num_layers}")
     return tuple(kinds)

@@ -1,0 +1,10 @@
+"""Mamba and Mamba 2, mixers with a state instead of keys and values: `selective_scan.py` and `chunk_scan.py`
+are their recurrences in torch's own operations, `convolution.py` the short one before these, `packages.py`
+kernels of packages in their place, `mixers.py` the modules made of these, `inputs.py` what they are given
+beside hidden states."""
+
+from megatron.model.mamba.inputs import StateInputs, state_inputs
+from megatron.model.mamba.mixers import Mamba, Mamba2
+from megatron.model.mamba.packages import ScanKernels, choose_scans
+
+__all__ = ["Mamba", "Mamba2", "ScanKernels", "StateInputs", "choose_scans", "state_inputs"]

@@ -1,0 +1,351 @@
+"""Mamba and Mamba 2 as mixers of a block: projections, the short convolution, and the scan over this rank's
+channels or heads."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from megatron.model.cache import StateCache, StateShapes
+from megatron.model.mamba.chunk_scan import chunk_scan
+from megatron.model.mamba.convolution import causal_convolution, last_inputs
+from megatron.model.mamba.inputs import StateInputs
+from megatron.model.mamba.packages import ScanKernels
+from megatron.model.mamba.selective_scan import selective_scan
+from megatron.model.specs import Mamba2Spec, MambaSpec, norm_spec
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, copy_to_tensor, with_prefix
+from megatron.neox_arguments import NeoXArgs
+
+
+def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
+    """Mamba's mixer of block number `block`, counted from 0; None where it has another."""
+    if args.attention_config[block] != "mamba":
+        return None
+    return MambaSpec(
+        hidden=args.hidden_size, inner=args.mamba_inner_size, state=args.mamba_state_dim or 16,
+        dt_rank=args.mamba_dt_rank or -(-args.hidden_size // 16), conv_kernel=args.mamba_conv_kernel,
+        conv_bias=args.mamba_use_bias_in_conv, bias=args.mamba_use_bias_in_linears,
+        norm_eps=args.mamba_bcdt_norm_epsilon, fp32_params=args.mamba_selective_fp32_params,
+        state_fp32=args.mamba_state_fp32, backend=args.mamba_backend,
+    )  # fmt: skip
+
+
+def mamba2_spec(args: NeoXArgs, block: int) -> Mamba2Spec | None:
+    """Mamba 2's mixer of block number `block`, counted from 0; None where it has another."""
+    if args.attention_config[block] != "mamba2":
+        return None
+    low, high = (*(args.mamba_time_step_limit or (0.0,)), math.inf)[:2]
+    return Mamba2Spec(
+        hidden=args.hidden_size, heads=args.mamba2_heads, head_dim=args.mamba_head_dim, groups=args.mamba_num_groups,
+        state=args.mamba_state_dim or 128, conv_kernel=args.mamba_conv_kernel, conv_bias=args.mamba_use_bias_in_conv,
+        bias=args.mamba_use_bias_in_linears, norm_eps=norm_spec(args).eps, chunk=args.mamba_chunk_size,
+        time_step_limit=(low, high), fp32_params=args.mamba_selective_fp32_params, state_fp32=args.mamba_state_fp32,
+        backend=args.mamba_backend,
+    )  # fmt: skip
+
+
+class Convolution(nn.Module):
+    """The causal convolution of each channel and silu; parameters `weight` `[channels, 1, k]` and `bias`.
+    kernel: as of `ScanKernels`."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, params: tuple[ParamSpec, ...], groups: ParallelGroups, kernel: Callable[..., Tensor] | None
+    ) -> None:
+        super().__init__()
+        self.kernel = kernel
+        allocate(self, params, groups, "bias")
+
+    @staticmethod
+    def params(blocks: tuple[int, ...], width: int, bias: bool) -> tuple[ParamSpec, ...]:
+        """blocks: as of `ParamSpec`, of the channels. width: k."""
+        channels = sum(blocks)
+        weight = ParamSpec("weight", (channels, 1, width), 0, blocks, "kaiming_uniform", weight_decay=True)
+        return (weight, ParamSpec("bias", (channels,), 0, blocks)) if bias else (weight,)
+
+    def forward(self, x: Tensor, inputs: StateInputs, cache: StateCache | None) -> Tensor:
+        """`[seq, batch, channels/T]` to the same."""
+        if self.kernel is not None and cache is None:
+            return self.kernel(x, self.weight, self.bias, inputs)
+        before = cache.inputs() if cache is not None and inputs.continues else None
+        if cache is not None:
+            cache.put_inputs(last_inputs(x, self.weight.shape[-1] - 1, inputs, before))
+        return F.silu(causal_convolution(x, self.weight, self.bias, inputs.documents, before))
+
+
+class Mamba(nn.Module):
+    """Mamba's mixer over this rank's channels, `[seq, batch, hidden]` in and out; parameters as of GPT-NeoX
+    and mamba_ssm: `in_proj` (rows of x, then of the gate z), `conv1d`, `x_proj` (time steps, B, C),
+    `dt_proj`, `A_log` `[channels, state]`, `D` `[channels]`, `out_proj`.
+
+    Tensor ranks have channels each; B, C and the time steps before `dt_proj` are sums over all of them.
+    """
+
+    Spec = MambaSpec
+    spec = staticmethod(mamba_spec)
+    module_name = "mixer"
+    A_log: nn.Parameter
+    D: nn.Parameter
+
+    def __init__(
+        self, spec: MambaSpec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: ScanKernels
+    ) -> None:
+        super().__init__()
+        self.widths = (spec.dt_rank, spec.state, spec.state)
+        self.norm_eps, self.group, self.kernels = spec.norm_eps, groups.group("tensor"), backends
+        self.state_fp32 = spec.state_fp32
+        own, conv, time_step = self._own(spec)
+        allocate(self, own, groups)
+        into, chosen, out = self._linears(spec)
+        self.in_proj = Linear(into, groups, sequence_parallel)
+        self.conv1d = Convolution(conv, groups, backends.convolution)
+        # Its sum is whole on every rank, whatever sequence parallelism does to the stream between blocks.
+        self.x_proj = Linear(chosen, groups)
+        self.dt_proj = _TimeStep(time_step, groups)
+        self.out_proj = Linear(out, groups, sequence_parallel)
+
+    @staticmethod
+    def _own(spec: MambaSpec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+        channels = (spec.inner,)
+        return (
+            (
+                ParamSpec("A_log", (spec.inner, spec.state), 0, channels, "log_of_column", precise=spec.fp32_params),
+                ParamSpec("D", channels, 0, channels, "ones", precise=spec.fp32_params),
+            ),
+            Convolution.params(channels, spec.conv_kernel, spec.conv_bias),
+            (
+                ParamSpec(
+                    "weight", (spec.inner, spec.dt_rank), 0, channels, "kaiming_uniform", weight_decay=True
+                ),
+                ParamSpec("bias", channels, 0, channels, "time_step"),
+            ),
+        )  # fmt: skip
+
+    @staticmethod
+    def _linears(spec: MambaSpec) -> tuple[LinearSpec, LinearSpec, LinearSpec]:
+        both, chosen = (spec.inner, spec.inner), (spec.dt_rank, spec.state, spec.state)
+        return (
+            LinearSpec(spec.hidden, 2 * spec.inner, "column", spec.bias, both),
+            LinearSpec(spec.inner, sum(chosen), "row", spec.bias, projections=chosen),
+            LinearSpec(spec.inner, spec.hidden, "row", spec.bias),
+        )
+
+    @classmethod
+    def params(cls, spec: MambaSpec) -> tuple[ParamSpec, ...]:
+        """The parameters that the constructor allocates, in GPT-NeoX's registration order."""
+        own, conv, time_step = cls._own(spec)
+        into, chosen, out = (linear.params() for linear in cls._linears(spec))
+        chosen = tuple(replace(each, init="input") if each.name == "weight" else each for each in chosen)
+        return (
+            *own,
+            *with_prefix("in_proj", into),
+            *with_prefix("conv1d", conv),
+            *with_prefix("x_proj", chosen),
+            *with_prefix("dt_proj", time_step),
+            *with_prefix("out_proj", out),
+        )
+
+    @staticmethod
+    def state_shapes(spec: MambaSpec, size: int, dtype: torch.dtype) -> StateShapes:
+        """What a rank of `size` keeps of a text; dtype: of weights."""
+        channels = spec.inner // size
+        state_dtype = torch.float32 if spec.state_fp32 else dtype
+        return StateShapes((spec.conv_kernel - 1, channels), (channels, spec.state), state_dtype)
+
+    @property
+    def output(self) -> Linear:
+        return self.out_proj
+
+    def core(
+        self,
+        x: Tensor,
+        inputs: StateInputs,
+        seed: Tensor | None = None,
+        cache: StateCache | None = None,
+        adapter_seed: Tensor | None = None,
+    ) -> Tensor:
+        """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
+        dropout and adapters."""
+        x, z = self.in_proj(x).chunk(2, dim=-1)
+        x = self.conv1d(x, inputs, cache)
+        dt, b, c = copy_to_tensor(self.x_proj(x), self.group).split(self.widths, dim=-1)
+        if self.norm_eps is not None:
+            dt, b, c = (F.rms_norm(each, each.shape[-1:], eps=self.norm_eps) for each in (dt, b, c))
+        dt, a, begins = F.linear(dt, self.dt_proj.weight), -torch.exp(self.A_log.float()), None
+        if self.kernels.selective is not None and cache is None and inputs.documents is None:
+            return self.kernels.selective(x, dt, self.dt_proj.bias, a, b, c, self.D, z)
+        dtype = torch.float32 if self.state_fp32 else x.dtype
+        dt = _steps(dt.float() + self.dt_proj.bias.float(), inputs)
+        if inputs.documents is not None:
+            numbers = inputs.documents
+            begins = torch.cat([torch.zeros_like(numbers[:1]), numbers[:-1]]) != numbers
+        scanned, dt, a, b, c = (each.to(dtype) for each in (x, dt, a, b, c))
+        y, last = selective_scan(scanned, dt, a, b, c, begins, _initial(cache, inputs, dtype))
+        if cache is not None:
+            cache.put_state(last)
+        y = y.float() + x.float() * self.D.float()
+        return (y * F.silu(z.float())).to(x.dtype)
+
+
+class _TimeStep(nn.Module):
+    """The projection of time steps to this rank's channels, and its bias. No `Linear`: its input has been
+    copied to the tensor ranks with B and C, in one sum of gradients; and some kernels add the bias."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, params: tuple[ParamSpec, ...], groups: ParallelGroups) -> None:
+        super().__init__()
+        allocate(self, params, groups)
+
+
+class Mamba2(nn.Module):
+    """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out; parameters as of mamba_ssm:
+    `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B and C, `dt_bias`, `A_log` and `D`
+    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each."""
+
+    Spec = Mamba2Spec
+    spec = staticmethod(mamba2_spec)
+    module_name = "mixer"
+    dt_bias: nn.Parameter
+    A_log: nn.Parameter
+    D: nn.Parameter
+
+    def __init__(
+        self, spec: Mamba2Spec, groups: ParallelGroups, sequence_parallel: bool = False, *, backends: ScanKernels
+    ) -> None:
+        super().__init__()
+        size = groups.size("tensor")
+        self.mixer_spec, self.kernels = spec, backends
+        inner, self.head_dim, self.groups = spec.inner // size, spec.head_dim, spec.groups // size
+        shared = self.groups * spec.state
+        self.projected, self.convolved = (inner, inner + 2 * shared, spec.heads // size), (inner, shared, shared)
+        self.chunk, self.limit, self.state_fp32 = spec.chunk, spec.time_step_limit, spec.state_fp32
+        own, conv, norm = self._own(spec)
+        allocate(self, own, groups)
+        into, out = self._linears(spec)
+        self.in_proj = Linear(into, groups, sequence_parallel)
+        self.conv1d = Convolution(conv, groups, backends.convolution)
+        self.norm = GatedNorm(norm, self.groups, spec.norm_eps, groups)
+        self.out_proj = Linear(out, groups, sequence_parallel)
+
+    @staticmethod
+    def _own(spec: Mamba2Spec) -> tuple[tuple[ParamSpec, ...], tuple[ParamSpec, ...], tuple[ParamSpec, ...]]:
+        heads, shared = (spec.heads,), spec.groups * spec.state
+        return (
+            (
+                ParamSpec("dt_bias", heads, 0, heads, "time_step"),
+                ParamSpec("A_log", heads, 0, heads, "log_of_uniform", precise=spec.fp32_params),
+                ParamSpec("D", heads, 0, heads, "ones", precise=spec.fp32_params),
+            ),
+            Convolution.params((spec.inner, shared, shared), spec.conv_kernel, spec.conv_bias),
+            (ParamSpec("weight", (spec.inner,), 0, (spec.inner,), "ones"),),
+        )
+
+    @staticmethod
+    def _linears(spec: Mamba2Spec) -> tuple[LinearSpec, LinearSpec]:
+        shared = spec.groups * spec.state
+        rows = (spec.inner, spec.inner, shared, shared, spec.heads)
+        return (
+            LinearSpec(spec.hidden, sum(rows), "column", spec.bias, rows),
+            LinearSpec(spec.inner, spec.hidden, "row", spec.bias),
+        )
+
+    @classmethod
+    def params(cls, spec: Mamba2Spec) -> tuple[ParamSpec, ...]:
+        """The parameters that the constructor allocates, in mamba_ssm's registration order."""
+        own, conv, norm = cls._own(spec)
+        into, out = (linear.params() for linear in cls._linears(spec))
+        return (
+            *own,
+            *with_prefix("in_proj", into),
+            *with_prefix("conv1d", conv),
+            *with_prefix("norm", norm),
+            *with_prefix("out_proj", out),
+        )
+
+    @staticmethod
+    def state_shapes(spec: Mamba2Spec, size: int, dtype: torch.dtype) -> StateShapes:
+        """What a rank of `size` keeps of a text; dtype: of weights."""
+        channels = (spec.inner + 2 * spec.groups * spec.state) // size
+        state = (spec.heads // size, spec.head_dim, spec.state)
+        return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32 if spec.state_fp32 else dtype)
+
+    @property
+    def output(self) -> Linear:
+        return self.out_proj
+
+    def core(
+        self,
+        x: Tensor,
+        inputs: StateInputs,
+        seed: Tensor | None = None,
+        cache: StateCache | None = None,
+        adapter_seed: Tensor | None = None,
+    ) -> Tensor:
+        """Everything before `out_proj`: from `[seq, batch, hidden]` to `[seq, batch, channels/T]`; without
+        dropout and adapters."""
+        z, xbc, dt = self.in_proj(x).split(self.projected, dim=-1)
+        x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
+        x = x.unflatten(2, (-1, self.head_dim))
+        b, c = (each.unflatten(2, (self.groups, -1)) for each in (b, c))
+        a, dtype = -torch.exp(self.A_log.float()), torch.float32 if self.state_fp32 else x.dtype
+        if self.kernels.chunked is not None and cache is None:
+            y = self.kernels.chunked(x, dt, self.dt_bias, a, b, c, self.D, self.mixer_spec, inputs)
+            return self.norm(y.flatten(2).float(), z).to(z.dtype)
+        dt = _steps(dt.float() + self.dt_bias.float(), inputs, self.limit)
+        scan = partial(
+            chunk_scan, chunk=self.chunk, documents=inputs.documents, initial=_initial(cache, inputs, dtype),
+            state_dtype=dtype,
+        )  # fmt: skip
+        y, last = _recomputed(scan, x, dt, a, b, c)
+        if cache is not None:
+            cache.put_state(last)
+        y = y.float() + x.float() * self.D.float().unsqueeze(1)
+        return self.norm(y.flatten(2), z).to(z.dtype)
+
+
+class GatedNorm(nn.Module):
+    """y silu(z) over the root of its mean square in each group of heads, times `weight`, in fp32 (norms
+    behind the gate, as mamba_ssm's `RMSNormGated` with `norm_before_gate=False`)."""
+
+    weight: nn.Parameter
+
+    def __init__(self, params: tuple[ParamSpec, ...], number: int, eps: float, groups: ParallelGroups) -> None:
+        """number: groups of heads on this rank."""
+        super().__init__()
+        self.number, self.eps = number, eps
+        allocate(self, params, groups)
+
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        """y, z: `[seq, batch, channels/T]`; fp32."""
+        gated = (y * F.silu(z.float())).unflatten(2, (self.number, -1))
+        return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(2) * self.weight.float()
+
+
+def _steps(dt: Tensor, inputs: StateInputs, limit: tuple[float, float] | None = None) -> Tensor:
+    """Time steps: softplus of fp32, within their limit; 0 where no token is, which leaves the state as it
+    is."""
+    dt = F.softplus(dt)
+    if limit is not None and limit != (0.0, float("inf")):
+        dt = dt.clamp(*limit)
+    return dt if inputs.filled is None else dt.masked_fill(~inputs.filled.unsqueeze(2), 0.0)
+
+
+def _initial(cache: StateCache | None, inputs: StateInputs, dtype: torch.dtype) -> Tensor | None:
+    return cache.state().to(dtype) if cache is not None and inputs.continues else None
+
+
+def _recomputed(scan: Callable[..., tuple[Tensor, Tensor]], *given: Tensor) -> tuple[Tensor, Tensor]:
+    """`scan(*given)`, whose pairs of tokens backward computes again: they take more memory than all else of
+    a block."""
+    if not torch.is_grad_enabled():
+        return scan(*given)
+    return checkpoint(scan, *given, use_reentrant=False, preserve_rng_state=False)

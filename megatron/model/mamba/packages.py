@@ -1,0 +1,169 @@
+"""Kernels of packages in the place of torch's operations: mamba_ssm and flash-linear-attention for scans,
+causal-conv1d for the convolution before them (`mamba_backend`)."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.model.mamba.inputs import StateInputs
+from megatron.model.specs import Mamba2Spec, MambaSpec
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
+
+_SELECTIVE = ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+_CHUNKED = ("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+_GLA = ("fla.ops.simple_gla", "chunk_simple_gla")
+_MOST_STATES = 256  # of mamba_ssm's kernels
+_CONVOLUTION = ("causal_conv1d", "causal_conv1d_fn")
+
+
+@dataclass(frozen=True)
+class ScanKernels:
+    """What mixers run on in training; where a function is None, and wherever states are kept, on torch's
+    operations.
+
+    package: whose scans these are, torch or a value of `mamba_backend`.
+    selective: Mamba's scan, from x, dt and its bias (before softplus), a, b, c, d and the gate z, shapes as
+    of `selective_scan`, to the gated output; without documents.
+    chunked: Mamba 2's, from x, dt and its bias, a, b, c, d, the spec and the inputs, shapes as of
+    `chunk_scan`, to the output before the gated norm.
+    convolution: with silu, from x `[seq, batch, channels]`, weight, bias and the inputs.
+    """
+
+    package: str = "torch"
+    selective: Callable[..., Tensor] | None = None
+    chunked: Callable[..., Tensor] | None = None
+    convolution: Callable[..., Tensor] | None = None
+
+
+def choose_scans(
+    args: NeoXArgs,
+    device: torch.device,
+    specs: Sequence[MambaSpec | Mamba2Spec],
+    log: Callable[[str], None] | None = None,
+) -> ScanKernels:
+    """The kernels that `mamba_backend` means for these mixers. Raises ConfigError for a package that is named
+    and is not there, or cannot do the run."""
+    asked, kinds = args.mamba_backend, {type(spec) for spec in specs}
+    if asked == "torch":
+        return ScanKernels()
+    passed_over = []
+    for name in ("mamba_ssm", "fla") if asked == "auto" else (asked,):
+        if asked == "auto" and device.type != "cuda":
+            passed_over.append("packages need a GPU")
+            break
+        if asked == "auto" and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
+            passed_over.append("fla: Mamba 2 alone, with mamba_state_fp32: false")
+            continue
+        try:
+            _check(name, specs)
+            chosen = _of_package(name, kinds, _convolves(specs, args.tp))
+        except PackageProblem as problem:
+            if asked != "auto":
+                raise args.error("mamba_backend", f"{name} needs {problem}; or write torch") from None
+            passed_over.append(f"{name}: {str(problem).partition(':')[0]}")
+            continue
+        convolution = "causal-conv1d" if chosen.convolution is not None else "torch's convolution"
+        others = "; documents of Mamba 1 and generation run on torch" if MambaSpec in kinds else "; generation on torch"
+        _say(log, asked, f"{name} with {convolution}{others}")
+        return chosen
+    _say(log, asked, f"torch ({'; '.join(passed_over)})")
+    return ScanKernels()
+
+
+def _check(name: str, specs: Sequence[MambaSpec | Mamba2Spec]) -> None:
+    """Raise PackageProblem for what its scans cannot do."""
+    most = max(spec.state for spec in specs)
+    if name == "mamba_ssm" and most > _MOST_STATES:
+        raise PackageProblem(f"a mamba_state_dim of {_MOST_STATES} at most: it is {most}")
+
+
+def _convolves(specs: Sequence[MambaSpec | Mamba2Spec], tensor: int) -> bool:
+    """Whether causal-conv1d can do the convolutions: of 2 to 4 tokens, and channels of a rank, which are the
+    innermost dimension, in multiples of 8."""
+    channels = [spec.inner + (2 * spec.groups * spec.state if isinstance(spec, Mamba2Spec) else 0) for spec in specs]
+    return all(2 <= spec.conv_kernel <= 4 for spec in specs) and all(each // tensor % 8 == 0 for each in channels)
+
+
+def _say(log: Callable[[str], None] | None, asked: str, chosen: str) -> None:
+    if log is not None:
+        log(f"mamba_backend: {'auto chose ' if asked == 'auto' else ''}{chosen}")
+
+
+def _of_package(name: str, kinds: set[type], convolves: bool) -> ScanKernels:
+    # The compiler cannot look into these: they run between its graphs.
+    convolution = None
+    try:
+        if convolves:
+            convolution = torch.compiler.disable(_convolution(getattr(import_compiled(*_CONVOLUTION), _CONVOLUTION[1])))
+    except PackageProblem:
+        pass  # torch's, which is said
+    if name == "fla":
+        gla = getattr(import_compiled(*_GLA), _GLA[1])
+        return ScanKernels(name, chunked=torch.compiler.disable(_linear_attention(gla)), convolution=convolution)
+    selective = chunked = None
+    if MambaSpec in kinds:
+        selective = torch.compiler.disable(_selective(getattr(import_compiled(*_SELECTIVE), _SELECTIVE[1])))
+    if Mamba2Spec in kinds:
+        chunked = torch.compiler.disable(_chunked(getattr(import_compiled(*_CHUNKED), _CHUNKED[1])))
+    return ScanKernels(name, selective, chunked, convolution)
+
+
+def _selective(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(
+        x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor
+    ) -> Tensor:  # fmt: skip
+        rows = [each.permute(1, 2, 0) for each in (x, dt.to(x.dtype), b, c, z)]
+        out = scan(*rows[:2], a, *rows[2:4], D=d.float(), z=rows[4], delta_bias=bias.float(), delta_softplus=True)
+        return out.permute(2, 0, 1)
+
+    return run
+
+
+def _chunked(scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(
+        x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, spec: Mamba2Spec,
+        inputs: StateInputs,
+    ) -> Tensor:  # fmt: skip
+        rows = [each.transpose(0, 1) for each in (x, dt, b, c)]
+        documents = None if inputs.documents is None else inputs.documents.t().contiguous()
+        out = scan(
+            *rows[:2], a, *rows[2:], chunk_size=spec.chunk, D=d.float(), dt_bias=bias.float(), seq_idx=documents,
+            dt_softplus=True, dt_limit=spec.time_step_limit,
+        )  # fmt: skip
+        return out.transpose(0, 1)
+
+    return run
+
+
+def _linear_attention(attend: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., Tensor]:
+    """Mamba 2's scan as linear attention with a decay for each head: queries are C, keys B, values dt x."""
+
+    def run(
+        x: Tensor, dt: Tensor, bias: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, spec: Mamba2Spec,
+        inputs: StateInputs,
+    ) -> Tensor:  # fmt: skip
+        steps = torch.nn.functional.softplus(dt.float() + bias.float()).clamp(*spec.time_step_limit)
+        q, k = (each.repeat_interleave(x.shape[2] // each.shape[2], 2) for each in (c, b))
+        values = (x.float() * steps.unsqueeze(3)).to(x.dtype)
+        rows = [each.transpose(0, 1) for each in (q, k, values, steps * a)]
+        shape, ends = rows[2].shape, inputs.cu_seqlens
+        if ends is not None:  # it takes documents in one row
+            rows = [each.flatten(0, 1).unsqueeze(0) for each in rows]
+        out, _ = attend(*rows, scale=1.0, cu_seqlens=None if ends is None else ends.unique().long())
+        return out.view(shape).transpose(0, 1) + x * d.to(x.dtype).unsqueeze(1)
+
+    return run
+
+
+def _convolution(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None, inputs: StateInputs) -> Tensor:
+        documents = None if inputs.documents is None else inputs.documents.t().contiguous()
+        # Channels are the innermost dimension, which it needs for documents.
+        rows = x.transpose(0, 1).contiguous().transpose(1, 2)
+        out = convolve(rows, weight.squeeze(1), bias, seq_idx=documents, activation="silu")
+        return out.permute(2, 0, 1)
+
+    return run

@@ -1,0 +1,80 @@
+"""Checks of Mamba's blocks, and of hybrids of blocks that are one sublayer each."""
+
+from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.keys.architectures import MambaKeys
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.resolved import FULL_BLOCKS, ResolvedArgs
+
+_OF_MAMBA_1 = ("mamba_dt_rank", "mamba_bcdt_norm_epsilon")
+_OF_MAMBA_2 = (
+    "mamba_num_heads", "mamba_head_dim", "mamba_num_groups", "mamba_chunk_size", "mamba_time_step_limit",
+)  # fmt: skip
+
+
+def validate_mamba(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check `attention_config` for hybrids, and the `mamba_*` keys against each other and the layout."""
+    kinds = set(args.attention_config)
+    _inert(args, kinds, problems)
+    _hybrid(args, kinds, problems)
+    if not args.mamba_blocks:
+        return
+    if "mamba2" in kinds:
+        _heads(args, problems)
+    if "mamba" in kinds and args.mamba_inner_size % args.tp:
+        ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
+        problems.add("mamba_expand", f"its {args.mamba_inner_size} channels are not a multiple of {ranks}")
+    if args.mamba_backend == "fla" and args.mamba_state_fp32 and args.params_dtype != "fp32":
+        problems.add("mamba_backend", "fla: its states are in the type of the weights; set mamba_state_fp32: false")
+    if args.mamba_backend == "fla" and "mamba" in kinds:
+        problems.add("mamba_backend", "fla: flash-linear-attention has no scan of Mamba 1; write auto")
+
+
+def _inert(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
+    for name, declared in keys_of(MambaKeys).items():
+        needed = "mamba" if name in _OF_MAMBA_1 else "mamba2" if name in _OF_MAMBA_2 else None
+        reads = needed in kinds if needed is not None else bool(kinds & {"mamba", "mamba2"})
+        if declared.source == "new" and not reads and getattr(args, name) != declared.default:
+            blocks = needed or "mamba or mamba2"
+            problems.add(
+                name, f"no block of attention_config ({args.origin('attention_config')}) is {blocks}; remove it"
+            )
+
+
+def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> None:
+    alone = kinds - set(FULL_BLOCKS) - {"rwkv", "gmlp", "amlp"}
+    place = f"attention_config ({args.origin('attention_config')})"
+    if "moe" in kinds and args.moe_num_experts == 1:
+        problems.add("moe_num_experts", f"{place} has blocks moe: it needs to be above 1")
+    has_none = not any(args.has_experts(block) for block in range(args.num_layers))
+    if args.moe_num_experts > 1 and has_none and args.moe_layer_freq is None:
+        problems.add("moe_num_experts", f"no block of {place} has experts; write moe among its blocks")
+    if not alone:
+        return
+    for key in ("gpt_j_residual", "norm_placement"):
+        if getattr(args, key) != keys_of(type(args))[key].default and not kinds & set(FULL_BLOCKS):
+            problems.add(key, f"{place} has no block of attention and MLP; remove it")
+    for key in ("te_mha", "te_layernorm_mlp"):
+        if getattr(args, key):
+            problems.add(key, f"Transformer-Engine's names are of whole blocks, {place} has others; remove it")
+    if args.pos_emb == "rpe":
+        problems.add("pos_emb", f"rpe is one table of all blocks, of which {place} has some without attention")
+
+
+def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    heads, groups, inner = args.mamba2_heads, args.mamba_num_groups, args.mamba_inner_size
+    if (
+        args.mamba_num_heads is not None
+        and "mamba" not in args.attention_config
+        and args.origin("mamba_expand") != "default"
+    ):
+        problems.add("mamba_expand", f"mamba_num_heads {args.cite('mamba_num_heads')} says the channels; remove one")
+    if args.mamba_num_heads is None and inner % args.mamba_head_dim:
+        problems.add("mamba_head_dim", f"{args.mamba_head_dim} does not divide mamba_expand x hidden_size, {inner}")
+    elif heads % groups:
+        problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads")
+    elif groups % args.tp:
+        ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
+        problems.add("mamba_num_groups", f"{groups} is not a multiple of {ranks}: each rank has whole groups of heads")
+    limit = args.mamba_time_step_limit
+    if limit is not None and (len(limit) not in (1, 2) or list(limit) != sorted(limit)):
+        problems.add("mamba_time_step_limit", f"expected [low, high] or [low], got {list(limit)}")

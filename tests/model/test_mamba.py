@@ -1,0 +1,270 @@
+"""Mamba's scans beside transformers' plain ones; documents that share a row know nothing of each other."""
+
+from dataclasses import replace
+from functools import partialmethod
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
+
+from megatron.data import Batch
+from megatron.model import layer_params
+from megatron.model.mamba.chunk_scan import chunk_scan, chunk_step
+from megatron.model.mamba.convolution import causal_convolution
+from megatron.model.mamba.selective_scan import linear_recurrence, selective_scan
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.model.stages import document_batch, documents, groups_of, random_batch, random_weights, small, stage_with
+from tests.pool import run_ranks
+
+_COMMON: dict[str, Any] = {
+    "norm": "rmsnorm", "pos_emb": "none", "mamba_state_dim": 8, "no_weight_tying": True,
+}  # fmt: skip
+_HEADS = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_chunk_size": 8}
+MODELS: dict[str, dict[str, Any]] = {
+    "mamba": {**_COMMON, "attention_config": ["mamba", "mamba"], "mamba_bcdt_norm_epsilon": 1e-5},
+    "mamba2": {**_COMMON, **_HEADS, "attention_config": ["mamba2", "mamba2"]},
+    "hybrid": {
+        **_COMMON, **_HEADS, "num_layers": 5, "pos_emb": "rotary", "seq_length": 40, "max_position_embeddings": 64,
+        "attention_config": ["mamba2", "attention", "mlp", "mamba", "flash"],
+    },
+}  # fmt: skip
+
+
+def scan_inputs(seq: int, heads: tuple[int, ...], groups: tuple[int, ...], state: int) -> list[Tensor]:
+    """x, dt, a, b, c of a scan over two rows, with time steps and decays of all sizes, wanting gradients."""
+    torch.manual_seed(seq)
+    inner = heads[:1] if groups else heads
+    x = torch.randn(seq, 2, *heads)
+    dt = F.softplus(torch.randn(seq, 2, *inner) * 2 - 2)
+    a = -8 * torch.rand(*inner) if groups else -8 * torch.rand(*inner, state)
+    b, c = torch.randn(2, seq, 2, *groups, state)
+    return [each.requires_grad_() for each in (x, dt, a, b, c)]
+
+
+@pytest.mark.parametrize("seq", [1, 15, 16, 700])
+def test_the_selective_scan_is_that_of_transformers(seq: int) -> None:
+    given = scan_inputs(seq, (6,), (), 4)
+    ours, last = selective_scan(*given)
+    rows = [each if each is given[2] else each.permute(1, 2, 0) for each in given]
+    theirs, their_last = mamba_selective_scan(*rows, return_last_state=True)
+    grad = torch.randn_like(ours)
+    assert torch.allclose(ours, theirs.permute(2, 0, 1), atol=2e-6) and torch.allclose(last, their_last, atol=2e-6)
+    for mine, other in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad.permute(1, 2, 0)), strict=True
+    ):
+        assert torch.allclose(mine, other, atol=2e-6 * float(other.abs().max()) + 1e-6)
+
+
+def loop(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Mamba 2's recurrence as it is defined, token by token."""
+    outputs, repeated = [], x.shape[2] // b.shape[2]
+    b, c = (each.repeat_interleave(repeated, 2) for each in (b, c))
+    for t in range(len(x)):
+        added = (dt[t].unsqueeze(2) * x[t]).unsqueeze(3) * b[t].unsqueeze(2)
+        state = torch.exp(dt[t] * a).view(*dt[t].shape, 1, 1) * state + added
+        outputs.append((state * c[t].unsqueeze(2)).sum(3))
+    return torch.stack(outputs), state
+
+
+@pytest.mark.parametrize(("seq", "chunk"), [(1, 64), (64, 64), (300, 64), (300, 7)])
+def test_the_chunk_scan_is_the_recurrence_and_that_of_transformers(seq: int, chunk: int) -> None:
+    given, initial = scan_inputs(seq, (4, 6), (2,), 5), torch.randn(2, 4, 6, 5)
+    ours, last = chunk_scan(*given, chunk, initial=initial)  # type: ignore[arg-type]
+    exact, exact_last = loop(*(each.double() for each in given), initial.double())
+    assert torch.allclose(ours.double(), exact, atol=5e-6) and torch.allclose(last.double(), exact_last, atol=2e-6)
+    grad = torch.randn_like(ours)
+    for mine, other in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(exact, given, grad.double()), strict=True
+    ):
+        # That of A is what is left of sums over pairs of tokens, in fp32.
+        bound = 5e-5 if mine.dim() == 1 else 2e-6
+        assert torch.allclose(mine, other, atol=bound * float(other.abs().max()) + 1e-6)
+    rows = [each if each is given[2] else each.transpose(0, 1) for each in given]
+    theirs, _ = mamba2_chunk_scan(*rows, chunk_size=chunk, initial_states=initial, return_final_states=True)
+    assert torch.allclose(ours, theirs.transpose(0, 1), atol=1e-4)  # sums of fp32 that lose more
+
+
+def test_the_convolution_is_that_of_transformers() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(9, 2, 6), torch.randn(6, 1, 4), torch.randn(6)
+    theirs = causal_conv1d_fn(x.permute(1, 2, 0), weight.squeeze(1), bias)
+    whole = causal_convolution(x, weight, bias)
+    assert torch.allclose(whole, theirs.permute(2, 0, 1), atol=1e-6)
+    for cut in (1, 2, 5):
+        behind = torch.cat([torch.zeros(3, 2, 6), x[:cut]])[-3:]
+        parts = [causal_convolution(x[:cut], weight, bias), causal_convolution(x[cut:], weight, bias, before=behind)]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("length", [1, 16, 17, 256, 300])
+def test_a_recurrence_is_that_of_a_loop(length: int) -> None:
+    torch.manual_seed(length)
+    decay, update = torch.rand(length, 3, dtype=torch.float64), torch.randn(length, 3, dtype=torch.float64)
+    decay[length // 2] = 0.0
+    state, states = torch.zeros(3, dtype=torch.float64), []
+    for t in range(length):
+        state = decay[t] * state + update[t]
+        states.append(state)
+    assert torch.allclose(linear_recurrence(decay, update), torch.stack(states), atol=1e-14)
+
+
+def packed_and_alone(rank: int, world_size: int, model: str, keys: dict[str, Any]) -> float:
+    """For the pool: the largest difference between the logits of documents that share rows and of the same
+    documents alone, in units of the largest logit."""
+    args = small(**MODELS[model], **keys, model_parallel_size=world_size).for_world(world_size)
+    stage = stage_with(args, random_weights(args), groups_of(args, world_size))
+    batch, worst = document_batch(args, rows=3), 0.0
+    with torch.no_grad():
+        together = stage(None, batch)
+        for row, first, last in documents(batch):
+            assert batch.positions is not None
+            here = (slice(row, row + 1), slice(first, last))
+            own = Batch(*(each[here] for each in (batch.tokens, batch.labels, batch.loss_weights, batch.positions)))
+            alone = stage(None, own)
+            worst = max(worst, float((together[first:last, row] - alone[:, 0]).abs().max()))
+    return worst / float(together.abs().max())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_are_what_they_are_alone(model: str, ranks: int) -> None:
+    assert max(run_ranks(packed_and_alone, ranks, model, {})) < 1e-6
+
+
+def test_a_leak_between_documents_would_show() -> None:
+    args = small(**MODELS["mamba2"])
+    stage, batch = stage_with(args, random_weights(args)), document_batch(args, rows=3)
+    with torch.no_grad():
+        apart, leaking = stage(None, batch), stage(None, replace(batch, cu_seqlens=None, max_seqlen=0))
+    assert float((apart - leaking).abs().max()) > 1e-3
+
+
+def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:
+    """Of the last 1,024 tokens of 32,768, behind states that decay so slowly that all of these count; every
+    gradient is finite."""
+    length = 32768
+    args = small(
+        **_COMMON, hidden_size=8, num_layers=1, attention_config=[kind], seq_length=length, **keys,
+        max_position_embeddings=length, precision=precision, mamba_expand=1,
+        **({"mamba_head_dim": 4, "mamba_num_groups": 1, "mamba_chunk_size": 16} if kind == "mamba2" else {}),
+    )  # fmt: skip
+    weights = random_weights(args)
+    weights[2]["mixer.A_log"] = torch.full_like(weights[2]["mixer.A_log"], -9.0)  # a decay of 1 - 1e-4 dt
+    stage = stage_with(args, weights).train()
+    if precision == "bfloat16":
+        stage, stage.dtype = stage.bfloat16(), torch.bfloat16
+    logits = stage(None, random_batch(args, rows=1))
+    logits.float().square().mean().backward()
+    assert all(torch.isfinite(param.grad).all() for param in stage.parameters() if param.grad is not None)
+    return logits.detach().float()[-1024:]
+
+
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_a_long_document_in_bf16_stays_finite(kind: str) -> None:
+    """And is what it is in fp32, to the rounding of bf16's weights and activations."""
+    exact = long_logits(kind, "fp32")
+    error = float((long_logits(kind, "bfloat16") - exact).norm() / exact.norm())
+    assert error < 0.03  # a NaN is not
+    if kind == "mamba":
+        narrow = long_logits(kind, "bfloat16", mamba_state_fp32=False)
+        assert float((narrow - exact).norm() / exact.norm()) > 2 * error, "the state in bf16 must show"
+
+
+def test_a_state_in_bf16_stops_to_change() -> None:
+    """Why the state is fp32 from token to token: in bf16 a decay of 0.9985 is 1, and 256 + 1 is 256."""
+    x, dt, a = torch.ones(1, 1, 1, dtype=torch.bfloat16), torch.ones(1, 1), torch.full((1,), -0.0015)
+    wide, narrow = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)
+    b = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    for _ in range(2000):
+        wide, narrow = chunk_step(x, dt, a, b, b, wide)[1], chunk_step(x, dt, a, b, b, narrow)[1]
+    assert float(wide) == pytest.approx((1 - 0.9985**2000) / 0.0015, rel=0.01) and float(narrow) == 256
+
+
+def graphs_of_lengths(rank: int, world_size: int, kind: str) -> list[int]:
+    """For the pool: graphs of a compiled block behind each of ten lengths of rows, packed, forwards and
+    backwards; its logits are those of the eager block."""
+    from torch._dynamo.utils import counters
+
+    real = torch.nn.Module.compile
+    torch.nn.Module.compile = partialmethod(real, backend="aot_eager")  # type: ignore[assignment]
+    graphs = []
+    args = small(**{**MODELS[kind], "num_layers": 1, "attention_config": [kind], "max_position_embeddings": 256})
+    weights = random_weights(args)
+    eager, compiled = stage_with(args, weights), stage_with(args.replace(compile="block"), weights)
+    for length in (*range(16, 80, 8), 100, 101):
+        batch = document_batch(args.replace(seq_length=length))
+        out, expected = compiled(None, batch), eager(None, batch)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        out.square().sum().backward()
+        assert not counters["graph_break"]
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+def test_rows_of_many_lengths_share_compiled_graphs(kind: str) -> None:
+    """As a curriculum has them: more lengths than dynamo would compile graphs for."""
+    graphs = run_ranks(graphs_of_lengths, 1, kind, timeout=240)[0]
+    assert graphs[-1] <= 3, graphs
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"attention_config": ["mamba2", "flash"]}, "mamba_num_groups: 8 does not divide the 1 heads"),
+        (
+            {
+                "attention_config": ["mamba2", "flash"], "mamba_head_dim": 8, "mamba_num_groups": 1,
+                "model_parallel_size": 2,
+            },
+            r"mamba_num_groups: 1 is not a multiple of model_parallel_size 2",
+        ),
+        (
+            {
+                "attention_config": ["mamba", "mamba2"], "mamba_num_heads": 8, "mamba_head_dim": 8, "hidden_size": 30,
+                "num_attention_heads": 4, "mamba_expand": 1, "model_parallel_size": 4, "head_dim": 8,
+            },
+            "mamba_expand: its 30 channels are not a multiple of model_parallel_size 4",
+        ),
+        (
+            {"attention_config": ["mamba2", "flash"], "mamba_num_heads": 8, "mamba_head_dim": 8, "mamba_expand": 3},
+            r"mamba_expand: mamba_num_heads 8 \(program\) says the channels",
+        ),
+        (
+            {
+                "attention_config": ["mamba2", "flash"], "mamba_head_dim": 8, "mamba_backend": "fla",
+                "precision": "bfloat16",
+            },
+            "mamba_backend: fla: its states are in the type of the weights; set mamba_state_fp32: false",
+        ),
+        ({"mamba_state_dim": 4}, "mamba_state_dim: no block of attention_config .* is mamba or mamba2"),
+        ({"attention_config": ["mamba", "mamba"], "mamba_head_dim": 8}, "mamba_head_dim: no .* is mamba2; remove"),
+        ({"attention_config": ["moe", "flash"]}, "moe_num_experts: .* has blocks moe: it needs to be above 1"),
+        ({"attention_config": ["mamba", "rwkv7"]}, "expected global, flash, mamba, mamba2, attention, mlp or moe"),
+        ({"attention_config": ["mamba", "mamba"], "lora": {"target": "all-linear"}}, "lora: finds no linear"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        _ = NeoXArgs.from_dict({**small().user_values, **keys})
+
+
+def test_parameters_have_gpt_neoxs_names_and_order() -> None:
+    """Those of `ParallelMambaResidualLayer` in megatron/model/mamba/mamba.py of GPT-NeoX, with and without
+    biases; shapes of hidden_size 32."""
+    named = {"A_log": (64, 16), "D": (64,)}
+    named |= {"in_proj.weight": (128, 32), "conv1d.weight": (64, 1, 4), "conv1d.bias": (64,)}
+    named |= {"x_proj.weight": (34, 64), "dt_proj.weight": (64, 2), "dt_proj.bias": (64,), "out_proj.weight": (32, 64)}
+    keys = {"norm": "rmsnorm", "attention_config": ["mamba", "mamba"]}
+    specs = layer_params(small(**keys))[2]
+    expected = {"norm.scale": (32,), **{f"mixer.{name}": shape for name, shape in named.items()}}
+    assert {spec.name: spec.shape for spec in specs} == expected and [spec.name for spec in specs] == list(expected)
+    biased = {spec.name for spec in layer_params(small(**keys, mamba_use_bias_in_linears=True))[2]}
+    assert biased - expected.keys() == {"mixer.in_proj.bias", "mixer.x_proj.bias", "mixer.out_proj.bias"}
+    decayed = {spec.name for spec in specs if spec.weight_decay}
+    assert decayed == {f"mixer.{name}.weight" for name in ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj")}

@@ -1,0 +1,107 @@
+"""Mamba by mamba_ssm, causal-conv1d and flash-linear-attention, which stand-ins with their signatures
+replace: logits and gradients beside torch's operations; what is chosen and said."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.model.mamba import choose_scans
+from megatron.neox_arguments import ConfigError
+from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.test_mamba import MODELS
+from tests.stand_ins import installed
+
+ALL = ("mamba_ssm", "causal_conv1d", "fla")
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("package", "model"), [("mamba_ssm", "mamba"), ("mamba_ssm", "mamba2"), ("mamba_ssm", "hybrid"), ("fla", "mamba2")]
+)
+def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> None:
+    keys = {**MODELS[model], **({"mamba_time_step_limit": [0.3, 0.9]} if model == "mamba2" else {})}
+    weights = random_weights(small(**keys))
+    for batch in (random_batch(small(**keys)), document_batch(small(**keys))):
+        results = []
+        for backend in ("torch", package):
+            with installed(*ALL):
+                stage = stage_with(small(**keys, mamba_backend=backend), weights)
+                assert stage.scans.package == backend
+                logits = stage(None, batch)
+                logits.float().logsumexp(-1).square().mean().backward()
+            results.append([logits.detach(), *(param.grad for param in stage.parameters())])
+        for ours, expected in zip(*results, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("there", "keys", "device", "package", "line"),
+    [
+        ((), {}, "cpu", "torch", "mamba_backend: auto chose torch (packages need a GPU)"),
+        (ALL, {}, "cpu", "torch", "mamba_backend: auto chose torch (packages need a GPU)"),
+        (
+            (), {}, "cuda", "torch",
+            "mamba_backend: auto chose torch (mamba_ssm: mamba-ssm, which is not installed; "
+            "fla: Mamba 2 alone, with mamba_state_fp32: false)",
+        ),
+        (
+            ("mamba_ssm",), {}, "cuda", "mamba_ssm",
+            "mamba_backend: auto chose mamba_ssm with torch's convolution; generation on torch",
+        ),
+        (
+            ALL, {"mamba_backend": "mamba_ssm"}, "cpu", "mamba_ssm",
+            "mamba_backend: mamba_ssm with causal-conv1d; generation on torch",
+        ),
+        (
+            ALL, {"mamba_conv_kernel": 8}, "cuda", "mamba_ssm",
+            "mamba_backend: auto chose mamba_ssm with torch's convolution; generation on torch",
+        ),
+        (
+            ALL, {"mamba_state_dim": 512}, "cuda", "torch",
+            "mamba_backend: auto chose torch (mamba_ssm: a mamba_state_dim of 256 at most; "
+            "fla: Mamba 2 alone, with mamba_state_fp32: false)",
+        ),
+        (
+            ("fla",), {"mamba_state_fp32": False}, "cuda", "fla",
+            "mamba_backend: auto chose fla with torch's convolution; generation on torch",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_chosen_is_said(
+    there: tuple[str, ...], keys: dict[str, Any], device: str, package: str, line: str
+) -> None:
+    lines: list[str] = []
+    args = small(**{**MODELS["mamba2"], **keys})
+    from megatron.model import block_specs
+
+    with installed(*there):
+        scans = choose_scans(args, torch.device(device), [b.mixer for b in block_specs(args)], lines.append)
+    assert scans.package == package and lines == [line]
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"mamba_backend": "mamba_ssm", "mamba_state_dim": 300}, "mamba_ssm needs a mamba_state_dim of 256 at most"),
+        ({"mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm needs mamba-ssm, which is not .*or write torch"),
+        ({"mamba_backend": "fla"}, "mamba_backend: fla: flash-linear-attention has no scan of Mamba 1; write auto"),
+    ],
+)  # fmt: skip
+def test_a_package_that_is_not_there_is_refused(keys: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError, match=line):
+        args = small(**{**MODELS["mamba"], **keys})
+        stage_with(args, random_weights(args))
+
+
+def test_a_package_runs_between_compiled_graphs() -> None:
+    """The compiler cannot look into it; all else of the block is compiled."""
+    args, batch = small(**MODELS["mamba2"], mamba_backend="mamba_ssm", compile="block"), random_batch(small())
+    weights = random_weights(args)
+    with installed(*ALL):
+        compiled = stage_with(args, weights)
+        eager = stage_with(small(**MODELS["mamba2"], mamba_backend="mamba_ssm"), weights)
+        torch._dynamo.reset()
+        for spec in compiled.blocks:
+            compiled.layers[str(spec.index)].compile(backend="aot_eager")
+        torch.testing.assert_close(compiled(None, batch), eager(None, batch))
