@@ -12,8 +12,10 @@ import torch
 from megatron.model import Stage
 from megatron.model.block import Block
 from megatron.model.head import OutputProjection
+from megatron.model.mamba.selective_scan import AT_A_TIME_COMPILED
 from megatron.model.moe.layer import Dispatcher
-from megatron.model.specs import BlockSpec, DenseSpec
+from megatron.model.specs import BlockSpec, MoESpec
+from megatron.mpu import Linear
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.precision_policy import choose_precision, gpu_policy
@@ -83,11 +85,12 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
 
 def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     """Compile every block. Those of a kind share one graph, whose inputs are their weights, and documents of
-    any number and length run through it; another length of rows makes one more. What is done to a chunk of
-    logits is compiled by itself.
+    any number and length run through it; another length of rows makes one more, which is for any, but for
+    Mamba's whose number of segments (`selective_scan`) is another. What is done to a chunk of logits is
+    compiled by itself.
 
     A block that does not become one graph is an error in the first step, but for those with expert
-    parallelism.
+    parallelism, and those of Mamba whose kernels are a package's.
     Raises ConfigError where there is no compiler.
     """
     if args.compile in (False, "auto"):
@@ -97,13 +100,16 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
     import torch._functorch.config as functorch
 
     stage.compiled = True
-    kinds: list[tuple[BlockSpec, type]] = []
+    kinds: list[tuple[BlockSpec, frozenset[type]]] = []
     for spec in stage.blocks:
         block = stage.layers[str(spec.index)]
         assert isinstance(block, Block)
-        kind = (replace(spec, index=0), type(getattr(block.mlp.output, "product", None)))
+        products = frozenset(type(module.product) for module in block.modules() if isinstance(module, Linear))
+        kind = (replace(spec, index=0), products)
         kinds += [kind] if kind not in kinds else []
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _GRAPHS_OF_A_KIND * len(kinds))
+    tokens = args.seq_length * (args.train_micro_batch_size_per_gpu or 1) if args.mamba_blocks else 0
+    segments = -(-tokens // AT_A_TIME_COMPILED)
+    dynamo.recompile_limit = max(dynamo.recompile_limit, (_GRAPHS_OF_A_KIND + 2 * segments) * len(kinds))
     if args.activation_memory_budget is not None:
         functorch.activation_memory_budget = args.activation_memory_budget
     mode = {"mode": "max-autotune-no-cudagraphs"} if args.compile == "block-max" else {}
@@ -113,7 +119,9 @@ def compile_blocks(stage: Stage, args: NeoXArgs) -> None:
             if isinstance(module, Dispatcher) and not one_graph:
                 # Tokens that travel to experts on other ranks do so between two graphs.
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        block.compile(fullgraph=one_graph or isinstance(spec.feed_forward, DenseSpec), **mode)
+        whole = one_graph or not isinstance(spec.feed_forward, MoESpec)
+        whole &= spec not in stage.state_blocks or stage.scans.package == "torch"
+        block.compile(fullgraph=whole, **mode)
     if isinstance(head := stage.layers[str(stage.specs[-1].index)], OutputProjection):
         head.compile_kernels()
 

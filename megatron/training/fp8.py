@@ -61,12 +61,12 @@ def use_fp8(
 
 def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | TiedHead]]:
     """The linears of this stage's blocks in `args.fp8_blocks`, and its output layer where that is not to stay
-    in bf16, by the names of their layers."""
+    in bf16, by the names of their layers. What makes Mamba's time steps, B and C stays, as routers do."""
     first = block_specs(args)[0].index
     for spec in stage.blocks:
         if spec.index - first in args.fp8_blocks:
             for name, module in stage.layers[str(spec.index)].named_modules(prefix=str(spec.index)):
-                if isinstance(module, Linear):
+                if isinstance(module, Linear) and not name.endswith("mixer.x_proj"):
                     yield name, module
     last = str(stage.specs[-1].index)
     head = stage.layers[last]

@@ -21,7 +21,6 @@ for _name in sorted(_READ):  # the plain file sorts before itself with others
 FORK: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs/fork_files.json").read_text())
 
 NOT_HERE: dict[str, str] = {
-    **{f"mamba/mamba-{size}": "Mamba is not built yet" for size in ("130M", "370M", "790M", "1.4B", "2.8B")},
     "rwkv/170M": "RWKV is not here",
     "gmlp_small": 'expected float, got "1.0e_8"',  # and gMLP
     "sparse": "DeepSpeed's sparse attention is gone",

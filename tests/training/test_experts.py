@@ -4,16 +4,14 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
-from megatron.model import build_stage, layer_params
+from megatron.model import build_stage
 from megatron.model.moe.experts import Experts
-from megatron.mpu import unshard
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import PairSettings, dpo
 from megatron.training.engine import Engine
@@ -22,8 +20,9 @@ from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import frozen_copy
 from megatron.training.setup import build_engine
-from tests.model.stages import Weights, document_batch, groups_of, random_batch, small
+from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
+from tests.training.layout_runs import Run, assert_same, train
 from tests.training.preference.test_preferences import pair_batches
 
 STEPS, RATE, MICRO_BATCHES = 10, 1e-3, 4
@@ -42,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid", "moe_router_topk_scaling_factor": 1.5, "moe_router_num_groups": 4,
         "moe_router_group_topk": 2, "moe_router_bias": True, "moe_expert_bias": True,
         "moe_router_bias_update_rate": 0.01, "moe_aux_loss_scope": "sequence", "moe_jitter_eps": 0.05,
+        "moe_latent_size": 20,
     },
     "neox": {
         "moe_num_experts": 4, "activation": "gelu", "moe_expert_interval": 2, "num_layers": 4, "gpt_j_residual": True,
@@ -81,16 +81,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-class Run(NamedTuple):
-    """What one rank saw. weights: its parts after the steps, master values."""
-
-    losses: list[float]
-    norms: list[float]
-    metrics: list[dict[str, float]]
-    tensor_rank: int
-    weights: Weights
-
-
 def args_of(model: str, layout: str) -> NeoXArgs:
     world, keys = LAYOUTS[layout]
     data = world // keys.get("model_parallel_size", 1) // keys.get("pipe_parallel_size", 1)
@@ -101,23 +91,6 @@ def args_of(model: str, layout: str) -> NeoXArgs:
     ).for_world(world)  # fmt: skip
 
 
-def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[Batch]:
-    count = args.gradient_accumulation_steps or 1
-    make = document_batch if packed else random_batch
-    return [make(args, seed=100 * step + data_rank * count + i) for i in range(count)]
-
-
-def train(engine: Engine, steps: range, packed: bool = False) -> Run:
-    losses, norms, metrics = [], [], []
-    for step in steps:
-        batches = batches_of(engine.args, step, engine.groups.rank("data"), packed)
-        result = engine.train_step(batches, RATE)
-        losses.append(float(result.loss))
-        norms.append(float(result.grad_norm if result.grad_norm is not None else "nan"))
-        metrics.append({name: float(value) for name, value in result.metrics.items()})
-    return Run(losses, norms, metrics, engine.groups.rank("tensor"), engine.weights(master=True))
-
-
 def ten_steps(rank: int, world_size: int, models: list[str], layout: str, packed: bool = False) -> list[Run]:
     """For the pool."""
     found = []
@@ -125,36 +98,9 @@ def ten_steps(rank: int, world_size: int, models: list[str], layout: str, packed
         args = args_of(model, layout)
         assert args.moe_num_experts > 1
         engine = build_engine(args, groups_of(args, world_size))
-        found.append(train(engine, range(STEPS), packed))
+        found.append(train(engine, range(STEPS), RATE, packed))
         engine.close()
     return found
-
-
-def whole(args: NeoXArgs, runs: list[Run]) -> Weights:
-    return {
-        layer: {
-            spec.name: unshard(
-                [held[layer][spec.name] for _, held in sorted(
-                    {run.tensor_rank: run.weights for run in runs
-                     if spec.name in run.weights.get(layer, {})}.items())], spec)
-            for spec in specs
-        }
-        for layer, specs in layer_params(args).items()
-    }  # fmt: skip
-
-
-def assert_same(model: str, layout: str, ours: list[Run], reference: Run) -> None:
-    bound = 1e-4 if model == "muon" else 1e-5  # it multiplies in bf16
-    for run in ours:
-        assert run.losses == pytest.approx(reference.losses, rel=bound), (model, layout)
-        assert run.norms == pytest.approx(reference.norms, rel=bound), (model, layout)
-        for now, then in zip(run.metrics, reference.metrics, strict=True):
-            assert now == pytest.approx(then, rel=1e-4, abs=1e-6), (model, layout)
-    expected = whole(args_of(model, "one"), [reference])
-    for layer, tensors in whole(args_of(model, layout), ours).items():
-        for name, value in tensors.items():
-            allowed = 2e-3 if model == "muon" else 2e-5
-            assert torch.allclose(value, expected[layer][name], atol=allowed), (model, layout, layer, name)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +140,8 @@ def test_ten_steps_are_those_of_one_process(
     layout: str, model: str, packed: bool, reference: Callable[[str, bool], Run]
 ) -> None:
     ranks = run_ranks(ten_steps, LAYOUTS[layout][0], [model], layout, packed)
-    assert_same(model, layout, [rank[0] for rank in ranks], reference(model, packed))
+    bounds = (1e-4, 2e-3) if model == "muon" else (1e-5, 2e-5)  # it multiplies in bf16
+    assert_same(args_of(model, layout), [rank[0] for rank in ranks], reference(model, packed), (model, layout), *bounds)
 
 
 def rows_of_experts(engine: Engine) -> list[int]:

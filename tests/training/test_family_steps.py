@@ -53,7 +53,8 @@ def reference(case: str) -> Reference:
                             padded_vocab_size=PADDED)  # fmt: skip
     ours = collected(weights)
     params = list(model.parameters())
-    biases = {id(param) for name, param in model.named_parameters() if name.endswith("bias")}  # may be matrices
+    # These may be matrices.
+    biases = {id(param) for name, param in model.named_parameters() if name.endswith(("bias", "A_log"))}
     decayed = [param for param in params if param.dim() >= 2 and id(param) not in biases]
     kept = {id(param) for param in decayed}
     groups = [

@@ -64,7 +64,8 @@ class DeepSpeedEngine(EngineBase):
         for log in (deepspeed.utils.logger, *deepspeed.utils.logger.handlers):
             log.setLevel(logging.INFO if says and groups.world_rank == 0 else logging.ERROR)
         mpu = plain_mpu(groups) if schedule == "none" else None
-        init_stage(stage, args, groups, self.dtype, shard_at_once(config, mpu) if self.zero_stage == 3 else None)
+        take_over = shard_at_once(config, mpu) if self.zero_stage == 3 else None
+        init_stage(stage, args, groups, self.dtype, take_over, precise=False)  # all it trains is of one type
         named = {name.removeprefix("layers."): p for name, p in stage.named_parameters() if p.requires_grad}
         self.watch = GradientWatch(list(named), groups.device, most_skips(args))
         self.watch.watch(list(named.values()))
@@ -119,6 +120,14 @@ class DeepSpeedEngine(EngineBase):
     def notes(args: NeoXArgs) -> list[str]:
         stage_1 = "ZeRO 0 with pipelines or 16-bit weights runs on the stage-1 optimizer (same numbers)"
         stage_notes = [stage_1] if zero_stage_used(args) != args.zero_stage else []
+        if args.mamba_blocks and args.mamba_selective_fp32_params and args.params_dtype != "fp32":
+            masters = f"A_log and D have fp32 masters, and are rounded to {args.params_dtype} where they are read"
+            kept = (
+                "engine: native keeps them in fp32"
+                if args.params_dtype == "bf16"
+                else "bf16 on engine: native does not"
+            )
+            stage_notes.append(f"mamba_selective_fp32_params: {masters}; {kept}")
         return [*stage_notes, "optimizer: DeepSpeedCPUAdam (AdamW on the CPU)"] if on_cpu_adam(args) else stage_notes
 
     def _mark(self) -> None:

@@ -13,16 +13,27 @@ from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf
 from megatron.checkpointing.layout import is_tag
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherArchitectureKeys, TransformerEngineKeys
+from megatron.neox_arguments.keys.architectures import (
+    MambaKeys,
+    MoEKeys,
+    MuPKeys,
+    OtherArchitectureKeys,
+    TransformerEngineKeys,
+)
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.fp8 import FP8Keys
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.source import CheckpointSource, mask_padding, real_rows
 
-_OWNERS = tuple(c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, OtherArchitectureKeys, MuPKeys))
+_OWNERS = tuple(
+    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
+)
 # Of the model's keys those that say how and of what length it is computed here, which are the run's
-_OF_RUN = ("seq_length", "attention_backend", "apex", "compile", "padded_vocab_size", "make_vocab_size_divisible_by")
+_OF_RUN = (
+    "seq_length", "attention_backend", "mamba_backend", "mamba_chunk_size", "apex", "compile", "padded_vocab_size",
+    "make_vocab_size_divisible_by",
+)  # fmt: skip
 _KEY = "distillation.teacher"
 
 

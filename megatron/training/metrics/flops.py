@@ -9,10 +9,11 @@ import torch
 
 from megatron.data import rows_per_sample
 from megatron.model import block_specs, layer_params, lowest_trained, trained_parameters
-from megatron.model.specs import AttentionSpec
+from megatron.model.specs import AttentionSpec, Mamba2Spec, MambaSpec, MixerSpec
 from megatron.model.trainable import head_parameter
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 
 def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: float | None = None) -> float:
@@ -20,16 +21,14 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     is trained: gradients of weights only of trained ones, none at all below the lowest trained layer).
 
     Grouped queries, the width of gated MLPs and the padded vocabulary count as they are; of experts those
-    that a token goes to; attention counts the causal half of its square, packed documents or not;
-    recomputation does not count.
+    that a token goes to; attention counts the causal half of its square, packed documents or not, and Mamba 2
+    that of its chunks; Mamba's scan counts as three products with its state. Recomputation does not count.
     """
     seq = seq_length or args.seq_length
     trained, lowest, specs = trained_parameters(args), lowest_trained(args), layer_params(args)
     multiplications = 0.0
     for block in block_specs(args):
-        layer, mixer, scores_and_values = block.index, block.mixer, 0.0
-        if isinstance(mixer, AttentionSpec):
-            scores_and_values = (row_length or seq) * mixer.heads * mixer.head_dim  # two products of half a square
+        layer, scores_and_values = block.index, _between_tokens(block.mixer, row_length or seq)
         sizes = {(layer, s.name): _active(s, args) for s in specs[layer] if s.weight_decay and not s.shared}
         forward, trained_size = sum(sizes.values()), sum(size for name, size in sizes.items() if name in trained)
         multiplications += forward + scores_and_values + trained_size
@@ -40,6 +39,19 @@ def model_flops(args: NeoXArgs, seq_length: float | None = None, row_length: flo
     head_trained = not trained.isdisjoint({(at, name), (at, name.replace(".weight", ".modules_to_save"))})
     multiplications += args.hidden_size * outputs * (1 + head_trained + (lowest < head))
     return 2.0 * args.train_batch_size * rows_per_sample(args) * seq * multiplications
+
+
+def _between_tokens(mixer: MixerSpec | None, seq: float) -> float:
+    """Multiplications of a token with others, or with a state, that are no products with weights."""
+    match mixer:
+        case AttentionSpec():
+            return seq * mixer.heads * mixer.head_dim  # two products of half a square
+        case MambaSpec():
+            return 3.0 * mixer.inner * mixer.state  # of the decay, of what is added, of the output
+        case Mamba2Spec():
+            of_chunk = min(mixer.chunk, seq) / 2 * (mixer.groups * mixer.state + mixer.inner)
+            return of_chunk + 2.0 * mixer.inner * mixer.state  # into the state and out of it
+    return 0.0
 
 
 def _active(spec: ParamSpec, args: NeoXArgs) -> float:
@@ -55,11 +67,27 @@ def neox_flops(
     blocks are recomputed (`recompute.products_run_again`).
 
     It ignores grouped queries, the width of gated MLPs, experts and the causal half of attention, and its
-    share of the head is right for factor 4 alone.
+    share of the head is right for factor 4 alone. A model with Mamba has a formula that takes all its blocks
+    for Mamba's; kinds of blocks that GPT-NeoX has not are counted by `model_flops`.
     """
+    kinds = set(args.attention_config)
+    if kinds - {*FULL_BLOCKS, "mamba"}:
+        return model_flops(args, seq_length, row_length) * factor / 3.0
+    if "mamba" in kinds:
+        return _neox_mamba_flops(args, factor, seq_length or args.seq_length)
     layers, hidden, seq = args.num_layers, args.hidden_size, seq_length or args.seq_length
     brackets = 1.0 + (row_length or seq) / (6.0 * hidden) + args.padded_vocab_size / (16.0 * layers * hidden)
     return 24.0 * factor * args.train_batch_size * rows_per_sample(args) * seq * layers * hidden**2 * brackets
+
+
+def _neox_mamba_flops(args: NeoXArgs, factor: float, seq: float) -> float:
+    """GPT-NeoX's formula for Mamba, of one iteration of the global batch: scans, projections, convolutions of
+    each layer, and the head."""
+    hidden, inner, state = args.hidden_size, args.mamba_inner_size, args.mamba_state_dim or 16
+    rank = args.mamba_dt_rank or -(-hidden // 16)
+    layer = inner * (11 * state + 4 * rank + 1) + 6 * inner * hidden + 2 * inner * args.mamba_conv_kernel
+    tokens = args.train_batch_size * rows_per_sample(args) * seq
+    return tokens * (factor * args.num_layers * layer + 6.0 * hidden * args.padded_vocab_size)
 
 
 def readable_flops(value: float) -> str:

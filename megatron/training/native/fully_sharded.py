@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor
 from megatron.model import Stage, init_stage
 from megatron.model.init import parameters_with_specs
 from megatron.model.moe.experts import Experts
-from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained
+from megatron.mpu import ParallelGroups, ParamSpec, is_never_trained, is_precise
 from megatron.mpu.torch_versions import all_gather_single
 from megatron.neox_arguments import NeoXArgs
-from megatron.training.native.shards import ExpertParts, Shard
+from megatron.training.native.shards import ExpertParts, GradientBucket, Shard
 
 
 class CutWeights:
@@ -25,6 +25,9 @@ class CutWeights:
     in stage 1 in the last micro-batch alone, so that until then each rank holds whole fp32 gradients.
     Embedding, last norm and head, which a tied weight joins, are gathered together; modules that blocks share
     (a table of relative positions) each by itself.
+
+    Parameters that are fp32 beside 16-bit weights (`ParamSpec.precise`) are few: every rank holds them whole,
+    and their gradients are summed after the last backward.
 
     With `zero_hpz_partition_size` weights, gradients and states are cut over that many neighbouring data
     ranks alone, which gather weights among themselves; gradients are then summed over the groups.
@@ -45,7 +48,7 @@ class CutWeights:
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
 
         def cut(module: nn.Module, over: DeviceMesh = mesh) -> None:
-            kept = {param for param in module.parameters() if is_never_trained(param)}
+            kept = {param for param in module.parameters() if is_never_trained(param) or self._is_whole(param)}
             fully_shard(module, mesh=over, reshard_after_forward=zero_stage == 3, mp_policy=policy, ignored_params=kept)
 
         blocks = {spec.index for spec in stage.blocks}
@@ -65,6 +68,7 @@ class CutWeights:
                     if param not in kept:
                         param.data = param.new_empty(0)
 
+        self._dtype = dtype
         init_stage(stage, args, groups, torch.float32, cut_layer, frozen_dtype=dtype)
         cut(stage)
         stage.dtype = dtype
@@ -76,9 +80,11 @@ class CutWeights:
         shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
+        whole = [shard.param for shard in self.trained if shard.local is shard.param]
+        self._whole = GradientBucket(whole, groups.group("data"), groups.device, lambda: None) if whole else None
 
     def _shard(self, layer: int, _: str, param: nn.Parameter, spec: ParamSpec, groups: ParallelGroups) -> Shard:
-        if not spec.trained:
+        if not spec.trained or self._is_whole(param):
             return Shard(layer, spec, param, param, 0, param.shape, groups.rank("data"))
         local = nn.Parameter(_local(param), param.requires_grad)
         if self._experts.has(spec):
@@ -88,6 +94,9 @@ class CutWeights:
         first = min(self._rank * self._rows(param.shape), param.shape[0]) * (param.numel() // param.shape[0])
         return Shard(layer, spec, param, local, first, param.shape, groups.rank("data") // self._size)
 
+    def _is_whole(self, param: Tensor) -> bool:
+        return is_precise(param) and self._dtype != torch.float32
+
     def _rows(self, shape: torch.Size) -> int:
         """Rows of a parameter on every rank but the last ones, which may have fewer."""
         return -(-shape[0] // self._size)
@@ -96,6 +105,8 @@ class CutWeights:
         root = self._root
         root.set_requires_gradient_sync(last or self._zero_stage > 1)
         root.set_reshard_after_backward(last or self._zero_stage == 3)
+        if self._whole is not None:
+            self._whole.begin_micro_batch()
 
     @property
     def _root(self) -> FSDPModule:
@@ -103,17 +114,26 @@ class CutWeights:
         return self._stage
 
     def gradients(self) -> list[Tensor | None]:
-        return [None if s.param.grad is None else _local(s.param.grad) for s in self.trained]
+        whole = {} if self._whole is None else self._whole.reduced()
+        return [whole[s.param] if s.param in whole else self._gradient(s) for s in self.trained]
+
+    def _gradient(self, shard: Shard) -> Tensor | None:
+        return None if shard.param.grad is None else _local(shard.param.grad)
 
     def clear_gradients(self) -> None:
         for shard in self.trained:
             shard.param.grad = None
+        if self._whole is not None:
+            self._whole.clear()
 
     def gradient_memory(self) -> list[Tensor | None]:
-        return self.gradients()
+        cut = [self._gradient(shard) for shard in self.trained if shard.local is not shard.param]
+        return cut if self._whole is None else [*cut, self._whole.flat]
 
     def close(self) -> None:
         self.clear_gradients()
+        if self._whole is not None:
+            self._whole.close()
 
     def publish(self) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
@@ -122,7 +142,7 @@ class CutWeights:
 
     @torch.no_grad()
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
-        if not shard.spec.trained:
+        if shard.local is shard.param:
             return part if writer in (None, self._rank) else None
         if self._experts.has(shard.spec):
             return self._experts.gather(shard, part, writer, cut=True)
@@ -145,6 +165,10 @@ class CutWeights:
         return worker if 0 <= worker < self._size else None
 
     def scatter(self, shard: Shard, whole: Tensor | None, source: int) -> Tensor:
+        if shard.local is shard.param:
+            part = torch.empty_like(shard.local) if whole is None else whole.contiguous()
+            dist.broadcast(part, self._members[source], group=self._group)
+            return part
         if self._experts.has(shard.spec):
             return self._experts.scatter(shard, whole, source, cut=True)
         row = shard.shape.numel() // shard.shape[0]

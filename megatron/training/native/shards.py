@@ -46,7 +46,7 @@ class Shard:
 
     def dtype(self, of_run: torch.dtype) -> torch.dtype:
         """The type that checkpoints have it in."""
-        return of_run if self.spec.trained else torch.float32
+        return torch.float32 if not self.spec.trained or self.spec.precise else of_run
 
     def slice_of(self, whole: Tensor) -> Tensor:
         """The elements of this shard in a value of the parameter's tensor-parallel part."""
@@ -172,7 +172,7 @@ class WholeWeights:
         shards = [self._shard(*item, args, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[GradientBucket] = []
         self._views: dict[nn.Parameter, Tensor] = {}
         self._works: list[dist.Work] = []
         self._last, self._launched = False, 0
@@ -183,7 +183,7 @@ class WholeWeights:
             for layer, of_experts in sorted(keys, reverse=True):
                 params = [s.param for s in self.trained if (s.layer, self._experts.has(s.spec)) == (layer, of_experts)]
                 group = groups.group("expert_data") if of_experts else self._group
-                bucket = _Bucket(params, group, groups.device, self._reduce_ready)
+                bucket = GradientBucket(params, group, groups.device, self._reduce_ready)
                 self._buckets.append(bucket)
                 self._views.update(zip(params, bucket.views, strict=True))
 
@@ -266,7 +266,7 @@ class WholeWeights:
         return part
 
 
-class _Bucket:
+class GradientBucket:
     """The fp32 gradients of some parameters in one flat buffer, summed over a step's micro-batches.
 
     group: of the ranks over which they are summed. on_arrival: called when a gradient of a backward has been
@@ -280,7 +280,7 @@ class _Bucket:
         device: torch.device,
         on_arrival: Callable[[], None],
     ) -> None:
-        self.group = group
+        self.group, self._params = group, params
         sizes = [param.numel() for param in params]
         self.flat = torch.zeros(sum(sizes), device=device)
         parts = self.flat.split(sizes)
@@ -314,6 +314,13 @@ class _Bucket:
         for i, view in enumerate(self.views):
             if self._empty[i]:
                 view.zero_()
+
+    def reduced(self) -> dict[nn.Parameter, Tensor]:
+        """The gradients, summed over ranks now, by parameter."""
+        self.zero_empty()
+        if self.group is not None:
+            dist.all_reduce(self.flat, group=self.group)
+        return dict(zip(self._params, self.views, strict=True))
 
     def clear(self) -> None:
         self._empty = [True] * len(self.views)

@@ -21,7 +21,13 @@ from megatron.model.positions import rope_length_limit
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import thaw
-from megatron.neox_arguments.keys.architectures import MoEKeys, MuPKeys, OtherArchitectureKeys, TransformerEngineKeys
+from megatron.neox_arguments.keys.architectures import (
+    MambaKeys,
+    MoEKeys,
+    MuPKeys,
+    OtherArchitectureKeys,
+    TransformerEngineKeys,
+)
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
 from megatron.tokenizer import Tokenizer
@@ -31,7 +37,9 @@ from megatron.training.precision_policy import choose_precision
 
 _ABOUT = "about.json"
 # Whose keys make the model's function
-_OWNERS = tuple(c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, OtherArchitectureKeys, MuPKeys))
+_OWNERS = tuple(
+    c.__name__ for c in (ModelKeys, TransformerEngineKeys, MoEKeys, MambaKeys, OtherArchitectureKeys, MuPKeys)
+)
 _OTHERWISE = (
     # in model_keys, by what is made of them
     "num_kv_heads", "intermediate_size", "expansion_factor", "mlp_multiple_of", "compat_ffn_width",
@@ -39,8 +47,8 @@ _OTHERWISE = (
     # of initial values and of training
     "init_method", "output_layer_init_method", "init_method_std", "attention_dropout", "hidden_dropout",
     # of how and of what length it is computed, and of files
-    "attention_backend", "attention_config", "apex", "compile", "seq_length", "rotary_save_freqs_buffer",
-    "mask_padded_vocab",
+    "attention_backend", "attention_config", "mamba_backend", "mamba_chunk_size", "apex", "compile",
+    "seq_length", "rotary_save_freqs_buffer", "mask_padded_vocab",
 )  # fmt: skip
 
 

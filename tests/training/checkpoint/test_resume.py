@@ -58,6 +58,31 @@ def test_bit_equal_where_blocks_differ(tensor: int, pipe: int, tmp_path: Path) -
     assert_goes_on(tensor * pipe, common, tmp_path)
 
 
+HYBRID = {
+    "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_head_dim": 8,
+    "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 8, "norm": "rmsnorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine"),
+    [
+        ("zero2", "native"),
+        pytest.param("plain", "native", marks=pytest.mark.more),
+        *(pytest.param(name, "native", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2")),
+        *(pytest.param(name, "deepspeed", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2", "pp2")),
+    ],
+)
+def test_bit_equal_with_states(layout: str, engine: str, tmp_path: Path) -> None:
+    """Mamba's blocks, packed rows, A_log and D in fp32 beside bf16."""
+    ranks, keys = LAYOUTS[layout]
+    common = config(
+        HYBRID, ADAMW, keys, pos_emb="rotary", precision="bfloat16", train_micro_batch_size_per_gpu=2, train_iters=6,
+        checkpoint_factor=3, engine=engine, reset_attention_mask=True, reset_position_ids=True,
+    )  # fmt: skip
+    assert_goes_on(ranks, common, tmp_path)
+
+
 def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
     through, resumed = tmp_path / "through", tmp_path / "resumed"
     whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})

@@ -67,3 +67,23 @@ def test_both_formulas_on_the_1_4b_shape() -> None:
     # 2104.04473).
     square, head = 6 * tokens * 24 * 2048 * 2048, 6 * tokens * 2048 * 50304
     assert neox_flops(args, 3) - model_flops(args) == pytest.approx(square - head / 4)
+
+
+def test_formulas_of_mamba() -> None:
+    """The 1.4B shape that GPT-NeoX ships: its formula, and the products of a hybrid by hand."""
+    shape: dict[str, Any] = {
+        "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "max_position_embeddings": 2048,
+        "padded_vocab_size": 50304, "train_micro_batch_size_per_gpu": 4, "use_bias_in_attn_linear": False,
+    }  # fmt: skip
+    tokens, inner, rank, head = 4 * 2048, 4096, 128, 2048 * 50304
+    mamba = small(**shape, num_layers=48, attention_config=["mamba"] * 48).for_world(1)
+    layer = inner * (11 * 16 + 4 * rank + 1) + 6 * inner * 2048 + 2 * inner * 4
+    assert neox_flops(mamba, 4) == pytest.approx(tokens * (4 * 48 * layer + 6 * head))
+    weights = 2048 * 2 * inner + 4 * inner + inner * (rank + 32) + inner * rank + inner * 2048
+    assert model_flops(mamba) == pytest.approx(6 * tokens * (48 * (weights + 3 * inner * 16) + head))
+    hybrid = small(**shape, num_layers=3, attention_config=["mamba2", "attention", "mlp"]).for_world(1)
+    rows, chunk = 2 * inner + 2 * 8 * 128 + 64, 256
+    weights = 2048 * rows + 4 * (inner + 2 * 8 * 128) + inner * 2048 + 12 * 2048**2
+    between = chunk / 2 * (8 * 128 + inner) + 2 * inner * 128 + 2048 * 2048
+    assert model_flops(hybrid) == pytest.approx(6 * tokens * (weights + between + head))
+    assert neox_flops(hybrid, 3) == pytest.approx(model_flops(hybrid)), "GPT-NeoX has no such blocks"
