@@ -6,6 +6,7 @@ from typing import Any
 from megatron.distributed import run_on_all_ranks
 from megatron.generation import Batcher, Request
 from megatron.generation.batching.memory_budget import ForwardBudget, forward_budget
+from megatron.generation.complete import MAXIMUM_ROWS
 from megatron.generation.scoring.logprobs import ContinuationScore, score
 from megatron.model import Model
 
@@ -42,7 +43,7 @@ class ModelOperations:
         def run() -> dict[int, str]:
             local_requests = range(rank, len(requests), size)
             tokens = sum(len(requests[i].tokens) + requests[i].maximum_tokens for i in local_requests)
-            batcher = Batcher(self.model, tokens=tokens)
+            batcher = Batcher(self.model, maximum_rows=min(MAXIMUM_ROWS, max(1, len(local_requests))), tokens=tokens)
             numbers = {batcher.add(requests[i]): i for i in local_requests}
             texts = dict.fromkeys(numbers.values(), "")
             while batcher.busy:

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron.evaluation.task_loading import SHIPPED
 from megatron.training import train
 from tests.evaluation.runs import command, lm_eval_command, make_model, make_tasks, on_terminal
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, config
 
@@ -55,6 +56,40 @@ def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     board = EventAccumulator(str(tmp_path / "board")).Reload()
     (event,) = board.Scalars("eval/shipped_choice_acc")
     assert event.value == pytest.approx(results["results"]["shipped_choice"]["acc,none"])
+
+
+_STATES: dict[str, dict[str, Any]] = {
+    "Mamba": {"state_size": 8},
+    "FalconMamba": {"state_size": 8, "time_step_rank": 4},
+    "Mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8},
+    "NemotronH": {
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "num_attention_heads": 4,
+        "head_dim": 16, "num_key_value_heads": 2, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "ssm_state_size": 8,
+        "intermediate_size": 128, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 32,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", with_more(_STATES, "Mamba", "FalconMamba", "Mamba2"))
+def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, tmp_path: Path) -> None:
+    import torch
+    import transformers
+
+    folder = make_model(tmp_path / "model")
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=500, hidden_size=64, num_hidden_layers=4, initializer_range=0.3, eos_token_id=0, bos_token_id=None,
+        pad_token_id=None, **_STATES[family],
+    )  # fmt: skip
+    getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
+    code, output, problems = run(
+        "--hf-model", folder, "--eval_tasks", "shipped_choice", "shipped_perplexity", "--eval_output_dir", tmp_path,
+        "--eval_limit", 4, "--compare-hf",
+    )  # fmt: skip
+    assert code == 0, problems
+    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", output)
+    assert compared and float(compared[1]) < 1e-4
 
 
 @pytest.mark.more

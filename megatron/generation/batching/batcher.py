@@ -26,9 +26,10 @@ class Batcher:
     makes one, and calls the same methods with the same arguments in the same order; the constructor and
     `step` are collective.
 
-    A KV cache in blocks is shared by all; requests that begin alike share blocks. A row takes a block when it
-    needs one; where none is left, the youngest row gives its own back and is run again later. What a request
-    becomes depends on its own values and seed alone.
+    A KV cache in blocks is shared by all; requests that begin alike share blocks, but in models with states
+    (Mamba's), of which each row has its own. A row takes a block when it needs one; where none is left, the
+    youngest row gives its own back and is run again later. What a request becomes depends on its own values
+    and seed alone.
     """
 
     def __init__(
@@ -41,22 +42,24 @@ class Batcher:
         log: Callable[[str], None] | None = None,
     ) -> None:
         """maximum_rows: requests that run at once, others wait. tokens: of all requests there will be,
-        prompts and what is generated, if that is known: the cache need hold no more. cache_gb: of keys and
-        values on this rank, None: as `kv_cache_gb` says. log: called with an automatic choice. Raises
-        ConfigError for a cache that holds nothing."""
+        prompts and what is generated, if that is known: the cache need hold no more. cache_gb: of keys,
+        values and states on this rank, None: as `kv_cache_gb` says. log: called with an automatic choice.
+        Raises ConfigError for a cache that holds nothing, or not the states of so many rows."""
         self.model, self.device = model, model.groups.device
         limit, scaling = rope_length_limit(model.args), model.args.rope_scaling or {}
         self.longest_cached = limit if scaling.get("rope_type") == "dynamic" else None
         self.longest_short = limit if self.longest_cached is None else None
-        self.capacity = -(-model.positions // BLOCK_SIZE)  # blocks of the longest text
+        # Blocks of the longest text
+        self.capacity = -(-model.positions // BLOCK_SIZE) if model.args.attends else 0
         self.cache: KVCache | None = None
         self.blocks = BlockAllocator(0, BLOCK_SIZE)
         if not model.args.recompute:
             most = maximum_rows * self.capacity
             if tokens is not None:  # each row may leave a block half full
                 most = min(most, tokens // BLOCK_SIZE + maximum_rows)
-            self.blocks = BlockAllocator(cache_blocks(model, most, cache_gb, log), BLOCK_SIZE)
-            self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE)
+            texts = maximum_rows if model.args.mamba_blocks else 0
+            self.blocks = BlockAllocator(cache_blocks(model, most, texts, cache_gb, log), BLOCK_SIZE)
+            self.cache = model.stage.empty_cache(self.blocks.total + 1, BLOCK_SIZE, texts)
         self.scheduler = Scheduler(self.blocks, maximum_rows)
         self._last_id = -1
         self._cancelled: list[Event] = []  # for the next step to return
@@ -123,7 +126,7 @@ class Batcher:
     def _decode(self) -> list[tuple[list[SequenceState], Forward]]:
         """The rows of which only the last token is to be run, as a forward for each pipeline stage to work
         on."""
-        ready = [row for row in self.scheduler.running if row.cached and row.computed == len(row.tokens) - 1]
+        ready = [row for row in self.scheduler.running if row.decodes]
         ready.sort(key=lambda row: row.computed)
         parts = min(self.model.groups.size("pipe"), len(ready))
         bounds = [len(ready) * i // parts for i in range(parts + 1)] if parts else [0]
@@ -137,6 +140,7 @@ class Batcher:
                         self.capacity,
                         BLOCK_SIZE,
                         self._adapters(rows),
+                        self._state_slots(rows),
                     ),
                     self._sampler(rows),
                     _top(rows),
@@ -159,7 +163,7 @@ class Batcher:
         chunks: list[tuple[tuple[bool, bool, bool, int], int, SequenceState]] = []
         for row in self.scheduler.running:
             pending = len(row.tokens) - row.computed
-            if row.cached and pending == 1:
+            if row.decodes:
                 continue
             count = min(pending, tokens_left, _SCORED if row.scoring_prompt else tokens_left) if row.cached else pending
             if row.cached:
@@ -182,15 +186,16 @@ class Batcher:
         width = max(count for count, _ in chunks)
         tokens = torch.zeros(len(rows), width, dtype=torch.long)
         positions, slots, targets = tokens.clone(), tokens.clone(), tokens.clone()
-        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.long)
+        table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.long)  # may be of none
         for i, (count, row) in enumerate(chunks):
             start, end = row.computed, row.computed + count
             row.last_column = count - 1
             tokens[i, :count] = torch.tensor(row.tokens[start:end])
             if cached:
-                table[i, : len(row.blocks)] = torch.tensor(row.blocks)
                 places = torch.arange(start, end)
                 positions[i, :count], positions[i, count:] = places, end - 1
+            if row.blocks:
+                table[i, : len(row.blocks)] = torch.tensor(row.blocks)
                 slots[i, :count] = table[i, places // BLOCK_SIZE] * BLOCK_SIZE + places % BLOCK_SIZE
             if scoring:
                 targets[i, : min(end, row.prompt_length - 1) - start] = torch.tensor(
@@ -199,7 +204,8 @@ class Batcher:
         view = None
         if cached:
             assert self.cache is not None
-            view = self.cache.of(slots.flatten().to(self.device), table.to(self.device))
+            slots, table = slots.flatten().to(self.device), table.to(self.device)
+            view = self.cache.of(slots, table, states=self._state_slots(rows))
         sampler = self._sampler(rows)
         last = torch.tensor([count - 1 for count, _ in chunks], device=self.device)
         finished = [row if row.computed + count == len(row.tokens) else None for count, row in chunks]
@@ -212,6 +218,11 @@ class Batcher:
     def _adapters(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
         numbers = [row.request.adapter for row in rows]
         return torch.tensor(numbers, device=self.device) if any(numbers) else None
+
+    def _state_slots(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
+        """As `CacheRows.states`."""
+        slots = [row.state_slot for row in rows if row.state_slot is not None]
+        return torch.tensor(slots, device=self.device) if slots else None
 
     def _sampler(self, rows: Sequence[SequenceState]) -> TokenSampler:
         """A sampler of the next tokens for rows that run together."""
@@ -227,7 +238,7 @@ class Batcher:
         request, start = sequence.request, sequence.computed
         if sequence.cached:
             sequence.computed += sequence.last_column + 1
-            while (sequence.registered + 1) * BLOCK_SIZE <= sequence.computed:
+            while sequence.shares_blocks and (sequence.registered + 1) * BLOCK_SIZE <= sequence.computed:
                 first = sequence.registered * BLOCK_SIZE
                 block_tokens = sequence.tokens[first : first + BLOCK_SIZE]
                 sequence.prefix_id = self.blocks.register(

@@ -152,11 +152,16 @@ class DecodeBatch:
     """Rows that go on by a token a step. Its arrays serve for as long as the same rows run together."""
 
     def __init__(
-        self, rows: Sequence[tuple[int, int, list[int]]], capacity: int, block_size: int, adapters: Tensor | None
+        self,
+        rows: Sequence[tuple[int, int, list[int]]],
+        capacity: int,
+        block_size: int,
+        adapters: Tensor | None,
+        states: Tensor | None,
     ) -> None:
         """rows: the last token, its place, and the blocks of each, in order of length; capacity: of blocks a
-        row. adapters: as of `Forward`."""
-        self.block_size, self.adapters = block_size, adapters
+        row, 0 without attention. adapters: as of `Forward`; states: as of `CacheRows`."""
+        self.block_size, self.adapters, self.states = block_size, adapters, states
         self.tokens = np.array([token for token, _, _ in rows], np.int64).reshape(-1, 1)
         self.positions = np.array([place for _, place, _ in rows], np.int64).reshape(-1, 1)
         self.table = np.zeros((len(rows), capacity), np.int64)
@@ -177,9 +182,11 @@ class DecodeBatch:
         self, cache: KVCache, device: torch.device, sampler: TokenSampler, uniforms: Sequence[float], top: int | None
     ) -> Forward:
         places = self.positions[:, 0]
-        slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size
+        slots = places[:0]
+        if self.table.shape[1]:
+            slots = self.table[self.row_numbers, places // self.block_size] * self.block_size + places % self.block_size
         table = torch.from_numpy(np.ascontiguousarray(self.table[:, : max(self.blocks)]))
-        view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks))
+        view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks), self.states)
         tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
         return Forward(tokens, positions, self.last.to(device), view, sampler, uniforms, top, adapters=self.adapters)
 

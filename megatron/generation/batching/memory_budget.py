@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.distributed import run_on_all_ranks
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.model import Model, block_specs
-from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec
+from megatron.model.mamba.selective_scan import AT_A_TIME
+from megatron.model.specs import AttentionSpec, DenseSpec, FeedForwardSpec, Mamba2Spec, MambaSpec, MixerSpec
 from megatron.mpu.memory import free_host_memory
 
 # More than this gains no speed, whatever memory there is.
@@ -20,6 +21,8 @@ _TOKENS = {"cpu": 1024, "cuda": 32768}
 _FORWARD_SHARE = {"cpu": 0.25, "cuda": 0.5}
 _CACHE_SHARE = {"cpu": 0.25, "cuda": 0.8}
 _SCORES_AT_ONCE = 3  # copies of attention scores where a kernel writes them out
+# Copies in fp32 of all states of a scan's tokens, or of the decays between the tokens of its chunks
+_STATES_AT_ONCE, _DECAYS_AT_ONCE = 8, 6
 
 
 @dataclass(frozen=True)
@@ -60,15 +63,19 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     widths = [_inner_width(block.feed_forward) for block in blocks]
     heads = max((mixer.heads for mixer in mixers), default=0) // tensor
-    attended = max((mixer.heads * mixer.head_dim for mixer in mixers), default=0)
-    inner = (3 * max(widths, default=0) + 4 * attended) // tensor
+    mixed, scanned = (max(sizes) for sizes in zip(*(_of_mixer(block.mixer) for block in blocks), strict=True))
+    inner = (3 * max(widths) + mixed) // tensor
     values = 2 * (8 * args.hidden_size + inner)  # of a block, and as much again for what its kernels make
     scores = (_SCORES_AT_ONCE if any(mixer.biased for mixer in mixers) or device.type == "cpu" else 1) * heads * 4
     share = int(_FORWARD_SHARE[device.type] * free_memory(device))
     ranks_here = groups.world_size if device.type == "cpu" else 1
     least = min(run_on_all_ranks(groups, lambda: share // ranks_here))
+    # Mamba's states of so many tokens, however many there are
+    scanned_states = [spec.inner * spec.state for block in blocks if isinstance(spec := block.mixer, MambaSpec)]
+    held = 4 * _STATES_AT_ONCE * AT_A_TIME * max(scanned_states, default=0) // tensor
     budget = ForwardBudget(
-        bytes=least, tokens=_TOKENS[device.type], rows=batch_size, token_bytes=values * size, key_bytes=scores,
+        bytes=max(least - held, least // 2), tokens=_TOKENS[device.type], rows=batch_size,
+        token_bytes=values * size + scanned // tensor, key_bytes=scores,
         logits_bytes=args.padded_vocab_size // tensor * (size + 4),
     )  # fmt: skip
     if batch_size is None:
@@ -78,9 +85,28 @@ def forward_budget(model: Model, batch_size: int | None = None) -> ForwardBudget
     return budget
 
 
-def _inner_width(feed_forward: FeedForwardSpec) -> int:
+def _of_mixer(mixer: MixerSpec | None) -> tuple[int, int]:
+    """Numbers that a token has within a mixer, and the bytes beside these that its scan takes in torch's own
+    operations."""
+    match mixer:
+        case AttentionSpec():
+            return 4 * mixer.heads * mixer.head_dim, 0
+        case MambaSpec():
+            return 6 * mixer.inner, 0  # its states are `held`
+        case Mamba2Spec():
+            states = mixer.inner * mixer.state // mixer.chunk  # one for each chunk
+            decays = mixer.heads * mixer.chunk
+            return 6 * (mixer.inner + mixer.groups * mixer.state), 4 * (
+                _STATES_AT_ONCE * states + _DECAYS_AT_ONCE * decays
+            )
+    return 0, 0
+
+
+def _inner_width(feed_forward: FeedForwardSpec | None) -> int:
     """Numbers that a token has within a feed-forward, over all of its experts, in units of what a gated one
     of that width has."""
+    if feed_forward is None:
+        return 0
     if isinstance(feed_forward, DenseSpec):
         return feed_forward.width
     shared = feed_forward.shared.width if feed_forward.shared is not None else 0
@@ -89,31 +115,45 @@ def _inner_width(feed_forward: FeedForwardSpec) -> int:
 
 
 def cache_blocks(
-    model: Model, most: int, cache_gb: float | None = None, log: Callable[[str], None] | None = None
+    model: Model,
+    most: int,
+    texts: int = 0,
+    cache_gb: float | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> int:
-    """How many blocks the KV cache gets, at most `most`: what the rank with the least memory has room for.
-    All ranks of the model call it together.
+    """How many blocks the KV cache gets, at most `most`: what the rank with the least memory has room for
+    beside the states of so many texts. All ranks of the model call it together.
 
-    cache_gb: of keys and values on this rank; None: as `kv_cache_gb` says. log: called with an automatic
-    choice. Raises ConfigError where not one block fits.
+    cache_gb: of keys, values and states on this rank; None: as `kv_cache_gb` says. log: called with an
+    automatic choice. Raises ConfigError where the states, or not one block of `most`, do not fit.
     """
     args, groups, device = model.args, model.groups, model.groups.device
-    block_bytes = model.stage.cache_bytes * BLOCK_SIZE
+    block_bytes, state_bytes = model.stage.cache_bytes * BLOCK_SIZE, texts * model.stage.state_bytes
     auto = cache_gb is None and args.kv_cache_gb == "auto"
     if auto:
         ranks_here = groups.world_size if device.type == "cpu" else 1
         available = int(_CACHE_SHARE[device.type] * free_memory(device)) // ranks_here
     else:
         available = int(float(args.kv_cache_gb if cache_gb is None else cache_gb) * 1e9)
-    least = torch.tensor([min(available // block_bytes, most)], device=device)
+    left = available - state_bytes
+    room = min(left // block_bytes, most) if block_bytes else most if left >= 0 else -1
+    least = torch.tensor([room], device=device)
     for axis in ("tensor", "pipe", "data") if model.lockstep else ("tensor", "pipe"):
         if groups.group(axis) is not None:
             dist.all_reduce(least, dist.ReduceOp.MIN, group=groups.group(axis))
     blocks = int(least)
-    if blocks < 1:
-        raise args.error("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens; set it higher")
+    if blocks < 0:
+        needed = f"the states of {texts} texts at once, which take {state_bytes / 1e9:.3g} on this rank"
+        raise args.error(
+            "kv_cache_gb", f"{available / 1e9:.3g} GB do not hold {needed}; set it higher (a server: or serve_max_rows "
+            "lower)"
+        )  # fmt: skip
+    if blocks < min(most, 1):
+        beside = f" beside the states of {texts} texts, {state_bytes / 1e9:.3g} GB" if texts else ""
+        raise args.error("kv_cache_gb", f"{available / 1e9:.3g} GB hold no {BLOCK_SIZE} tokens{beside}; set it higher")
     if auto and log is not None:
-        log(f"kv_cache_gb: auto chose {blocks * block_bytes / 1e9:.3g}, for {blocks * BLOCK_SIZE} tokens")
+        held = [f"{blocks * BLOCK_SIZE} tokens"] * (most > 0) + [f"the states of {texts} texts"] * (texts > 0)
+        log(f"kv_cache_gb: auto chose {(blocks * block_bytes + state_bytes) / 1e9:.3g}, for {' and '.join(held)}")
     return blocks
 
 

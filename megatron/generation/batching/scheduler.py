@@ -1,5 +1,5 @@
 """Which requests run in the next step: first come, first served, as far as rows and blocks of the KV cache
-reach."""
+reach; each of a model with states has a slot for its own as long as it runs."""
 
 from collections import deque
 
@@ -14,24 +14,25 @@ class Scheduler:
         self.blocks, self.maximum_rows = blocks, maximum_rows
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
+        self.free_slots = list(range(maximum_rows - 1, -1, -1))  # of states
 
     def admit(self) -> None:
         """Let those that wait run, in order, until rows or blocks run out."""
-        being_prefilled = {row.beginning for row in self.running if row.cached and row.computed < BLOCK_SIZE}
+        being_prefilled = {row.beginning for row in self.running if row.shares_blocks and row.computed < BLOCK_SIZE}
         while self.waiting and len(self.running) < self.maximum_rows:
             sequence = self.waiting[0]
-            if sequence.cached:
-                scoring, beginning = sequence.scoring_prompt, sequence.beginning
+            if sequence.paged:
+                shares, beginning = sequence.shares_blocks and not sequence.scoring_prompt, sequence.beginning
                 shared, prefix_id = list[int](), sequence.first_prefix_id
-                if not scoring:
+                if shares:
                     shared, prefix_id = self.blocks.share_prefix(sequence.tokens, prefix_id)
                 needed = -(-len(sequence.tokens) // BLOCK_SIZE) - len(shared)
                 # One row more must not preempt those that run in the very next step: a block is left for
                 # each.
                 wanted = needed + (len(self.running) if self.running else 0)
                 # A row that runs is about to write what this one could share: wait a step for it.
-                sharable_soon = not shared and beginning in being_prefilled
-                sharable_soon = sharable_soon and len(sequence.tokens) > BLOCK_SIZE and not scoring
+                sharable_soon = shares and not shared and beginning in being_prefilled
+                sharable_soon = sharable_soon and len(sequence.tokens) > BLOCK_SIZE
                 allocated = None
                 if not sharable_soon and wanted <= self.blocks.free_blocks:
                     allocated = self.blocks.allocate(needed)
@@ -41,6 +42,8 @@ class Scheduler:
                 being_prefilled.add(beginning)
                 sequence.blocks, sequence.computed = shared + allocated, len(shared) * BLOCK_SIZE
                 sequence.registered, sequence.prefix_id = len(shared), prefix_id
+            if sequence.has_state:
+                sequence.state_slot = self.free_slots.pop()
             self.running.append(self.waiting.popleft())
 
     def grow(self) -> None:
@@ -50,31 +53,34 @@ class Scheduler:
         for sequence in list(self.running):
             while (
                 sequence not in preempted
-                and sequence.cached
+                and sequence.paged
                 and len(sequence.tokens) > len(sequence.blocks) * BLOCK_SIZE
             ):
                 allocated = self.blocks.allocate(1)
                 if allocated is not None:
                     sequence.blocks += allocated
                     continue
-                youngest = max((row for row in self.running if row.cached), key=lambda row: row.id)
+                youngest = max((row for row in self.running if row.paged), key=lambda row: row.id)
                 preempted.add(youngest)
                 self.preempt(youngest)
 
     def preempt(self, sequence: SequenceState) -> None:
-        """Take a sequence off its row, give its blocks back, and let it wait in front of all others, to be
-        run again."""
+        """Take a sequence off its row, give its blocks and slot back, and let it wait in front of all others,
+        to be run again."""
         self.finish(sequence)
         self.waiting.appendleft(sequence)
 
     def finish(self, sequence: SequenceState) -> None:
-        """Take a sequence off its row, and give its blocks back."""
+        """Take a sequence off its row, and give its blocks and slot back."""
         self.running.remove(sequence)
         self.release(sequence)
 
     def release(self, sequence: SequenceState) -> None:
-        """Give back a sequence's blocks: if it is to run again, it begins anew."""
+        """Give back a sequence's blocks and slot: if it is to run again, it begins anew."""
         self.blocks.release(sequence.blocks)
+        if sequence.state_slot is not None:
+            self.free_slots.append(sequence.state_slot)
+            sequence.state_slot = None
         sequence.blocks, sequence.computed, sequence.registered, sequence.prefix_id = [], 0, 0, sequence.first_prefix_id
         if sequence.scoring_prompt:
             sequence.prompt_logprobs = [None]

@@ -32,8 +32,11 @@ class SequenceState:
         self.top = request.logprobs if request.logprobs is not None else 0 if request.prompt_logprobs else None
         self.prompt_logprobs: list[Logprob | None] | None = [None] if request.prompt_logprobs else None
         self.cached = not model.args.recompute and (longest_cached is None or self.longest <= longest_cached)
+        self.paged = self.cached and model.args.attends  # keys and values take blocks
+        self.has_state = self.cached and bool(model.args.mamba_blocks)
         self.blocks: list[int] = []
-        self.computed = 0  # tokens whose keys and values are in the cache
+        self.state_slot: int | None = None  # where its states stand in the cache, while it runs
+        self.computed = 0  # tokens whose keys and values, or states, are in the cache
         self.longest_short = longest_short
         # Blocks given to `BlockAllocator.register`, and the last one's id
         self.registered, self.prefix_id = 0, self.first_prefix_id
@@ -49,6 +52,18 @@ class SequenceState:
         """What its blocks are registered behind: keys and values are other ones under other adapters, and
         with other rotary frequencies."""
         return -2 * self.request.adapter - self.is_long
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether texts that begin alike may share its blocks: a state belongs to one text, and is there of
+        its last token alone."""
+        return self.paged and not self.has_state
+
+    @property
+    def decodes(self) -> bool:
+        """Whether its last token alone is to be run, behind what the cache holds of it. States are made by a
+        text's beginning, also where this is a single token."""
+        return self.cached and self.computed == len(self.tokens) - 1 and (self.computed > 0 or not self.has_state)
 
     @property
     def beginning(self) -> tuple[int, ...]:
@@ -90,7 +105,7 @@ def check_request(sequence: SequenceState, model: Model, cache_blocks: int) -> N
             f"the prompt has {sequence.prompt_length} tokens and maximum_tokens is {request.maximum_tokens}; the model "
             f"has {positions} positions, and all tokens but the last one take one"
         )
-    if sequence.cached and -(-sequence.longest // BLOCK_SIZE) > cache_blocks:
+    if sequence.paged and -(-sequence.longest // BLOCK_SIZE) > cache_blocks:
         raise RequestError(
             f"the prompt has {sequence.prompt_length} tokens and maximum_tokens is {request.maximum_tokens}; the whole "
             f"cache holds {cache_blocks * BLOCK_SIZE} (kv_cache_gb)"

@@ -54,11 +54,11 @@ def score(
 ) -> list[ContinuationScore]:
     """Score every request, the same on every rank and in every layout; all ranks call it together.
 
-    Requests of equal contexts share its run. batch_size: rows (contexts) of a forward; None: as many as
-    memory allows. overlong: what is done with more tokens than the model has positions. budget: of an earlier
-    call, instead of asking for memory again. on_progress: told on every rank about how many requests are
-    done. Raises ConfigError for a text that is too long and may not be cut, CheckpointError when logits are
-    not numbers.
+    Requests of equal contexts share its run, but in models with states (Mamba's). batch_size: rows (contexts)
+    of a forward; None: as many as memory allows. overlong: what is done with more tokens than the model has
+    positions. budget: of an earlier call, instead of asking for memory again. on_progress: told on every rank
+    about how many requests are done. Raises ConfigError for a text that is too long and may not be cut,
+    CheckpointError when logits are not numbers.
     """
     fitting: dict[int, _Fitting] = {}
     for i, request in enumerate(requests):
@@ -66,7 +66,10 @@ def score(
         if fits is not None:
             fitting[i] = fits
     ntk = rope_length_limit(model.args)
-    rows = make_tree_rows([(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk)
+    rows = make_tree_rows(
+        [(i, fits.request) for i, fits in fitting.items()], model.args.hidden_size, ntk,
+        branching=not model.args.mamba_blocks,
+    )  # fmt: skip
     budget = budget or forward_budget(model, batch_size)
     size, rank = model.groups.size("data"), model.groups.rank("data")
     shares = [list(_batches(rows[i::size], budget)) for i in range(size)]
@@ -76,7 +79,7 @@ def score(
         on_progress(min(done * size, len(fitting)))
 
     def run() -> dict[int, tuple[list[float], list[bool]]]:
-        return _run(model, shares[rank], forwards, ntk is not None, report)
+        return _run(model, shares[rank], forwards, report)
 
     results = {i: scored for share in run_on_all_ranks(model.groups, run) for i, scored in share.items()}
     if any(value != value for logprobs, _ in results.values() for value in logprobs):
@@ -170,19 +173,20 @@ def _batches(rows: Sequence[TreeRow], budget: ForwardBudget) -> Iterator[list[Tr
 
 @dataclass(frozen=True, eq=False)
 class _Batch(Batch):
-    """Rows padded on the right. branches, wanted: as of `InferenceContext`; rows of texts have no branches,
-    and positions only under dynamic NTK. places, targets: `[m]` int64, which of the `wanted` logits are read,
-    at which token."""
+    """Rows padded on the right. branches, last, wanted: as of `InferenceContext`; rows of texts have neither
+    branches nor positions, others no last token. places, targets: `[m]` int64, which of the `wanted` logits
+    are read, at which token."""
 
     branches: Tensor | None = None
+    last: Tensor | None = None
     wanted: Tensor | None = None
     places: Tensor | None = None
     targets: Tensor | None = None
 
 
-def _batch(rows: list[TreeRow], positioned: bool, on_gpu: bool) -> _Batch:
-    width, explicit = max(len(row.tokens) for row in rows), positioned or rows[0].branched
-    if explicit and on_gpu:
+def _batch(rows: list[TreeRow], on_gpu: bool) -> _Batch:
+    width, branched = max(len(row.tokens) for row in rows), rows[0].branched
+    if branched and on_gpu:
         width = -(-width // _MASK_MULTIPLE) * _MASK_MULTIPLE
 
     def padded(name: str, value: int) -> Tensor:
@@ -200,8 +204,9 @@ def _batch(rows: list[TreeRow], positioned: bool, on_gpu: bool) -> _Batch:
     nothing = torch.zeros_like(tokens)
     return _Batch(
         tokens, nothing, nothing,
-        positions=padded("positions", 0) if explicit else None,
-        branches=padded("branches", PADDING) if explicit else None,
+        positions=padded("positions", 0) if branched else None,
+        branches=padded("branches", PADDING) if branched else None,
+        last=None if branched else torch.tensor([len(row.tokens) - 1 for row in rows]),
         wanted=torch.tensor(wanted, dtype=torch.int64),
         places=torch.tensor(places, dtype=torch.int64),
         targets=torch.tensor(targets, dtype=torch.int64),
@@ -209,12 +214,11 @@ def _batch(rows: list[TreeRow], positioned: bool, on_gpu: bool) -> _Batch:
 
 
 def _run(
-    model: Model, batches: list[list[TreeRow]], forwards: int, positioned: bool, on_progress: Callable[[int], None]
+    model: Model, batches: list[list[TreeRow]], forwards: int, on_progress: Callable[[int], None]
 ) -> dict[int, tuple[list[float], list[bool]]]:
     """This data rank's results, by request; {} on all ranks of its model but one.
 
-    forwards: of the stage, those behind the batches over nothing. positioned: rows of their own lengths
-    (dynamic NTK).
+    forwards: of the stage, those behind the batches over nothing.
     """
     groups, on_gpu = model.groups, model.groups.device.type == "cuda"
     scores: dict[int, tuple[list[float], list[bool]]] = {}
@@ -222,14 +226,14 @@ def _run(
     at_once = 2 * groups.size("pipe") if groups.size("pipe") > 1 else 1  # so that stages work side by side
     for first in range(0, len(batches), at_once):
         chunk = batches[first : first + at_once]
-        results = _forward(model, [_batch(rows, positioned, on_gpu) for rows in chunk])
+        results = _forward(model, [_batch(rows, on_gpu) for rows in chunk])
         for rows, values in zip(chunk, results, strict=True):
             if groups.rank("tensor") == 0 and groups.is_first_stage:
                 scores |= _by_request(rows, values.cpu())
             done += sum(len(row.picks) for row in rows)
         on_progress(done)
     for _ in range(len(batches), forwards):
-        _forward(model, [_batch([TreeRow([0], [0], [0], {0: 0}, [(0, [0], [0])])], positioned, on_gpu)])
+        _forward(model, [_batch([TreeRow([0], [0], [0], {0: 0}, [(0, [0], [0])])], on_gpu)])
     return scores
 
 
@@ -251,7 +255,7 @@ def _forward(model: Model, batches: list[_Batch]) -> list[Tensor]:
         hidden: HiddenStates | None, batch: Batch, finish: Callable[[HeadInput], Tensor]
     ) -> HiddenStates | Tensor:
         assert isinstance(batch, _Batch)
-        context = InferenceContext(branch_ids=batch.branches, logit_positions=batch.wanted)
+        context = InferenceContext(last_tokens=batch.last, branch_ids=batch.branches, logit_positions=batch.wanted)
         return model.stage(hidden, batch, finish, context)
 
     return forward_only(

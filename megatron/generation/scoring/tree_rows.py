@@ -45,33 +45,40 @@ class TreeRow:
 
 
 def make_tree_rows(
-    requests: Sequence[tuple[int, ScoreRequest]], hidden_size: int, apart_above: int | None = None
+    requests: Sequence[tuple[int, ScoreRequest]],
+    hidden_size: int,
+    apart_above: int | None = None,
+    *,
+    branching: bool = True,
 ) -> list[TreeRow]:
     """The rows of numbered requests, those with texts of equal contexts together, the longest first.
 
     A context is run once for all its continuations, and what begins several continuations once, as far as
     that is less work than running a short context again: hidden_size says what a token costs. apart_above:
-    texts longer than that stay alone.
+    texts longer than that stay alone. branching: False for models with states, whose rows are one text each:
+    only continuations that begin another one are read from its row.
     """
     groups: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = defaultdict(list)
     rows: list[TreeRow] = []
     for number, (context, continuation) in requests:
         if apart_above is not None and len(context) + len(continuation) - 1 > apart_above:
-            rows += _rows_of(tuple(context), [(number, continuation)], hidden_size)
+            rows += _rows_of(tuple(context), [(number, continuation)], hidden_size, branching)
         else:
             groups[tuple(context)].append((number, continuation))
     for context, members in groups.items():
-        rows += _rows_of(context, members, hidden_size)
+        rows += _rows_of(context, members, hidden_size, branching)
     return sorted(rows, key=lambda row: (-row.branched, -len(row.tokens)))
 
 
-def _rows_of(context: tuple[int, ...], members: list[tuple[int, Sequence[int]]], hidden_size: int) -> Iterator[TreeRow]:
+def _rows_of(
+    context: tuple[int, ...], members: list[tuple[int, Sequence[int]]], hidden_size: int, branching: bool
+) -> Iterator[TreeRow]:
     # Work of a token is 24 hidden^2 in a block, of its attention to another row's branch 4 hidden, both ways.
     foreign = 3 * hidden_size * len(context)
     row = _context(context)
     for inputs, owners in _branches(members):
         others = len(row.tokens) - len(context)
-        if others * len(inputs) > foreign:
+        if others * len(inputs) > foreign or (others and not branching):
             yield row
             row = _context(context)
         first = row.begin(inputs, len(context))

@@ -33,7 +33,7 @@ def make_args(**changes):
         "weight_by_num_documents": False, "weight_by": None, "weighted_sampler_alpha": 1.0,
         "compat_weight_by_num_documents": False, "train_impl": "dpo", "dataset_impl": "pairwise", "max_length": None,
         "max_prompt_length": None, "limit_samples": None, "train_iters": 1, "eval_interval": 1, "eval_iters": 0,
-        "index_cache_dir": None, "save": None, "rotates_by_length": False,
+        "index_cache_dir": None, "save": None, "rotates_by_length": False, "mamba_blocks": (),
     }  # fmt: skip
     return SimpleNamespace(**values | changes)
 

@@ -11,13 +11,18 @@ from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest
 from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.state_models import HYBRID
+from tests.generation.state_models import MODELS as STATE_MODELS
 from tests.model.runs import MODELS
 from tests.model.stages import groups_of, random_weights, small, stage_with
 
 COLUMNS = 50  # of 64 rows of vocabulary
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
-UNTIED["dynamic"] = {**UNTIED["llama"], "rope_scaling": {"rope_type": "dynamic", "factor": 2.0,
-    "original_max_position_embeddings": 16}}  # fmt: skip
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
+UNTIED["dynamic"] = {**UNTIED["llama"], **DYNAMIC}
+# Whose rows are a text each.
+UNTIED |= {name: {**values, "max_position_embeddings": 32} for name, values in STATE_MODELS.items()}
+UNTIED["dynamic hybrid"] = {**HYBRID, **DYNAMIC, "max_position_embeddings": 32}
 
 
 def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:

@@ -135,6 +135,20 @@ def test_contexts_too_short_to_share() -> None:
     assert sum(len(row.tokens) for row in apart) == 4 * 200
 
 
+def test_rows_of_models_with_states_are_one_text() -> None:
+    """What begins another continuation is read from its row, single tokens from any."""
+    model = model_of(UNTIED["hybrid"])
+    texts = [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9], [7, 1, 6]]
+    rows = make_tree_rows([(i, (CONTEXT, text)) for i, text in enumerate(texts)], hidden_size=512, branching=False)
+    assert [(row.tokens, row.branched) for row in rows] == [
+        ([*CONTEXT, 7, 1, 6], False),
+        ([*CONTEXT, 4, 4], False),
+    ]
+    requests = [(CONTEXT, text) for text in texts]
+    tokens, logits = counted(model, requests, batch_size=1)
+    assert (tokens, logits) == (2 * len(CONTEXT) + 5, 2 + 5)
+
+
 def test_the_longest_are_run_first() -> None:
     model = model_of(UNTIED["llama"])
     widths: list[tuple[int, ...]] = []
@@ -160,8 +174,8 @@ def test_width_that_gpus_like(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
     expected = score(model, requests)
     plain, widths = scoring._batch, set()
 
-    def on_gpu(rows: Any, positioned: bool, _: bool) -> Any:
-        batch = plain(rows, positioned, True)
+    def on_gpu(rows: Any, _: bool) -> Any:
+        batch = plain(rows, True)
         if batch.branches is not None:
             widths.add(batch.tokens.shape[1])
         return batch
