@@ -17,6 +17,7 @@ from megatron.checkpointing.layout import model_file
 from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
 from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.adapters import adapter_keys
 
 FORMAT_VERSION = 2  # 1: without a checksum of the manifest itself
@@ -35,11 +36,18 @@ _MODEL_KEYS = (
 )  # fmt: skip
 # Likewise, of models with experts.
 _EXPERT_KEYS = (
-    "moe_expert_interval", "moe_layer_freq", "expert_ffn_size", "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate", "moe_top_k", "router_scores", "norm_topk_prob", "moe_router_topk_scaling_factor",
+    "moe_expert_interval", "moe_layer_freq", "expert_ffn_size", "moe_latent_size",
+    "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_top_k", "router_scores",
+    "norm_topk_prob", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_router_bias", "moe_expert_bias",
     "moe_expert_tensor_parallel",
 )  # fmt: skip
+# Likewise, of models of other blocks than attention and MLP together.
+_BLOCK_KEYS = (
+    "attention_config", "mamba_state_dim", "mamba_expand", "mamba_conv_kernel", "mamba_num_heads", "mamba_head_dim",
+    "mamba_num_groups", "mamba_bcdt_norm_epsilon", "mamba_time_step_limit",
+)  # fmt: skip
+_OF_ATTENTION = ("num_attention_heads", "kv_heads", "head_dim", "rotary_pct", "rotary_emb_base")
 _MADE_OF = {
     "kv_heads": ("num_kv_heads", "num_attention_heads"),
     "ffn_size": (
@@ -250,6 +258,8 @@ def model_keys(args: NeoXArgs) -> dict[str, Any]:
     """The keys that say what the weights mean: shapes, and what changes the function without changing a
     shape."""
     keys = _MODEL_KEYS + (_EXPERT_KEYS if args.moe_num_experts > 1 else ())
+    keys += _BLOCK_KEYS if set(args.attention_config) - set(FULL_BLOCKS) else ()
+    keys = keys if args.attends else tuple(key for key in keys if key not in _OF_ATTENTION)
     values = {key: getattr(args, key) for key in keys} | {"lora": adapter_keys(args)}
     if _OF_CUT in values and args.tp == 1:
         values[_OF_CUT] = None  # it says how files of several tensor ranks are cut
@@ -304,7 +314,7 @@ def check_model(saved: Mapping[str, Any], args: NeoXArgs, where: str, new_head: 
         )
     wrong = [
         ConfigChange(config_key(key, args), now[key], saved[key])
-        for key in (*_MODEL_KEYS, *_EXPERT_KEYS)
+        for key in (*_MODEL_KEYS, *_EXPERT_KEYS, *_BLOCK_KEYS)
         if key in saved and key in now and saved[key] != now[key]
     ]
     if wrong:

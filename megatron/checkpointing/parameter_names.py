@@ -123,7 +123,7 @@ def to_our_names(
         up, gate = f"mlp.w3.{kind}", f"mlp.w1.{kind}"
         if up in tensors and gate in tensors:
             out[f"mlp.linear1.{kind}"] = torch.cat([tensors.pop(up), tensors.pop(gate)])
-    unused = {spec.name: spec for spec in unused_params(args)}
+    unused = {spec.name: spec for spec in unused_params(args, layer)}
     for name, tensor in tensors.items():
         ours = our_name(name, {*expected, *unused})
         if ours is None:
@@ -165,7 +165,7 @@ def to_file_names(
     old = has_old_rows((), attention, "pre1315" if WEIGHT_NAMINGS[mlp] in _OLD_ROWS else "post1315")
     like = tensors.get("attention.query_key_value.weight")  # None outside blocks
     if like is not None:
-        for spec in unused_params(args):
+        for spec in unused_params(args, layer):
             tensors[spec.name] = torch.full(spec.shape, float(spec.init == "ones"), dtype=like.dtype)
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -38,6 +38,7 @@ from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.architectures import MoEKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import parse_overrides, read_files
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 EXPERTS_FILE = "experts.yml"
 """In `configs/` of the result: the keys that were added to those of the dense model."""
@@ -73,6 +74,9 @@ def upcycled_args(
         raise dense.error("moe_num_experts", "the model has experts already; upcycling begins with a dense one")
     if dense.lora is not None:
         raise dense.error("lora", "holds adapters; merge them into the weights first: tools/ckpts/adapter.py merge")
+    if set(dense.attention_config) - set(FULL_BLOCKS):
+        text = "upcycling is of blocks global and flash, which have attention and a feed-forward; this model has others"
+        raise dense.error("attention_config", text)
     state = json.loads(dense.to_json())
     added = {**keys, "model_parallel_size": (tensor, "--tp"), "pipe_parallel_size": (1, "program")}
     added |= {} if seed is None else {"seed": (seed, "--seed")}
@@ -109,6 +113,9 @@ def _check_first_loss(args: NeoXArgs, problems: ErrorCollector) -> None:
     if args.moe_shared_expert_intermediate_size is not None:
         text = "a shared expert would add to the dense model's output; leave it out"
         problems.add("moe_shared_expert_intermediate_size", text)
+    if args.moe_latent_size is not None:
+        text = "the dense feed-forward reads all of a token, experts would read a projection of it; leave it out"
+        problems.add("moe_latent_size", text)
     factor = args.moe_expert_capacity_factor
     if factor is not None and factor < experts / args.moe_top_k:  # below it an expert may have no room for all tokens
         text = f"tokens that find no room would lose their output; leave it out, or set {experts / args.moe_top_k:g}"

@@ -18,7 +18,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import MANIFEST
 from megatron.checkpointing.parameter_names import has_old_rows, naming_of, our_name
 from megatron.checkpointing.tensor_files import load_tensors
-from megatron.model.weight_map import attention_of
+from megatron.model.weight_map import attention_of, may_be_wide
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -108,9 +108,10 @@ class CheckpointDescription:
     """What the files of a checkpoint say of it without a configuration.
 
     layout, names: the layout of the files and the naming of tensors, in words. block: the names of the
-    tensors of the first block. tensor_size: number of tensor ranks that wrote it. dtypes: of all weights.
-    vocab_rows: rows of the embedding over all ranks. ffn_size: inner width of the MLP; None where no file
-    says it.
+    tensors of the first block. tensor_size: number of tensor ranks that wrote it. dtypes: of all weights
+    but those of `wide`, which may be fp32 beside others in 16 bits (`may_be_wide`), by NeoX layer index and
+    name. vocab_rows: rows of the embedding over all ranks. ffn_size: inner width of the MLP; None where no
+    file says it.
     """
 
     layout: str
@@ -120,14 +121,17 @@ class CheckpointDescription:
     dtypes: frozenset[torch.dtype]
     vocab_rows: int
     ffn_size: int | None
+    wide: Mapping[tuple[int, str], torch.dtype]
 
 
 def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     """Describe the files of a checkpoint directory without a configuration. Raises CheckpointError."""
     source = open_weight_files(Path(path))
     layout_name = "layer files (pipeline)" if source.whole is None else "mp_rank files (no pipeline)"
-    states = [source.tensors(layer, 0) for layer in sorted(source.layers)]
-    dtypes = frozenset(t.dtype for state in states for t in state.values() if isinstance(t, Tensor))
+    states = {layer: source.tensors(layer, 0) for layer in sorted(source.layers)}
+    every = {(layer, n): t.dtype for layer, state in states.items() for n, t in state.items() if isinstance(t, Tensor)}
+    wide = {place: dtype for place, dtype in every.items() if may_be_wide(place[1])}
+    dtypes = frozenset(dtype for place, dtype in every.items() if place not in wide)
     embedding, block = source.tensors(0, 0).get("word_embeddings.weight"), source.tensors(2, 0)
     if embedding is None:
         raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
@@ -135,7 +139,7 @@ def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
     rows = embedding.shape[0] * source.tensor_size
     names = naming_of(block)
-    return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn)
+    return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn, wide)
 
 
 def describe_layout(path: str | Path, args: NeoXArgs) -> str:

@@ -27,6 +27,11 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASE = {"rope_type": "default", "rope_theta": 10000.0}
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+_HEADS = {"num_heads": 8, "head_dim": 8, "state_size": 8}
+_NEMOTRON = {
+    **_GQA, "head_dim": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 6,
+    "chunk_size": 7, "time_step_min": 0.4,
+}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -105,6 +110,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt oss plain": ("GptOssConfig", {"num_key_value_heads": 8, "head_dim": 4, "num_local_experts": 4,
         "num_experts_per_tok": 1, "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": _BASE,
         "layer_types": [_FULL] * 4}),
+    "mamba": ("MambaConfig", {"state_size": 6, "conv_kernel": 3, "layer_norm_epsilon": 1e-4,
+        "intermediate_size": 64}),
+    "mamba untied": ("MambaConfig", {"tie_word_embeddings": False, "expand": 3, "time_step_rank": 9,
+        "use_conv_bias": False, "intermediate_size": 96}),
+    "falcon mamba": ("FalconMambaConfig", {"state_size": 6, "mixer_rms_eps": 0.02, "tie_word_embeddings": False,
+        "expand": 16, "intermediate_size": 64, "time_step_rank": 8}),
+    "mamba 2": ("Mamba2Config", {**_HEADS, "n_groups": 4, "chunk_size": 5, "time_step_limit": (0.3, 0.9)}),
+    "mamba 2 biases": ("Mamba2Config", {**_HEADS, "n_groups": 8, "chunk_size": 16, "use_bias": True,
+        "use_conv_bias": False, "tie_word_embeddings": True, "state_size": 6, "time_step_limit": (0.6, float("inf"))}),
+    "nemotron h": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["linear_attention", "moe", _FULL, "mlp",
+        "linear_attention", "moe"], "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+        "moe_intermediate_size": 20, "moe_shared_expert_intermediate_size": 24, "routed_scaling_factor": 2.5}),
+    "nemotron h latent": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["moe", "linear_attention", _FULL,
+        "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_latent_size": 12, "moe_intermediate_size": 20,
+        "moe_shared_expert_intermediate_size": 24, "norm_topk_prob": False}),
+    "nemotron h dense": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["mlp", "linear_attention", _FULL,
+        "mlp"], "mlp_bias": True, "use_bias": True, "mlp_hidden_act": "silu", "num_key_value_heads": 8}),
 }  # fmt: skip
 
 # A case of every family in sizes that nothing divides: a third of the heads, heads of their own width,
@@ -145,6 +167,12 @@ ODD: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 26},
     "qwen 3 moe": {**_WIDE, **_PLAIN_ROPE, "num_experts": 10, "moe_intermediate_size": 22, "mlp_only_layers": [2]},
     "gpt oss": {**_WIDE, "num_local_experts": 6, "rope_parameters": {**_YARN, "truncate": False, "rope_theta": 777.0}},
+    "mamba": {"intermediate_size": 36, "expand": 1, "layer_norm_epsilon": 3e-4, "state_size": 5, "time_step_rank": 7},
+    "falcon mamba": {"intermediate_size": 108, "layer_norm_epsilon": 3e-4, "mixer_rms_eps": 0.01},
+    "mamba 2": {"num_heads": 6, "head_dim": 12, "layer_norm_epsilon": 3e-4, "n_groups": 2, "state_size": 5},
+    "nemotron h": {"head_dim": 10, "mamba_num_heads": 6, "mamba_head_dim": 5, "n_groups": 2, "n_routed_experts": 6,
+        "n_group": 3, "layer_norm_epsilon": 3e-4, "conv_kernel": 3},
+    "nemotron h latent": {"head_dim": 10, "n_routed_experts": 6, "moe_latent_size": 14, "layer_norm_epsilon": 3e-4},
 }  # fmt: skip
 
 
@@ -200,6 +228,9 @@ def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> 
         value = 0.15 * torch.randn(param.shape, generator=generator)
         is_norm = param.dim() == 1 and name.endswith("weight") and "gemma" not in case
         param.copy_(1 + value if is_norm else value)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
     return model.to(dtype).eval()
 
 

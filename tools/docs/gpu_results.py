@@ -92,7 +92,11 @@ def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
 
 # Of results that have a table of their own, by a key that their rows have: its first lines, and a row.
 _TABLES: dict[str, tuple[tuple[str, str], str]] = {
-    "beside_ours": (
+    "mixer": (
+        ("| a mixer | | ms | speed beside ours |", "|---|---|---:|---:|"),
+        "| {mixer} | {name} | {milliseconds:.1f} | {beside_ours:.2f} |",
+    ),
+    "experts": (
         ("| a block of experts | | ms | speed beside ours |", "|---|---|---:|---:|"),
         "| {experts} | {name} | {milliseconds:.1f} | {beside_ours:.2f} |",
     ),

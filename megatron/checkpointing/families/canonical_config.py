@@ -1,15 +1,18 @@
 """The canonical form of a configuration, by which two can be compared: without keys that have no effect, with
 all defaults filled in."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron.model import block_specs
 from megatron.model.positions import longrope_factor
 from megatron.model.specs import (
     AttentionSpec,
+    BlockSpec,
     DenseSpec,
     FeedForwardSpec,
+    Mamba2Spec,
+    MambaSpec,
     MoESpec,
     RotarySpec,
     attention_scale,
@@ -19,6 +22,7 @@ from megatron.model.specs import (
     rotary_spec,
 )
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.resolved import FULL_BLOCKS
 
 _PLAIN = {"swish": "silu"}
 
@@ -38,48 +42,95 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
     blocks = block_specs(args)
     mixers = [block.mixer for block in blocks if isinstance(block.mixer, AttentionSpec)]
     dense = [block.feed_forward for block in blocks if isinstance(block.feed_forward, DenseSpec)]
+    # Two kinds of the same mathematics.
+    kinds = ["global" if one in FULL_BLOCKS else one for one in args.attention_config]
     canonical = {
         "num_layers": args.num_layers,
+        "attention_config": kinds,
         "hidden_size": args.hidden_size,
-        "num_attention_heads": args.num_attention_heads,
-        "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),
-        "head_dim": args.head_dim,
         "intermediate_size": _common_value(spec.width for spec in dense),
         "norm": kind,
         epsilon: norm.eps,
         "zero_centered_gamma": args.zero_centered_gamma,
         "use_bias_in_norms": norm.bias,
         "epsilon of the MLP's norm": norm_spec(args, in_te_mlp=args.te_layernorm_mlp).eps,
-        "norm_placement": args.norm_placement,
-        "activation": activation,
-        "pos_emb": args.pos_emb,
-        "gpt_j_residual": args.gpt_j_residual,
-        "gpt_j_tied": has_one_norm(args),
         "no_weight_tying": args.no_weight_tying,
         "score_head": args.score_head,
-        "use_qk_layernorm": args.use_qk_layernorm,
-        "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
-        "add_qkv_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,
         "use_bias_in_mlp": bool(dense) and args.use_bias_in_mlp,
-        "attention_multiplier": float(f"{attention_scale(args) or args.head_dim**-0.5:.12g}"),
-        "attn_logit_softcapping": args.attn_logit_softcapping,
         "final_logit_softcapping": None if args.score_head else args.final_logit_softcapping,
-        "clip_qkv": args.clip_qkv,
-        "attention_sinks": args.attention_sinks,
         "embedding_multiplier": args.embedding_multiplier,
         "residual_multiplier": float(args.residual_multiplier),
         "logit_scale": 1.0 if args.score_head else float(f"{args.logit_scale:.12g}"),
-        "max_position_embeddings": args.max_position_embeddings,
+        "pos_emb": args.pos_emb,
     }
-    if args.use_qk_layernorm:
-        canonical["use_separate_qk_norms"] = args.use_separate_qk_norms
-        canonical["qk_norm_per_head"] = args.qk_norm_per_head
-    canonical["layer_types"] = [mixer.window is not None for mixer in mixers]
-    canonical["sliding_window_width"] = _common_value(mixer.window for mixer in mixers if mixer.window is not None)
-    return {**canonical, **_rotary(args, mixers), **_experts([block.feed_forward for block in blocks])}
+    if any(block.feed_forward is not None for block in blocks):
+        canonical["activation"] = activation
+    if "global" in kinds:
+        canonical["norm_placement"] = args.norm_placement
+        canonical["gpt_j_residual"] = args.gpt_j_residual
+        canonical["gpt_j_tied"] = has_one_norm(args)
+    if mixers:
+        canonical |= {**_attention(args, mixers), **_rotary(args, mixers)}
+    elif args.pos_emb not in ("learned", "sinusoidal"):
+        canonical["pos_emb"] = "none"  # the others are those of attention
+    if canonical["pos_emb"] != "none" or mixers:
+        canonical["max_position_embeddings"] = args.max_position_embeddings
+    return {**canonical, **_states(blocks), **_experts([block.feed_forward for block in blocks])}
 
 
-def _experts(feeds: list[FeedForwardSpec]) -> dict[str, Any]:
+def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
+    """What attention computes beside its positions."""
+    norms = {
+        "use_separate_qk_norms": args.use_separate_qk_norms,
+        "qk_norm_per_head": args.qk_norm_per_head,
+    }
+    return {
+        "num_attention_heads": args.num_attention_heads,
+        "num_kv_heads": _common_value(mixer.kv_heads for mixer in mixers),
+        "head_dim": args.head_dim,
+        "use_qk_layernorm": args.use_qk_layernorm,
+        **(norms if args.use_qk_layernorm else {}),
+        "use_bias_in_attn_linear": args.use_bias_in_attn_linear,
+        "add_qkv_bias": args.use_bias_in_attn_linear or args.add_qkv_bias,
+        "attention_multiplier": float(f"{attention_scale(args) or args.head_dim**-0.5:.12g}"),
+        "attn_logit_softcapping": args.attn_logit_softcapping,
+        "clip_qkv": args.clip_qkv,
+        "attention_sinks": args.attention_sinks,
+        "layer_types": [mixer.window is not None for mixer in mixers],
+        "sliding_window_width": _common_value(mixer.window for mixer in mixers if mixer.window is not None),
+    }
+
+
+def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
+    """What Mamba's blocks compute."""
+    first = [block.mixer for block in blocks if isinstance(block.mixer, MambaSpec)]
+    second = [block.mixer for block in blocks if isinstance(block.mixer, Mamba2Spec)]
+    both: list[MambaSpec | Mamba2Spec] = [*first, *second]
+    canonical: dict[str, Any] = {}
+    if both:
+        canonical |= {
+            "mamba_state_dim": _common_value(mixer.state for mixer in both),
+            "mamba_conv_kernel": both[0].conv_kernel,
+            "mamba_use_bias_in_conv": both[0].conv_bias,
+            "mamba_use_bias_in_linears": both[0].bias,
+        }
+    if first:
+        canonical |= {
+            "mamba_expand": first[0].inner // first[0].hidden,
+            "mamba_dt_rank": first[0].dt_rank,
+            "mamba_bcdt_norm_epsilon": first[0].norm_eps,
+        }
+    if second:
+        canonical |= {
+            "mamba_num_heads": second[0].heads,
+            "mamba_head_dim": second[0].head_dim,
+            "mamba_num_groups": second[0].groups,
+            "mamba_time_step_limit": second[0].time_step_limit,
+        }
+    return canonical
+
+
+def _experts(feeds: Sequence[FeedForwardSpec | None]) -> dict[str, Any]:
     """What their routers and experts compute outside of training, where all take any number of tokens."""
     mixtures = [feed for feed in feeds if isinstance(feed, MoESpec)]
     if not mixtures:
@@ -90,6 +141,7 @@ def _experts(feeds: list[FeedForwardSpec]) -> dict[str, Any]:
         "moe_num_experts": router.experts,
         "moe_layer_freq": [int(isinstance(feed, MoESpec)) for feed in feeds],
         "moe_intermediate_size": first.expert.width,
+        "moe_latent_size": first.expert.hidden if first.latent else None,
         "moe_expert_bias": first.expert.bias,
         "moe_shared_expert_intermediate_size": None if shared is None else shared.width,
         "moe_shared_expert_gate": first.shared_gate,
@@ -136,7 +188,8 @@ def _frequencies(rotary: RotarySpec) -> tuple[float, dict[str, Any] | None]:
 
 # Words for the keys in the error that says how two models differ; keys that are not here explain themselves.
 _WORDS = {
-    "num_layers": "layers", "hidden_size": "width", "num_attention_heads": "heads", "num_kv_heads": "heads of keys",
+    "num_layers": "layers", "attention_config": "kinds of blocks", "hidden_size": "width",
+    "num_attention_heads": "heads", "num_kv_heads": "heads of keys",
     "intermediate_size": "width of the MLP", "norm": "norms", "use_bias_in_norms": "biases in norms",
     "zero_centered_gamma": "norms around zero", "norm_placement": "place of norms", "pos_emb": "positions",
     "gpt_j_residual": "attention beside the MLP", "gpt_j_tied": "one norm for attention and MLP",
@@ -152,11 +205,18 @@ _WORDS = {
     "max_position_embeddings": "longest text", "rotary_pct": "rotated numbers of a head",
     "no_rope_layers": "layers that rotate", "moe_num_experts": "experts", "moe_layer_freq": "layers with experts",
     "moe_intermediate_size": "width of an expert", "moe_expert_bias": "biases in experts",
+    "moe_latent_size": "numbers of a token that experts read",
     "moe_shared_expert_intermediate_size": "width of the shared expert", "moe_shared_expert_gate": "its gate",
     "moe_top_k": "experts of a token", "moe_router_score_function": "scores of experts",
     "norm_topk_prob": "scores of a token's experts add up to 1", "moe_router_topk_scaling_factor": "factor of scores",
     "moe_router_num_groups": "groups of experts", "moe_router_bias": "bias of the router",
     "moe_router_bias_update_rate": "biases of experts in the choice",
+    "mamba_state_dim": "numbers of a state", "mamba_expand": "channels of a state's mixer in widths",
+    "mamba_conv_kernel": "tokens of the convolution", "mamba_use_bias_in_conv": "bias of the convolution",
+    "mamba_use_bias_in_linears": "biases of Mamba's linears", "mamba_dt_rank": "rank of time steps",
+    "mamba_bcdt_norm_epsilon": "norms of B, C and time steps", "mamba_num_heads": "heads of Mamba 2",
+    "mamba_head_dim": "channels of a head of Mamba 2", "mamba_num_groups": "groups of heads of Mamba 2",
+    "mamba_time_step_limit": "lowest and highest time step",
 }  # fmt: skip
 _OF_NORMS = {
     "layernorm_epsilon", "rms_norm_epsilon", "scalenorm_epsilon", "epsilon of the MLP's norm", "use_bias_in_norms",
@@ -167,6 +227,8 @@ def describe_differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[s
     """The differences of two canonical configurations as text with their keys, without those that follow from
     others."""
     differing = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    if "attention_config" in differing:
+        differing = [name for name in differing if name in ours and name in theirs and name != "moe_layer_freq"]
     if "pos_emb" in differing:
         differing = [name for name in differing if name in ours and name in theirs or name == "pos_emb"]
     if 1 in (ours["moe_num_experts"], theirs["moe_num_experts"]):

@@ -24,7 +24,7 @@ from megatron.checkpointing.families.family import (
     merged,
 )
 from megatron.checkpointing.families.registry import FAMILIES, family_of
-from megatron.model.weight_map import attention_of, layer_params
+from megatron.model.weight_map import attention_of, layer_params, named_params
 from megatron.mpu import ParamSpec
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
@@ -91,7 +91,7 @@ def _read(
 
     for layer, specs in layer_params(args).items():
         attention = attention_of(args, layer)
-        for spec, row in _rows(family, layer, specs if layers is None or layer in layers else ()):
+        for spec, row in _rows(family, args, layer, specs if layers is None or layer in layers else ()):
             rows, uses = _rows_of(spec, vocab), row.part[1]
             wanted = row.split(torch.empty(rows, device="meta"), attention, spec.experts)
             if uses > 1:
@@ -205,7 +205,7 @@ def to_hf(
             ]
             raise CheckpointError(f"layer {layer}: {_some(shape_problems)}")
         shared: dict[str, dict[int, Tensor]] = {}  # parts of foreign tensors that hold several parameters
-        for spec, row in _rows(table, layer, specs.get(layer, ())):
+        for spec, row in _rows(table, args, layer, specs.get(layer, ())):
             whole = tensors[spec.name]
             if spec.name in _VOCABULARY:
                 whole = whole[:vocab]
@@ -236,6 +236,18 @@ def hf_shapes(
     return {name: tuple(t.shape) for name, t in to_hf(args, layers, family=family, vocab_size=vocab_size)}
 
 
+def hf_names(
+    args: NeoXArgs, places: Collection[tuple[int, str]], *, family: str | None = None
+) -> dict[tuple[int, str], list[str]]:
+    """The tensors of `to_hf` that parameters of ours become, by their NeoX layer index and name."""
+    table, specs = _family_for(args, family), named_params(args)
+    return {
+        place: row.names(place[0] - 2, spec.experts)
+        for place in places
+        for spec, row in _rows(table, args, place[0], [specs[place]])
+    }
+
+
 def check_hf_tensors(
     config: Config, keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: str
 ) -> None:
@@ -249,7 +261,8 @@ def check_hf_tensors(
     family, args = FAMILIES[family_of(config)], NeoXArgs.from_dict(keys, "config.json")
     wanted = hf_shapes(args, family=family.model_type, vocab_size=config["vocab_size"])
     head = family.head
-    extra = {n for n in shapes.keys() - wanted.keys() if n != head and not re.fullmatch(family.ignored, n)}
+    unknown = {name for name in shapes.keys() - wanted.keys() if name != head and not family.carries(name)}
+    extra = {name for name in unknown if not re.fullmatch(family.ignored, name)}
     missing = wanted.keys() - shapes.keys()
     lines = [f"missing {line}" for line in _grouped(missing)] + [f"extra {line}" for line in _grouped(extra)]
     both = [name for name in wanted if name in shapes and tuple(shapes[name]) != wanted[name]]
@@ -304,11 +317,16 @@ def _family_for(args: NeoXArgs, family: str | None) -> Family:
         differences = _differences(args, candidate)
         if not differences:
             return candidate
-        of_its_kind = candidate.has_experts == (args.moe_num_experts > 1)
-        candidates.append(((not of_its_kind, len(differences)), f"{candidate.model_type}: {_some(differences, '; ')}"))
+        has_states = bool(args.mamba_blocks)
+        alike = has_states or candidate.has_experts == (args.moe_num_experts > 1)
+        of_its_kind = alike and candidate.has_states == has_states
+        other_blocks = any("(attention_config)" in line for line in differences)
+        line = f"{candidate.model_type}: {_some(differences, '; ')}"
+        candidates.append(((not of_its_kind, other_blocks, len(differences)), line))
     closest = [line for _, line in sorted(candidates, key=lambda pair: pair[0])[:2]]
-    if args.pos_emb not in ("rotary", "learned"):
-        closest.insert(0, f"positions are {args.pos_emb} here (pos_emb); in all families they rotate or are learned")
+    if args.pos_emb not in ("rotary", "learned", "none"):
+        there = "in all families they rotate, are learned, or there are none"
+        closest.insert(0, f"positions are {args.pos_emb} here (pos_emb); {there}")
     raise CheckpointError("HuggingFace has no such model:\n  " + "\n  ".join(closest))
 
 
@@ -326,7 +344,7 @@ def _differences(args: NeoXArgs, family: Family, config: Config | None = None) -
     ours, converted = canonical_config(args), canonical_config(again)
     scaled = args.rope_scaling is not None and args.rope_scaling["rope_type"] == "dynamic"
     if scaled:  # HuggingFace's max_position_embeddings is the length before
-        converted["max_position_embeddings"] = ours["max_position_embeddings"]
+        converted["max_position_embeddings"] = ours.get("max_position_embeddings")
     return describe_differences(ours, converted)
 
 
@@ -337,8 +355,11 @@ def _vocabulary(args: NeoXArgs, vocab_size: int | None) -> int:
     return vocab_size or rows
 
 
-def _rows(family: Family, layer: int, specs: Iterable[ParamSpec]) -> Iterator[tuple[ParamSpec, TensorMapping]]:
-    table = {row.ours: row for row in (*family.rows, SCORE)}
+def _rows(
+    family: Family, args: NeoXArgs, layer: int, specs: Iterable[ParamSpec]
+) -> Iterator[tuple[ParamSpec, TensorMapping]]:
+    is_block = 2 <= layer < args.num_layers + 2
+    table = {row.ours: row for row in (*family.rows, SCORE) if row.of_block == is_block}
     for spec in specs:
         if spec.name not in table:
             raise CheckpointError(f"layer {layer}: {family.model_type} has no {spec.name}")

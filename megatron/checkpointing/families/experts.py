@@ -72,7 +72,7 @@ def rows_of_experts(family: Family, shapes: Mapping[str, tuple[int, ...]]) -> di
     the folder's tensors."""
     matrices = {}
     for name, shape in shapes.items():
-        if len(shape) == 3:
+        if len(shape) == 3 and family.stacks_experts(name):
             for expert, names in enumerate(family.stored_names(name, shape[0])):
                 high = shape[1] // max(1, len(names))
                 for i, own in enumerate(names):

@@ -83,12 +83,13 @@ GATE_UP = Transform(
 class TensorMapping:
     """One of our parameters and the foreign tensors that it is made of.
 
-    ours: its name within a layer of the weight map. theirs: names of the foreign tensors, in which {} stands
-    for the number of the block, counted from 0; where one has {expert} for the number of an expert, it is the
-    only one: each expert has such a tensor, and ours holds them one above the other. transposed: these are
-    `[in, out]`, as GPT-2's. stacked: the foreign tensor is that of all experts, `[experts, ...]`, and what is
-    transposed are its matrices. part: (i, n): the foreign tensor holds n of our parameters of a layer, which
-    take turns along its last dimension; this is the one that begins at i.
+    ours: its name within a layer of the weight map; blocks and the layers around them have rows of their own.
+    theirs: names of the foreign tensors, in which {} stands for the number of the block, counted from 0; only
+    those of blocks have it. Where one has {expert} for the number of an expert, it is the only one: each
+    expert has such a tensor, and ours holds them one above the other. transposed: these are `[in, out]`, as
+    GPT-2's. stacked: the foreign tensor is that of all experts, `[experts, ...]`, and what is transposed are
+    its matrices. part: (i, n): the foreign tensor holds n of our parameters of a layer, which take turns
+    along its last dimension; this is the one that begins at i.
     """
 
     ours: str
@@ -97,6 +98,11 @@ class TensorMapping:
     transposed: bool = False
     stacked: bool = False
     part: tuple[int, int] = (0, 1)
+
+    @property
+    def of_block(self) -> bool:
+        """Whether it is a parameter of blocks, not of the layers before and behind them."""
+        return "{}" in self.theirs[0]
 
     @property
     def of_experts(self) -> bool:
@@ -177,7 +183,8 @@ class Family:
     model_type, architecture: as in config.json, of language models; scorer: the architecture of reward
     models, where it is not called as these are; has_scorer: transformers has one. rows: the tensor mappings
     of all layers; those that a model has no parameter for are not used. ignored: a regular expression of
-    foreign tensors without trained values.
+    foreign tensors without trained values. carried: likewise of tensors that no layer of ours has and that
+    are carried along as they are, from an import to an export; None without any.
 
     base_prefix: what names begin with in the class with a head, and lack in files of the class without one.
     in_memory: tensors of a block that transformers 5 names otherwise in memory than in files, with their
@@ -201,6 +208,7 @@ class Family:
     to_keys: Callable[[Config], dict[str, Any]]
     to_config: Callable[[NeoXArgs], dict[str, Any]]
     ignored: str = r".*rotary_emb\.inv_freq"
+    carried: str | None = None
     scorer: str | None = None
     has_scorer: bool = True
     base_prefix: str = "model."
@@ -212,15 +220,31 @@ class Family:
     def stored_names(self, name: str, experts: int) -> list[list[str]]:
         """The tensors in files that one of a model in memory is made of, if it is called otherwise there: of
         each expert in turn, or of itself. experts: how many there are."""
-        block = re.search(r"\.(\d+)\.", name)
-        foreign = self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", name, count=1), ())
-        each = range(experts) if any("{expert}" in one for one in foreign) else (0,)
+        block, foreign = re.search(r"\.(\d+)\.", name), self._foreign(name)
+        each = range(experts) if self.stacks_experts(name) else (0,)
         return [[one.format(block and block[1], expert=expert) for one in foreign] for expert in each]
+
+    def stacks_experts(self, name: str) -> bool:
+        """Whether a tensor of a model in memory is that of all experts of a block, each of which has some in
+        files."""
+        return any("{expert}" in one for one in self._foreign(name))
+
+    def _foreign(self, name: str) -> tuple[str, ...]:
+        return self.in_memory.get(re.sub(r"\.\d+\.", ".{}.", name, count=1), ())
 
     @property
     def has_experts(self) -> bool:
         """Whether blocks may be mixtures of experts."""
         return any(row.of_all_experts for row in self.rows)
+
+    @property
+    def has_states(self) -> bool:
+        """Whether blocks may be Mamba's, with a state."""
+        return any(row.ours.startswith("mixer.") for row in self.rows)
+
+    def carries(self, name: str) -> bool:
+        """Whether a foreign tensor is one of those `carried`."""
+        return self.carried is not None and re.fullmatch(self.carried, name) is not None
 
     @property
     def head(self) -> str:

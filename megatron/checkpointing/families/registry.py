@@ -15,7 +15,9 @@ from megatron.checkpointing.families.gpt_neox import GPT_NEOX
 from megatron.checkpointing.families.gpt_oss import GPT_OSS
 from megatron.checkpointing.families.granite import GRANITE
 from megatron.checkpointing.families.llama import LLAMA, SMOLLM3
+from megatron.checkpointing.families.mamba import FALCON_MAMBA, MAMBA, MAMBA2
 from megatron.checkpointing.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megatron.checkpointing.families.nemotron_h import NEMOTRON_H
 from megatron.checkpointing.families.olmo import OLMO1, OLMO2, OLMO3, OLMOE
 from megatron.checkpointing.families.phi import PHI3
 from megatron.checkpointing.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
@@ -29,7 +31,7 @@ FAMILIES: Mapping[str, Family] = {
     for family in (
         GPT_NEOX, GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, OLMO1, OLMO2, OLMO3, GEMMA2, GEMMA3, PHI3, MINISTRAL3,
         GRANITE, GLM4, COHERE2, STARCODER2, APERTUS, SEED_OSS, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE,
-        GPT_OSS,
+        GPT_OSS, MAMBA, FALCON_MAMBA, MAMBA2, NEMOTRON_H,
     )
 }  # fmt: skip
 
@@ -78,7 +80,10 @@ _OTHERS = {
     "phimoe": ("mixtral", "LayerNorm, biases, the choice of experts by sparse mixer"),
     "granitemoe": ("mixtral", "factors of embeddings, residuals, attention and logits, tensors of all experts"),
     "flex_olmo": ("olmoe", "norms behind attention and MLP in the place of those before"),
-    "mamba": ("llama", "no attention: a state space in its place"),
+    "bamba": ("nemotron_h", "an MLP in every block, gated, and a part of each head rotates"),
+    "jamba": ("nemotron_h", "Mamba with weights in its norms of B, C and time steps, an MLP or experts in every block"),
+    "falcon_h1": ("nemotron_h", "attention beside Mamba 2 in every block, gated MLPs, factors in many places"),
+    "zamba2": ("nemotron_h", "blocks of attention that share their weights, adapters in them"),
 }  # fmt: skip
 _SHOWN, _LONGEST = 6, 40
 

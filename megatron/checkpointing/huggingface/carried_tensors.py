@@ -1,7 +1,8 @@
 """Tensors of an imported model that no layer of ours has: they stay as they are, in a file of each of its
 checkpoints, until an export puts them back.
 
-They are those of a multimodal model beside its language model (`families.multimodal`).
+They are those of a multimodal model beside its language model (`families.multimodal`), and those of layers
+that predict further tokens (`Family.carried`).
 """
 
 import os

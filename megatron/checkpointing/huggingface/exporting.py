@@ -19,6 +19,7 @@ from megatron.checkpointing.families import (
     TEXT_TOWERS,
     family_kept,
     hf_config,
+    hf_names,
     hf_shapes,
     is_same_model,
     stored_name,
@@ -72,28 +73,33 @@ class _Export:
     """All of an export but the values of the weights.
 
     args: the model's, as of `plain_args`. dtype, shapes: of the weights that are written, by the names that
-    `family` has for them. vocab: rows of vocabulary that are kept. files: content of the other files, by
-    name. carried: the other tensors of a multimodal model whose language model this is.
+    `family` has for them. wide: parameters of ours in another dtype, in which they stay, by NeoX layer index
+    and name. vocab: rows of vocabulary that are kept. files: content of the other files, by name. carried:
+    tensors that no layer of ours has. is_part: these are the other ones of a multimodal model whose language
+    model this is.
     """
 
     args: NeoXArgs
     dtype: torch.dtype
+    wide: Mapping[tuple[int, str], torch.dtype]
     vocab: int
     family: str | None
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, bytes]
     carried: SafetensorsFile | None
+    is_part: bool
 
     @property
     def all_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of all tensors of the folder: of a multimodal model those that were carried along
-        too."""
+        """The shapes of all tensors of the folder, those that were carried along too."""
         return {self.name(name): shape for name, shape in self.shapes.items()} | self._carried_shapes
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The dtypes of all tensors of the folder; carried ones keep theirs."""
         own = {self.name(name): self.dtype for name in self.shapes}
+        for place, names in hf_names(self.args, self.wide, family=self.family).items():
+            own |= {self.name(name): self.wide[place] for name in names}
         return own | {name: self.carried.get(name).dtype for name in self._carried_shapes if self.carried}
 
     @property
@@ -101,11 +107,11 @@ class _Export:
         return {} if self.carried is None else dict(self.carried.shapes)
 
     def name(self, name: str) -> str:
-        """The name that a tensor of the language model has in the folder."""
-        return name if self.carried is None else stored_name(name, self.carried.shapes)
+        """The name that a tensor of our model has in the folder."""
+        return stored_name(name, self.carried.shapes) if self.carried is not None and self.is_part else name
 
     def with_carried(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of the folder. tensors: those of the language model."""
+        """All tensors of the folder. tensors: those of our model."""
         yield from ((self.name(name), tensor) for name, tensor in tensors)
         if self.carried is not None:
             yield from ((name, self.carried.get(name)) for name in self.carried.shapes)
@@ -150,13 +156,13 @@ def export_hf(
                     verified.wait(name for name, of in of_layers.items() if of == layer)
                     yield layer
 
-            read = _read(source, made, checked(sorted(layer_params(made.args))))
+            read = read_layers(source, made.args, checked(sorted(layer_params(made.args))), made.dtype, made.wide)
             tensors = made.with_carried(to_hf(made.args, read, family=made.family, vocab_size=made.vocab, copy=False))
             write_weights(temporary, made.all_shapes, made.dtypes, tensors, shard_bytes, to_disk=to_disk)
         write_companion_files({**made.files, **(notes or {})}, temporary)
 
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return dict(_read(source, made, [layer]))[layer]
+            return dict(read_layers(source, made.args, [layer], made.dtype, made.wide))[layer]
 
         comparison = None
         if check:
@@ -202,7 +208,7 @@ def _prepare(
             "them as peft's (export)"
         )
     given, args = args, plain_args(args)
-    dtype = dtype or _only_dtype(source)
+    dtype, wide = dtypes_to_write(source, dtype)
     extras = companion_files_of(
         source, args, tokenizer=tokenizer, vocab_is_hf=vocab_is_hf, pad_token_id=pad_token_id,
         scores=bool(args.score_head),
@@ -220,36 +226,53 @@ def _prepare(
         if kept is None or extras.whole.get("model_type") != family:
             raise CheckpointError(f"{source}: was not imported from a {family} model, whose other parts it would need")
         family = None
-    carried = carried_tensors(source / HF_SUBFOLDER) if family is None and kept is not None else None
+    is_part = extras.whole.get("model_type") in TEXT_TOWERS
+    same = kept is not None and (family is None or (family == kept and not is_part))
+    carried = carried_tensors(source / HF_SUBFOLDER) if same else None
     family = family or kept
     shapes = hf_shapes(args, family=family, vocab_size=vocab)
     ids = {**extras.ids, "torch_dtype": str(dtype).removeprefix("torch.")}
     config = with_fields({**hf_config(args, family=family, vocab_size=vocab), **ids}, extras.config, args)
     parameters = sum(math.prod(shape) for shape in shapes.values())
     card = model_card(source, given, config, parameters, dtype, extras.card)
-    if carried is not None:
+    if carried is not None and is_part:
         config = whole_config(config, extras.whole, is_same_model(args, extras.config))
     files = {**extras.files, CARD: card, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
-    return _Export(args, dtype, vocab, family, shapes, files, carried)
+    return _Export(args, dtype, wide, vocab, family, shapes, files, carried, is_part)
 
 
-def _only_dtype(source: Path) -> torch.dtype:
-    dtypes = describe_checkpoint(source).dtypes
+def dtypes_to_write(
+    source: Path, asked: torch.dtype | None
+) -> tuple[torch.dtype, Mapping[tuple[int, str], torch.dtype]]:
+    """The dtype in which the weights of a checkpoint are written, and parameters that stay in another, by
+    NeoX layer index and name: those that may be fp32 beside 16 bits (`may_be_wide`) and are. asked: for the
+    others; None: they keep their own. Raises CheckpointError where that is not one."""
+    facts = describe_checkpoint(source)
+    if asked is not None:
+        return asked, {place: of for place, of in facts.wide.items() if of.itemsize > asked.itemsize}
+    dtypes = facts.dtypes
     if len(dtypes) != 1 or not next(iter(dtypes)).is_floating_point:
         dtype_names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise CheckpointError(
             f"{source}: its weights are of several kinds ({dtype_names}); choose one with --precision"
         )
-    return next(iter(dtypes))
+    dtype = next(iter(dtypes))
+    return dtype, {place: of for place, of in facts.wide.items() if of != dtype}
 
 
-def _read(source: Path, made: _Export, layers: Iterable[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Whole layers one after another. Where one does not fit, the others are still looked at, and all is
-    told."""
+def read_layers(
+    source: Path,
+    args: NeoXArgs,
+    layers: Iterable[int],
+    dtype: torch.dtype,
+    wide: Mapping[tuple[int, str], torch.dtype],
+) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    """Whole layers one after another, in the dtypes of `dtypes_to_write`. args: as of `plain_args`. Where one
+    does not fit, the others are still looked at, and all is told, in a CheckpointError."""
     problems: list[str] = []
     for layer in layers:
         try:
-            whole = load_weights(source, made.args, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
+            whole = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
         except DamagedError:
             raise
         except CheckpointError as problem:
@@ -259,7 +282,8 @@ def _read(source: Path, made: _Export, layers: Iterable[int]) -> Iterator[tuple[
             problems += [line.strip() for line in lines]
             continue
         if not problems:
-            yield layer, {name: cast_to(value, made.dtype, f"layer {layer}: {name}") for name, value in whole.items()}
+            dtypes = {name: wide.get((layer, name), dtype) for name in whole}
+            yield layer, {name: cast_to(value, dtypes[name], f"layer {layer}: {name}") for name, value in whole.items()}
     if problems:
         raise CheckpointError(f"{source}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
 

@@ -111,8 +111,9 @@ class HFFolder:
 
     config: the content of config.json; of a multimodal model, that of its language model, whose tensors then
     are the folder's, under the names that they have alone. shapes: of all tensors, by name. carried: shapes
-    of a multimodal model's other tensors, by the names in the files. origin: what errors call the folder,
-    where that is not its path. dtype: weights are cast to it when they are read; None: each keeps its own.
+    of a multimodal model's other tensors, or of those that `Family.carried` names, by the names in the files.
+    origin: what errors call the folder, where that is not its path. dtype: weights are cast to it when they
+    are read; None: each keeps its own.
     Weights that are quantised (`quantised` says how, in words; None: they are not) are read as numbers, by
     default in the dtype that config.json names, and their scales are no tensors of the folder.
     Raises CheckpointError for what is missing or damaged, or quantised in a way that is not known here.
@@ -154,22 +155,29 @@ class HFFolder:
             # transformers reads that of the whole.
             tied = file_config.get("tie_word_embeddings", self.config.get("tie_word_embeddings", False))
             self.config["tie_word_embeddings"] = bool(tied) or "lm_head.weight" not in self.shapes
-        elif lacks_prefix(self.config, self.shapes):
-            family = FAMILIES[self.config["model_type"]]
+        elif (family := FAMILIES.get(str(self.config.get("model_type")))) is not None:
+            self.carried = {name: shape for name, shape in self.shapes.items() if family.carries(name)}
+            self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
+            self._name_as_files(family)
+
+    def _name_as_files(self, family: Family) -> None:
+        """Give tensors the names that they have in files of the family's class with a head."""
+        if lacks_prefix(self.config, self.shapes):
             self._names = {name if name == family.head else family.base_prefix + name: name for name in self.shapes}
             self.shapes = {name: self.shapes[stored] for name, stored in self._names.items()}
-        elif self.config.get("model_type") in FAMILIES:
-            self._take_apart(FAMILIES[self.config["model_type"]])
+        else:
+            self._take_apart(family)
 
     def _take_apart(self, family: Family) -> None:
         """Give tensors that the folder names as transformers does in memory the names that files have, and
         those of all experts the shape of each expert's."""
         plain = {name: shape for name, shape in self.shapes.items() if name not in self._packed}
         self._experts = rows_of_experts(family, plain)
-        if not self._experts:
+        renamed = {name: family.stored_names(name, 1)[0] for name in plain}
+        whole = {part.stored for part in self._experts.values()}
+        self._names = {to[0]: name for name, to in renamed.items() if to and name not in whole}
+        if not self._names and not self._experts:
             return
-        renamed = {name: family.stored_names(name, 1) for name in plain}
-        self._names = {to[0][0]: name for name, to in renamed.items() if to[0] and len(plain[name]) < 3}
         self._names |= {name: part.stored for name, part in self._experts.items()}
         shapes = {name: shape for name, shape in self.shapes.items() if name not in self._names.values()}
         for name, stored in self._names.items():

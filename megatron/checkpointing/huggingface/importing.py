@@ -33,7 +33,7 @@ from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
-from megatron.model.weight_map import layer_params
+from megatron.model.weight_map import layer_params, may_be_wide
 from megatron.mpu import ParamSpec, shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import padded_vocab_size
@@ -212,15 +212,18 @@ def _only_dtype(folder: HFFolder, keys: Mapping[str, Any]) -> torch.dtype:
 
 
 def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
-    """The names of the tensors that the model is made of; no tensor is read."""
+    """The names of the tensors that the model is made of, but for parameters that may be fp32 beside 16-bit
+    weights; no tensor is read."""
     asked: set[str] = set()
+    of_one: set[str] = set()  # parameter of ours
 
     def get(name: str) -> Tensor:
-        asked.add(name)
+        of_one.add(name)
         return torch.empty(folder.shapes[name], device="meta")
 
-    for _ in from_hf(folder.config, get, padded_vocab_size=keys["padded_vocab_size"])[1]:
-        pass
+    for _, name, _ in from_hf(folder.config, get, padded_vocab_size=keys["padded_vocab_size"])[1]:
+        asked |= set() if may_be_wide(name) else of_one
+        of_one.clear()
     return asked
 
 
@@ -277,8 +280,9 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str, new_head: bo
     for the output layer."""
     wanted, now = canonical_config(theirs), canonical_config(plain_args(ours))
     scaled = theirs.rope_scaling is not None and theirs.rope_scaling["rope_type"] == "dynamic"
-    if theirs.pos_emb == "rotary" and not scaled:  # how long texts may be is the run's choice
-        wanted["max_position_embeddings"] = now["max_position_embeddings"]
+    # How long texts may be is the run's choice.
+    if theirs.pos_emb in ("rotary", "none") and theirs.attends and not scaled:
+        wanted["max_position_embeddings"] = now.get("max_position_embeddings")
     if new_head:
         of_head = ("no_weight_tying", "score_head", "final_logit_softcapping", "logit_scale")
         wanted |= {key: now[key] for key in of_head}

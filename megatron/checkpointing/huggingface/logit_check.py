@@ -27,6 +27,8 @@ from megatron.neox_arguments import NeoXArgs
 # 2e-6.
 BOUND = 2e-5
 _ROWS, _LENGTH = 2, 48
+# Modules whose weights transformers' mixers with a state read without calling them.
+_READ_BY_PARENT = ("conv1d", "dt_proj")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
         raise CheckpointError("the check of the result needs transformers (pip install transformers)") from None
     try:
         # The kernel for experts, which else is transformers 5's choice, does not take all sizes.
-        config = transformers.AutoConfig.for_model(**{**folder.config, "experts_implementation": "eager"})
+        config = transformers.AutoConfig.for_model(**{**_numbers(folder.config), "experts_implementation": "eager"})
         scores = gives_score(folder.config)
         auto = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
         with _without_weights():
@@ -136,6 +138,10 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
     for path, module in model.named_modules():
+        for buffer_name, buffer in module._buffers.items():  # those that files hold, as the biases of routers
+            known = family.stored_names(f"{path}.{buffer_name}", 1)[0]
+            if buffer is not None and known and known[0] in folder.shapes:
+                module._buffers[buffer_name] = folder.get(known[0]).float()
         if not module._parameters:
             continue
         stored: dict[str, list[list[str]]] = {}
@@ -148,8 +154,18 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> Tensor:
             if not all(name in folder.shapes for each in parts[0] for name in each) or not parts[0][0]:
                 raise CheckpointError(f"{folder.origin}: transformers wants {path}.{param_name}, which is not there")
             stored[param_name] = parts[0]
-        _lend(module, partial(_stored, folder, stored), alone=True)
+        parent, _, own = path.rpartition(".")
+        reader = model.get_submodule(parent) if own in _READ_BY_PARENT else module
+        _lend(module, partial(_stored, folder, stored), alone=True, reader=reader)
     return model(tokens, use_cache=False).logits
+
+
+def _numbers(value: Any) -> Any:
+    """A value of config.json with numbers in the place of what transformers 5 writes for infinite ones,
+    `{"__float__": "Infinity"}`."""
+    if isinstance(value, Mapping):
+        return float(value["__float__"]) if "__float__" in value else {key: _numbers(one) for key, one in value.items()}
+    return [_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _stored(folder: HFFolder, names: Mapping[str, list[list[str]]]) -> Callable[[str], Tensor]:
@@ -185,12 +201,17 @@ def _without_weights() -> Iterator[None]:
         handle.remove()
 
 
-def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]], alone: bool = False) -> None:
-    """Give a module its parameters, in fp32, for the time of its forward pass. alone: but for those of the
-    modules within it."""
+def _lend(
+    module: nn.Module,
+    open_layer: Callable[[], Callable[[str], Tensor]],
+    alone: bool = False,
+    reader: nn.Module | None = None,
+) -> None:
+    """Give a module its parameters, in fp32, for the time of its forward pass, or that of `reader`. alone:
+    but for those of the modules within it."""
     empty: dict[tuple[nn.Module, str], nn.Parameter] = {}
 
-    def take(module: nn.Module, *_: Any) -> None:
+    def take(*_: Any) -> None:
         get = open_layer()
         for path, part in [("", module)] if alone else module.named_modules():
             for param_name, param in list(part._parameters.items()):
@@ -207,5 +228,5 @@ def _lend(module: nn.Module, open_layer: Callable[[], Callable[[str], Tensor]], 
             part._parameters[param_name] = param
         empty.clear()
 
-    module.register_forward_pre_hook(take)
-    module.register_forward_hook(give_back)
+    (reader or module).register_forward_pre_hook(take)
+    (reader or module).register_forward_hook(give_back)

@@ -1,0 +1,216 @@
+"""The family of Nemotron-H and Nemotron 3: hybrids whose blocks are Mamba 2, attention, an MLP or experts,
+each alone behind one norm."""
+
+import math
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families.config_fields import (
+    get,
+    plain_activation,
+    plain_activation_keys,
+    refuse_unless,
+    size_config,
+)
+from megatron.checkpointing.families.family import QKV, Config, Family, TensorMapping, weight_and_bias
+from megatron.checkpointing.families.mamba import ROWS_2, time_step_keys
+from megatron.neox_arguments import NeoXArgs
+
+_MIXER = "backbone.layers.{}.mixer."
+_EXPERT = _MIXER + "experts.{expert}."
+_SHARED = "mlp.shared_expert."
+_ROWS = (
+    *ROWS_2,
+    TensorMapping("attention.query_key_value.weight", tuple(f"{_MIXER}{name}_proj.weight" for name in "qkv"), QKV),
+    TensorMapping("attention.dense.weight", (_MIXER + "o_proj.weight",)),
+    *weight_and_bias("mlp.linear1", _MIXER + "up_proj"),
+    *weight_and_bias("mlp.linear2", _MIXER + "down_proj"),
+    TensorMapping("mlp.router.layer.weight", (_MIXER + "gate.weight",)),
+    TensorMapping("mlp.router.expert_bias", (_MIXER + "gate.e_score_correction_bias",)),
+    TensorMapping("mlp.experts.mlp.w1", (_EXPERT + "up_proj.weight",)),
+    TensorMapping("mlp.experts.mlp.w2", (_EXPERT + "down_proj.weight",), transposed=True),
+    TensorMapping("mlp.latent_down.weight", (_MIXER + "fc1_latent_proj.weight",)),
+    TensorMapping("mlp.latent_up.weight", (_MIXER + "fc2_latent_proj.weight",)),
+    TensorMapping(_SHARED + "linear1.weight", (_MIXER + "shared_experts.up_proj.weight",)),
+    TensorMapping(_SHARED + "linear2.weight", (_MIXER + "shared_experts.down_proj.weight",)),
+)
+
+
+def _in_memory() -> dict[str, tuple[str, ...]]:
+    """transformers 5 has `model.` in the place of `backbone.`, and experts in one tensor each."""
+    names: dict[str, tuple[str, ...]] = {}
+    for row in _ROWS:
+        for name in row.theirs:
+            own = name.replace("backbone.", "model.", 1)
+            names[own.replace(".{expert}", "").removesuffix(".weight") if row.of_experts else own] = (name,)
+    return {own: stored for own, stored in names.items() if (own,) != stored}
+
+
+# Our kind of a block: its letter in hybrid_override_pattern, its names in layers_block_type.
+_KINDS = {
+    "mamba2": ("M", "linear_attention", "mamba"), "attention": ("*", "full_attention", "attention"),
+    "mlp": ("-", "mlp"), "moe": ("E", "moe"),
+}  # fmt: skip
+# The smallest of fp32's usual numbers: a time_step_min that limits nothing, where transformers takes no 0.
+_NO_LIMIT = 2.0**-126
+# Older names of fields, which transformers reads too and prefers.
+_OLDER = {
+    "mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias", "mamba_chunk_size": "chunk_size",
+}  # fmt: skip
+_DEFAULTS = {
+    "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "intermediate_size": 21504, "mlp_bias": False, "ssm_state_size": 128,
+    "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "conv_kernel": 4, "time_step_min": 0.001,
+    "use_conv_bias": True, "chunk_size": 128, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+    "moe_shared_expert_intermediate_size": 7688, "num_experts_per_tok": 2, "routed_scaling_factor": 1.0,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "use_bias": False, "layer_norm_epsilon": 1e-5,
+}  # fmt: skip
+
+
+def _blocks(config: Config) -> list[str]:
+    """The kinds of the blocks under our names. Raises CheckpointError for a kind that is not known."""
+    field, named = "layers_block_type", get(config, "layers_block_type", config.get("layer_types"))
+    if named is None and "hybrid_override_pattern" in config:
+        field, named = "hybrid_override_pattern", config["hybrid_override_pattern"]
+    named = ("M", "E", "*", "-") if named is None else named
+    ours = {name: kind for kind, names in _KINDS.items() for name in names}
+    unknown = sorted(set(named) - ours.keys())
+    if unknown:
+        raise CheckpointError(f"config.json: {field}: {', '.join(unknown)} is not supported")
+    return [ours[name] for name in named]
+
+
+def _keys(config: Config) -> dict[str, Any]:
+    given = {**config, **{name: config[old] for old, name in _OLDER.items() if config.get(old) is not None}}
+    if "head_dim" not in given and given.get("attention_head_dim"):
+        given["head_dim"] = given["attention_head_dim"]
+    if "n_routed_experts" not in given and given.get("num_local_experts"):
+        given["n_routed_experts"] = given["num_local_experts"]
+    heads = get(given, "num_attention_heads", _DEFAULTS["num_attention_heads"])
+    kv_heads = heads if "num_key_value_heads" in given else _DEFAULTS["num_key_value_heads"]
+    kv_heads = get(given, "num_key_value_heads", kv_heads)
+    config = {**given, **{name: get(given, name, value) for name, value in _DEFAULTS.items()}}
+    for name in ("attention_bias", "mamba_proj_bias", "tie_word_embeddings"):  # transformers' class reads none of them
+        refuse_unless(config, name, False)
+    refuse_unless(config, "mamba_hidden_act", "silu", "swish")
+    refuse_unless(config, "sliding_window", None)
+    blocks = _blocks(config)
+    return {
+        "num_layers": len(blocks),
+        "hidden_size": config["hidden_size"],
+        "num_attention_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": config["head_dim"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "seq_length": config["max_position_embeddings"],
+        "pos_emb": "none",
+        "no_weight_tying": True,
+        "norm": "rmsnorm",
+        "rms_norm_epsilon": config["layer_norm_epsilon"],
+        "attention_config": blocks,
+        "use_bias_in_attn_linear": False,
+        "use_bias_in_mlp": config["mlp_bias"],
+        "intermediate_size": config["intermediate_size"],
+        "compat_ffn_width": "none",
+        **plain_activation_keys(config, "mlp_hidden_act", "relu2"),
+        **(_mamba_keys(config) if "mamba2" in blocks else {}),
+        **(_expert_keys(config) if "moe" in blocks else {}),
+    }
+
+
+def _mamba_keys(config: Config) -> dict[str, Any]:
+    low = config["time_step_min"]  # not time_step_limit, which transformers' class leaves unread
+    return {
+        **time_step_keys((0.0 if low <= _NO_LIMIT else low, math.inf)),
+        "mamba_state_dim": config["ssm_state_size"],
+        "mamba_num_heads": config["mamba_num_heads"],
+        "mamba_head_dim": config["mamba_head_dim"],
+        "mamba_num_groups": config["n_groups"],
+        "mamba_conv_kernel": config["conv_kernel"],
+        "mamba_chunk_size": config["chunk_size"],
+        "mamba_use_bias_in_conv": config["use_conv_bias"],
+        "mamba_use_bias_in_linears": config["use_bias"],
+    }
+
+
+def _expert_keys(config: Config) -> dict[str, Any]:
+    experts, groups, taken = (config[name] for name in ("n_routed_experts", "n_group", "topk_group"))
+    if experts < 2:
+        raise CheckpointError(f"config.json: n_routed_experts: {experts}: a mixture has two experts at least")
+    if config["mlp_bias"]:
+        raise CheckpointError("config.json: mlp_bias: true is not supported in a model with moe blocks, only false")
+    refuse_unless(config, "n_shared_experts", 1)
+    return {
+        "moe_num_experts": experts,
+        "moe_top_k": config["num_experts_per_tok"],
+        "moe_router_type": "topk",
+        "moe_router_score_function": "sigmoid",
+        "moe_router_bias_update_rate": 0.0,  # the biases are there, and stay
+        "norm_topk_prob": config["norm_topk_prob"],
+        "moe_router_topk_scaling_factor": float(config["routed_scaling_factor"]),
+        "moe_intermediate_size": config["moe_intermediate_size"],
+        "moe_latent_size": config.get("moe_latent_size"),
+        "moe_shared_expert_intermediate_size": config["moe_shared_expert_intermediate_size"],
+        **({"moe_router_num_groups": groups, "moe_router_group_topk": taken} if taken < groups else {}),
+    }
+
+
+def _config(args: NeoXArgs) -> dict[str, Any]:
+    other = sorted(set(args.attention_config) - _KINDS.keys())
+    if other:
+        raise CheckpointError(f"kinds of blocks (attention_config): no {', '.join(other)} there")
+    limit, blocks = args.mamba_time_step_limit or (0.0,), set(args.attention_config)
+    config = {
+        **size_config(args),
+        # Every version reads it; names of kinds have changed.
+        "hybrid_override_pattern": "".join(_KINDS[kind][0] for kind in args.attention_config),
+        "layer_norm_epsilon": args.rms_norm_epsilon,
+        "num_key_value_heads": args.kv_heads,
+        "head_dim": args.head_dim,
+        "attention_bias": False,
+        "mlp_hidden_act": plain_activation(args, "relu2"),
+        "mlp_bias": args.use_bias_in_mlp,
+    }
+    if "mamba2" in blocks:
+        config |= {
+            "ssm_state_size": args.mamba_state_dim or 128,
+            "mamba_num_heads": args.mamba2_heads,
+            "mamba_head_dim": args.mamba_head_dim,
+            "n_groups": args.mamba_num_groups,
+            "conv_kernel": args.mamba_conv_kernel,
+            "chunk_size": args.mamba_chunk_size,
+            "use_conv_bias": args.mamba_use_bias_in_conv,
+            "use_bias": args.mamba_use_bias_in_linears,
+            "time_step_min": limit[0] or _NO_LIMIT,
+        }
+    if "moe" in blocks:
+        config |= {
+            "n_routed_experts": args.moe_num_experts,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": args.moe_top_k,
+            "moe_intermediate_size": args.expert_ffn_size,
+            "moe_latent_size": args.moe_latent_size,
+            "moe_shared_expert_intermediate_size": args.moe_shared_expert_intermediate_size,
+            "norm_topk_prob": args.norm_topk_prob,
+            "routed_scaling_factor": args.moe_router_topk_scaling_factor,
+            "n_group": args.moe_router_num_groups or 1,
+            "topk_group": args.moe_router_group_topk or 1,
+        }
+    return config
+
+
+NEMOTRON_H = Family(
+    "nemotron_h",
+    "NemotronHForCausalLM",
+    _ROWS,
+    _keys,
+    _config,
+    carried=r"mtp\..*",
+    has_scorer=False,
+    base_prefix="backbone.",
+    in_memory=_in_memory(),
+    title="Nemotron-H, Nemotron 3",
+    notes="kinds of blocks, groups, factor and latent of experts by config.json; time steps are at least "
+    "time_step_min, as in transformers' class; layers that predict further tokens (mtp) are carried along, not trained",
+)

@@ -1,0 +1,168 @@
+"""A model of Mamba or Mamba 2 in the format of the package mamba_ssm: config.json and pytorch_model.bin, as
+its `MambaLMHeadModel.from_pretrained` reads them.
+
+Fields are those of its `MambaConfig`, those of `ssm_cfg` the arguments of its modules `Mamba` and `Mamba2`
+(https://github.com/state-spaces/mamba, mamba_ssm/models and mamba_ssm/modules).
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.huggingface.companion_files import companion_files_of, write_companion_files
+from megatron.checkpointing.huggingface.exporting import (
+    LayerProgress,
+    begin_folder,
+    dtypes_to_write,
+    no_progress,
+    put_in_place,
+    read_layers,
+)
+from megatron.checkpointing.huggingface.folder import CONFIG, weight_bytes
+from megatron.checkpointing.huggingface.logit_check import plain_args
+from megatron.checkpointing.layout import is_optimizer_file
+from megatron.checkpointing.manifest import read_manifest, verify
+from megatron.checkpointing.tensor_files import save_tensors
+from megatron.data.files import sync
+from megatron.model import block_specs
+from megatron.model.specs import Mamba2Spec, MambaSpec, norm_kind, norm_spec
+from megatron.model.weight_map import named_params
+from megatron.neox_arguments import NeoXArgs
+
+WEIGHTS = "pytorch_model.bin"
+_EPSILON = 1e-5  # of all norms there, which config.json does not name
+_TOP = {
+    "word_embeddings.weight": "backbone.embedding.weight", "norm.scale": "backbone.norm_f.weight",
+    "norm.weight": "backbone.norm_f.weight", "norm.bias": "backbone.norm_f.bias",
+    "final_linear.weight": "lm_head.weight",
+}  # fmt: skip
+
+
+def mamba_ssm_config(args: NeoXArgs, vocab_size: int) -> dict[str, Any]:
+    """The config.json of a model of ours. vocab_size: rows of the embedding that are kept. Raises
+    CheckpointError with all that the package cannot say."""
+    mixers = [block.mixer for block in block_specs(args)]
+    kinds = sorted(set(args.attention_config))
+    first = mixers[0]
+    norm = norm_spec(args)
+    wrong = [
+        text
+        for text, applies in (
+            (f"blocks {', '.join(kinds)} (attention_config)", kinds not in (["mamba"], ["mamba2"])),
+            (f"norm {norm.kind}", norm_kind(args) not in ("rmsnorm", "layernorm")),
+            ("norms without biases (use_bias_in_norms)", norm.kind == "layernorm" and not norm.bias),
+            ("norms around zero (zero_centered_gamma)", norm.zero_centered),
+            (f"epsilon {norm.eps} of norms, which is {_EPSILON} there", not math.isclose(norm.eps, _EPSILON)),
+            (f"positions {args.pos_emb} (pos_emb)", args.pos_emb in ("learned", "sinusoidal")),
+            ("a score in the place of logits (score_head)", bool(args.score_head)),
+            (f"embedding_multiplier {args.embedding_multiplier}", args.embedding_multiplier != 1.0),
+            (f"residual_multiplier {args.residual_multiplier}", args.residual_multiplier != 1.0),
+            (f"logit_scale {args.logit_scale}", args.logit_scale != 1.0),
+            (f"final_logit_softcapping {args.final_logit_softcapping}", args.final_logit_softcapping is not None),
+            *_wrong_in(first),
+        )
+        if applies
+    ]
+    if wrong:
+        raise CheckpointError(f"this model has what the package mamba_ssm does not: {', '.join(wrong)}")
+    multiple = args.make_vocab_size_divisible_by
+    return {
+        "d_model": args.hidden_size,
+        "n_layer": args.num_layers,
+        "vocab_size": vocab_size,
+        "ssm_cfg": _ssm_config(first),
+        "rms_norm": norm.kind == "rmsnorm",
+        "residual_in_fp32": False,
+        "fused_add_norm": True,
+        "pad_vocab_size_multiple": multiple if vocab_size % multiple == 0 else 1,  # so that no row is added
+        "tie_embeddings": not args.no_weight_tying,
+    }
+
+
+def _wrong_in(mixer: Any) -> Iterator[tuple[str, bool]]:
+    if isinstance(mixer, MambaSpec):
+        yield "biases of x_proj (mamba_use_bias_in_linears)", mixer.bias
+        yield "norms of B, C and time steps (mamba_bcdt_norm_epsilon)", mixer.norm_eps is not None
+    if isinstance(mixer, Mamba2Spec):
+        inner = f"{mixer.heads} heads of {mixer.head_dim}, no multiple of hidden_size {mixer.hidden} (mamba_num_heads)"
+        yield inner, mixer.inner % mixer.hidden != 0
+
+
+def _ssm_config(mixer: Any) -> dict[str, Any]:
+    """The arguments of the package's module for one of our mixers."""
+    common = {"d_state": mixer.state, "d_conv": mixer.conv_kernel, "expand": mixer.inner // mixer.hidden}
+    common |= {"conv_bias": mixer.conv_bias, "bias": mixer.bias}
+    if isinstance(mixer, MambaSpec):  # the first versions of the package know no field `layer`
+        return {**common, "dt_rank": mixer.dt_rank}
+    limit = {} if mixer.time_step_limit == (0.0, math.inf) else {"dt_limit": list(mixer.time_step_limit)}
+    heads = {"headdim": mixer.head_dim, "ngroups": mixer.groups, "chunk_size": mixer.chunk}
+    return {"layer": "Mamba2", **common, **heads, **limit}
+
+
+def mamba_ssm_name(layer: int, name: str, layers: int) -> str:
+    """The package's name of a parameter of ours. layer: its NeoX layer index; layers: number of blocks."""
+    if not 2 <= layer < layers + 2:
+        return _TOP[name]
+    return f"backbone.layers.{layer - 2}.{'norm.weight' if name == 'norm.scale' else name}"
+
+
+def export_mamba_ssm(
+    source: str | Path,
+    args: NeoXArgs,
+    output: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    tokenizer: bool = True,
+    each: LayerProgress = no_progress,
+) -> Path:
+    """Write checkpoint `source` (of `args`, see `load_checkpoint_args`) as the folder `output`, and return
+    that.
+
+    dtype: of all weights; None: those of the checkpoint. tokenizer: its files go along. each: wraps the
+    layers, for a progress bar. All weights are in memory at once. A folder of an earlier conversion is
+    replaced. Raises CheckpointError.
+    """
+    source, output = Path(source), Path(output).resolve()
+    if args.lora is not None:
+        raise CheckpointError(
+            f"{source}: holds adapters beside its weights; merge them first (tools/ckpts/adapter.py merge)"
+        )
+    manifest, args = read_manifest(source), plain_args(args)
+    verify(source, [] if manifest is None else [name for name in manifest.files if not is_optimizer_file(name)])
+    dtype, wide = dtypes_to_write(source, dtype)
+    extras = companion_files_of(
+        source, args, tokenizer=tokenizer, vocab_is_hf=False, pad_token_id=None, scores=bool(args.score_head)
+    )
+    rows = args.padded_vocab_size
+    assert rows is not None
+    vocab = max(extras.vocab_size or rows, extras.tokens or 0)
+    if vocab > rows:
+        raise CheckpointError(f"{source}: its tokenizer has {extras.tokens} tokens, its embedding {rows} rows")
+    config, specs = mamba_ssm_config(args, vocab), named_params(args)
+    temporary = begin_folder(output, weight_bytes({str(place): spec.shape for place, spec in specs.items()}, dtype))
+    try:
+        state: dict[str, Tensor] = {}
+        order = sorted({layer for layer, _ in specs})
+        for layer, tensors in read_layers(source, args, each(order, len(order)), dtype, wide):
+            for name, value in tensors.items():
+                kept = value[:vocab] if name in ("word_embeddings.weight", "final_linear.weight") else value
+                state[mamba_ssm_name(layer, name, args.num_layers)] = kept.clone(memory_format=torch.contiguous_format)
+        if not args.no_weight_tying:
+            state["lm_head.weight"] = state["backbone.embedding.weight"]  # the package wants both, files hold it once
+        save_tensors(state, temporary / WEIGHTS)
+        files = {**extras.files, CONFIG: (json.dumps(config, indent=2) + "\n").encode()}
+        write_companion_files(files, temporary)
+        sync(temporary)
+        put_in_place(temporary, output)
+    except OSError as problem:
+        raise CheckpointError(f"{output}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return output

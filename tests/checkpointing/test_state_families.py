@@ -1,0 +1,264 @@
+"""HuggingFace's families of Mamba and of hybrids: fields, older spellings, refusals, and tensors that are
+carried along."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.families import canonical_config, from_hf, hf_config
+from megatron.checkpointing.families.table import family_rows
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.manifest import check_model, model_keys, saved_model
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.checkpointing.family_models import PADDED, VOCAB, collected, config_of, on_disk, random_model
+from tests.checkpointing.family_runs import TOKENS, logits_of
+from tests.checkpointing.test_families import args_of
+from tests.model.stages import small
+
+CASES = ("mamba", "falcon mamba", "mamba 2", "nemotron h")
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def config(case: str, **changes: Any) -> dict[str, Any]:
+    return {**config_of(case).to_dict(), **changes}
+
+
+def logits_differ_by(case: str, **changes: Any) -> float:
+    """Of a model of transformers and of ours that is read from it."""
+    model = random_model(case, **changes)
+    written, tensors = on_disk(model)
+    keys, ours = from_hf(written, tensors.__getitem__, padded_vocab_size=PADDED)
+    logits = logits_of(keys, collected(ours), ParallelGroups.single())[..., :VOCAB]
+    with torch.no_grad():
+        return (logits - model(TOKENS, use_cache=False).logits).abs().max().item()
+
+
+@pytest.mark.parametrize("changes", [
+    {"n_groups": 1, "chunk_size": 7}, {"n_groups": 2, "chunk_size": 3, "time_step_limit": (0.0, float("inf"))},
+])  # fmt: skip
+def test_one_group_of_heads_and_two(changes: dict[str, Any]) -> None:
+    assert logits_differ_by("mamba 2", **changes) < 1e-5
+
+
+@pytest.mark.parametrize("changes", [
+    {"n_group": 1, "topk_group": 1}, {"norm_topk_prob": False}, {"mlp_hidden_act": "gelu"},
+    {"layers_block_type": ["moe", LINEAR]}, {"layers_block_type": [LINEAR, LINEAR], "time_step_min": 1e-30},
+    {"layers_block_type": [FULL, "mlp"]},
+])  # fmt: skip
+def test_hybrids_of_several_kinds(changes: dict[str, Any]) -> None:
+    assert logits_differ_by("nemotron h", **changes) < 1e-5
+
+
+def test_older_spellings_of_config_json() -> None:
+    now = config("nemotron h")
+    assert now["layers_block_type"] == [LINEAR, "moe", FULL, "mlp", LINEAR, "moe"]
+    expected = canonical_config(args_of(now))
+    old_names = ["mamba", "moe", "attention", "mlp", "mamba", "moe"]
+    before = {name: value for name, value in now.items() if name not in ("layers_block_type", "head_dim", "n_groups")}
+    before |= {"head_dim": 6, "mamba_n_groups": 4, "rms_norm_eps": 0.5, "rope_theta": 10000, "num_hidden_layers": 6}
+    for spelt in (
+        {"layers_block_type": old_names}, {"layer_types": old_names}, {"hybrid_override_pattern": "ME*-ME"},
+        {"layers_block_type": now["layers_block_type"], "hybrid_override_pattern": "MMMM"},  # the former counts
+    ):  # fmt: skip
+        assert canonical_config(args_of({**before, **spelt})) == expected, spelt
+        theirs = transformers.AutoConfig.for_model(**{**before, **spelt})
+        assert theirs.layers_block_type == now["layers_block_type"]
+        assert (theirs.n_groups, theirs.layer_norm_epsilon) == (4, args_of(now).rms_norm_epsilon)
+    other = args_of({**before, "hybrid_override_pattern": "ME*-EM"})
+    assert canonical_config(other) != expected and canonical_config(args_of({**now, "n_groups": 2})) != expected
+    assert other.attention_config == ("mamba2", "moe", "attention", "mlp", "moe", "mamba2")
+    written = hf_config(other)
+    assert written["hybrid_override_pattern"] == "ME*-EM" and written["num_hidden_layers"] == 6
+    finite = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert args_of(config("mamba 2", **finite)).mamba_time_step_limit is None
+    assert args_of(config("mamba 2", time_step_limit=[0.1, 2.0])).mamba_time_step_limit == (0.1, 2.0)
+    published = config("mamba", d_inner=64, d_model=32, n_layer=4, rms_norm=True, ssm_cfg={}, fused_add_norm=True)
+    assert canonical_config(args_of(published)) == canonical_config(args_of(config("mamba")))
+
+
+@pytest.mark.parametrize(("case", "changes", "message"), [
+    ("mamba", {"use_bias": True}, "use_bias: true is not supported: in_proj and out_proj have biases there"),
+    ("mamba", {"hidden_act": "gelu"}, "hidden_act: gelu is not supported, only silu"),
+    ("falcon mamba", {"intermediate_size": 40}, "intermediate_size: 40 is no multiple of hidden_size 32"),
+    ("mamba 2", {"hidden_act": "relu"}, "hidden_act: relu is not supported, only silu"),
+    ("mamba 2", {"expand": 3}, "expand: 3 times hidden_size 32 is not num_heads times head_dim, 64"),
+    ("nemotron h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type: rwkv is not supported"),
+    ("nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern: X is not"),
+    ("nemotron h", {"attention_bias": True}, "attention_bias: True is not supported, only False"),
+    ("nemotron h", {"tie_word_embeddings": True}, "tie_word_embeddings: True is not supported, only False"),
+    ("nemotron h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act: gelu is not supported, only silu"),
+    ("nemotron h", {"sliding_window": 8}, "sliding_window: 8 is not supported"),
+    ("nemotron h", {"mlp_bias": True}, "mlp_bias: true is not supported in a model with moe blocks"),
+    ("nemotron h", {"n_shared_experts": 2}, "n_shared_experts: 2 is not supported, only 1"),
+    ("nemotron h", {"n_routed_experts": 1}, "n_routed_experts: 1: a mixture has two experts at least"),
+    ("nemotron h", {"mlp_hidden_act": "xielu"}, "mlp_hidden_act: xielu is not supported"),
+])  # fmt: skip
+def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=re.escape(message)) as caught:
+        args_of(config(case, **changes))
+    assert "\n" not in str(caught.value)
+
+
+def test_which_family_has_which_blocks() -> None:
+    def refused(args: NeoXArgs, **how: Any) -> list[str]:
+        with pytest.raises(CheckpointError) as caught:
+            hf_config(args, **how)
+        return str(caught.value).splitlines()[1:]
+
+    plain: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
+    one = small(**plain, attention_config=["mamba", "mamba"])
+    assert hf_config(one)["model_type"] == "mamba" and hf_config(one)["time_step_rank"] == 2
+    # What is attention's alone says nothing here.
+    assert hf_config(one.replace(pos_emb="rotary", num_attention_heads=8))["model_type"] == "mamba"
+    normed = one.replace(mamba_bcdt_norm_epsilon=1e-5)
+    assert hf_config(normed)["model_type"] == "falcon_mamba" and hf_config(normed)["mixer_rms_eps"] == 1e-5
+    heads = {"mamba_head_dim": 8, "mamba_num_groups": 2}
+    two = small(**plain, **heads, attention_config=["mamba2", "mamba2"])
+    assert hf_config(two)["model_type"] == "mamba2" and "time_step_limit" not in hf_config(two)
+    assert hf_config(two.replace(mamba_time_step_limit=[0.0, 0.5]))["time_step_limit"] == [0.0, 0.5]
+    assert hf_config(two.replace(mamba_num_heads=6, no_weight_tying=True))["mamba_num_heads"] == 6
+    told = refused(one.replace(mamba_use_bias_in_linears=True))
+    assert told[0].startswith("  mamba: config.json: use_bias: true is not supported")
+    told = refused(one.replace(norm="layernorm"))
+    assert told[0] == "  mamba: norms (norm): rmsnorm there, layernorm here"
+    mixed = small(**plain, **heads, attention_config=["mamba2", "global"])
+    assert refused(mixed, family="nemotron_h") == ["  nemotron_h: kinds of blocks (attention_config): no global there"]
+    hybrid = small(**plain, **heads, attention_config=["mamba2", "attention"], no_weight_tying=True)
+    told = refused(hybrid)[0]
+    assert told.startswith("  nemotron_h: biases in attention (use_bias_in_attn_linear): no there, yes here; biases of")
+    assert "mamba2 (all layers) there, ['mamba2', 'attention'] here" in refused(hybrid, family="mamba2")[0]
+    low_and_high = hybrid.replace(use_bias_in_attn_linear=False, mamba_time_step_limit=[0.1, 0.5])
+    assert refused(low_and_high, family="nemotron_h") == [
+        "  nemotron_h: lowest and highest time step (mamba_time_step_limit): (0.1, inf) there, (0.1, 0.5) here"
+    ]
+    # A family of attention says what its blocks are, not all that follows.
+    (told,) = refused(one, family="llama")
+    assert told.startswith("  llama: kinds of blocks (attention_config): global (all layers)") and "mamba_" not in told
+
+
+def test_words_of_the_table() -> None:
+    rows = {row.model_types[0]: row for row in family_rows()}
+    assert rows["mamba"].features[:2] == ("blocks of Mamba alone", "no positions")
+    assert "MLP without gate" not in rows["mamba"].features and "tied head" in rows["mamba"].features
+    assert "norms of B, C and time steps" in rows["falcon_mamba"].features
+    assert "8 groups of heads" in rows["mamba2"].features
+    assert rows["nemotron_h"].features[0] == "blocks of Mamba 2, attention, MLP or experts, in any order"
+    assert {"sigmoid scores", "a shared expert", "relu2", "grouped queries"} <= set(rows["nemotron_h"].features)
+    assert "layers without positions" not in rows["nemotron_h"].features
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def nemotron_folder(path: Path) -> dict[str, Tensor]:
+    """A folder as published: bf16 with biases of experts in fp32, and layers that predict further tokens."""
+    random_model("nemotron h", torch.bfloat16).save_pretrained(path)
+    tensors, generator = tensors_of(path), torch.Generator().manual_seed(4)
+    for name in [name for name in tensors if name.endswith(("e_score_correction_bias", "A_log"))]:
+        tensors[name] = tensors[name].float() * 1.001
+    shapes = {"eh_proj.weight": (32, 64), "mixer.experts.1.up_proj.weight": (20, 32), "norm.weight": (32,)}
+    for name, shape in shapes.items():
+        tensors[f"mtp.layers.0.{name}"] = torch.randn(shape, generator=generator).bfloat16()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    file = path / "config.json"
+    fields = {name: value for name, value in json.loads(file.read_text()).items() if name != "layers_block_type"}
+    fields |= {"hybrid_override_pattern": "ME*-ME", "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    file.write_text(json.dumps(fields))
+    return tensors
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_layers_of_further_tokens_are_carried_along(tensor: int, tmp_path: Path) -> None:
+    tensors = nemotron_folder(tmp_path / "hf")
+    folder = HFFolder(tmp_path / "hf")
+    assert set(folder.carried) == {name for name in tensors if name.startswith("mtp.")} and len(folder.carried) == 3
+    path, parity = import_hf(folder, tmp_path / "ours", tensor=tensor)
+    assert parity.difference < 1e-5
+    args, _ = load_checkpoint_args(path)
+    assert args.moe_router_bias_update_rate == 0.0 and args.has_experts(1)
+    export_hf(path, args, tmp_path / "back")
+    assert same(tensors, tensors_of(tmp_path / "back"))
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
+    assert {name: after.get(name) for name in before} == before
+    export_hf(path, args, tmp_path / "named", family="nemotron_h", dtype=torch.float32)
+    wide = tensors_of(tmp_path / "named")
+    assert wide["lm_head.weight"].dtype == torch.float32
+    assert all(torch.equal(value, tensors[name]) for name, value in wide.items() if name.startswith("mtp."))
+    assert wide.keys() == tensors.keys()
+
+
+def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
+    """Of transformers 5: `model.` in the place of `backbone.`, experts in one tensor."""
+    for kinds in ([LINEAR, "moe"], [LINEAR, "mlp"]):
+        model = random_model("nemotron h", layers_block_type=kinds)
+        model.save_pretrained(tmp_path / "files")
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        assert "model.embeddings.weight" in state and ("model.layers.1.mixer.experts.up_proj" in state) == (
+            "moe" in kinds
+        )
+        (tmp_path / "memory").mkdir(exist_ok=True)
+        save_file(state, tmp_path / "memory" / "model.safetensors", {"format": "pt"})
+        (tmp_path / "memory" / "config.json").write_bytes((tmp_path / "files" / "config.json").read_bytes())
+        found = HFFolder(tmp_path / "memory")
+        expected = tensors_of(tmp_path / "files")
+        assert found.shapes == {name: tuple(value.shape) for name, value in expected.items()}
+        assert all(torch.equal(found.get(name), value) for name, value in expected.items())
+        import_hf(found, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bits_of_a_checkpoint_in_16_bits(case: str, tmp_path: Path) -> None:
+    """A_log and D in fp32 beside bf16, as training leaves them."""
+    random_model(case, torch.bfloat16).save_pretrained(tmp_path / "hf")
+    tensors = tensors_of(tmp_path / "hf")
+    for name in [name for name in tensors if name.endswith(("A_log", ".D"))]:
+        tensors[name] = tensors[name].float() * 1.001
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "ours", tensor=2, pipe=2)
+    export_hf(path, load_checkpoint_args(path)[0], tmp_path / "back")
+    assert same(tensors, tensors_of(tmp_path / "back"))
+
+
+def test_one_bias_of_experts_decides_the_choice() -> None:
+    """The check of an import sees it: transformers has it as a buffer."""
+    written, tensors = on_disk(random_model("nemotron h"))
+    keys, ours = from_hf(written, tensors.__getitem__)
+    weights = collected(ours)
+    before = logits_of(keys, weights, ParallelGroups.single())
+    weights[3]["mlp.router.expert_bias"][5] += 3.0
+    assert (logits_of(keys, weights, ParallelGroups.single()) - before).abs().max() > 1e-3
+
+
+def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
+    """What no shape shows; heads of attention are not told where there is none."""
+    random_model("nemotron h").save_pretrained(tmp_path / "hf")
+    path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "ours")
+    args, saved = load_checkpoint_args(path)[0], saved_model(path)
+    check_model(saved, args, "it")
+    for changes, key in (
+        ({"attention_config": ["mamba2", "moe", "attention", "mlp", "moe", "mamba2"]}, "attention_config"),
+        ({"mamba_num_groups": 2, "mamba_state_dim": 12}, "mamba_num_groups"),
+        ({"mamba_time_step_limit": None}, "mamba_time_step_limit"),
+    ):
+        with pytest.raises(CheckpointError, match=key):
+            check_model(saved, args.replace(**changes), "it")
+    alone = small(norm="rmsnorm", pos_emb="none", attention_config=["mamba", "mamba"])
+    check_model(model_keys(alone), alone.replace(num_attention_heads=2), "it")
+    with pytest.raises(CheckpointError, match="mamba_bcdt_norm_epsilon"):
+        check_model(model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")

@@ -1,0 +1,64 @@
+"""Write a Mamba or Mamba 2, a checkpoint of any layout, as the package mamba_ssm reads it: config.json,
+pytorch_model.bin.
+
+    python tools/ckpts/convert_neox_to_mamba_ssm.py --input_dir checkpoints/run/global_step1000 --output_dir mamba \\
+        --config_file run.yml --precision bf16
+
+`MambaLMHeadModel.from_pretrained("mamba")` loads the folder. The families `mamba` and `mamba2` of
+convert_neox_to_hf.py are for transformers.
+"""  # noqa: W505 (lines to copy)
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.neox_arguments import UserError  # noqa: E402
+from tools.ckpts.flags import PRECISIONS, add_source_flags, local, progress, source_of  # noqa: E402
+
+NAME = "convert_neox_to_mamba_ssm.py"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_source_flags(parser, "the folder to write")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="auto",
+        help="of the result, but for A_log and D that are fp32; auto: the checkpoint's",
+    )
+    parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
+    return parser.parse_args(argv)
+
+
+def convert(options: argparse.Namespace) -> None:
+    """Convert as the options say. Raises CheckpointError, ConfigError."""
+    import torch
+
+    from megatron.checkpointing import describe_layout
+    from megatron.checkpointing.huggingface.mamba_ssm import export_mamba_ssm
+
+    dtype = PRECISIONS[options.precision]
+    source, args, _ = source_of(options)
+    print(f"{source}: {describe_layout(source, args)}", flush=True)
+    export_mamba_ssm(
+        source, args, options.output_dir, dtype=getattr(torch, dtype) if dtype else None,
+        tokenizer=not options.no_save_tokenizer, each=progress,
+    )  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse(argv)
+    try:
+        with local(options, ["input_dir"], ["output_dir"]):
+            convert(options)
+    except (UserError, OSError) as problem:
+        sys.exit(f"{NAME}: error: {problem}")
+    print(f"{options.output_dir}: config.json and pytorch_model.bin, mamba_ssm's names")
+
+
+if __name__ == "__main__":
+    main()
