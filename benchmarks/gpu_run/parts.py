@@ -77,6 +77,13 @@ _EXPERTS = Part(
 )  # fmt: skip
 
 
+_MAMBA = Part(
+    "Mamba", "mixers of Mamba and Mamba 2 forwards and backwards beside transformers' and their first and last product",
+    ("benchmarks/mamba.py", "--shape", "mamba2 2.7B", "--rounds", "3", "--json", "{folder}/" + RESULT), 30, 120,
+    ("transformers",),
+)  # fmt: skip
+
+
 CORRECTNESS: tuple[Part, ...] = (
     Part(
         FACTS, "what the machine is; the largest rates of products and copies",
@@ -117,6 +124,7 @@ SPEED: tuple[Part, ...] = (
 )
 MORE_SPEED: tuple[Part, ...] = (
     _EXPERTS,
+    _MAMBA,
     _speed("OLMoE shape, native", "OLMoE shape", "native"),
     _speed("7B shape, bare torch", "7B shape", "bare"),
     _speed("7B shape, native", "7B shape", "native"),

@@ -17,6 +17,10 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 EXPERTS: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
+HYBRID: dict[str, Any] = {
+    **WIDE, "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_num_groups": 2,
+    "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_chunk_size": 32, "norm": "rmsnorm",
+}  # fmt: skip
 _MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
 
 
@@ -49,6 +53,8 @@ def compiler(device: torch.device) -> Iterator[None]:
             "fp32", False, {**WIDE, **DROPOUT, "sliding_window_width": 20}, 1e-4, marks=_MORE, id="window dropout"
         ),
         pytest.param("fp32", True, {**LLAMA, **EXPERTS}, 1e-4, marks=_MORE, id="experts"),
+        pytest.param("fp32", True, HYBRID, 1e-4, marks=_MORE, id="hybrid"),
+        pytest.param("bfloat16", True, HYBRID, 5e-2, marks=_MORE, id="hybrid bf16"),
         pytest.param("fp32", False, {**WIDE, **DROPOUT}, 1e-4, marks=_MORE, id="dropout"),
         pytest.param("bfloat16", True, {**LLAMA, **DROPOUT}, 5e-2, marks=_MORE, id="packed dropout bf16"),
     ],

@@ -13,15 +13,16 @@ from megatron.mpu import grouped_mm, token_logprobs
 from tests.gpu.runs import CPU, assert_gradients, loss_and_gradients, stage_on
 from tests.model.runs import MODELS
 from tests.model.stages import document_batch, documents, random_batch, small
+from tests.model.test_mamba import MODELS as WITH_STATES
 
 pytestmark = pytest.mark.gpu
 PACKED: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_kv_heads": 4, "padded_vocab_size": 512}
 
 
 @pytest.mark.parametrize("rows", ["whole", "documents"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *WITH_STATES])
 def test_loss_and_gradients_are_those_of_the_cpu(name: str, rows: str, device: torch.device) -> None:
-    args = small(**{**MODELS[name], "attention_backend": "auto"})
+    args = small(**{**(MODELS | WITH_STATES)[name], "attention_backend": "auto"})
     batch = {"whole": random_batch, "documents": document_batch}[rows](args)
     on_cpu = loss_and_gradients(stage_on(args, CPU).train(), batch)
     there = loss_and_gradients(stage_on(args, device).train(), batch.to(device))

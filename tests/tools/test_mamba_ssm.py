@@ -82,8 +82,11 @@ def test_as_typed_with_tokenizer_and_precision(tmp_path: Path, capsys: pytest.Ca
     assert "2 tensor ranks" in capsys.readouterr().out
     config, state = content(tmp_path / "out")
     assert (config["vocab_size"], config["pad_vocab_size_multiple"], config["tie_embeddings"]) == (64, 32, False)
-    assert {value.dtype for value in state.values()} == {torch.bfloat16}
-    assert torch.equal(state["backbone.layers.1.mixer.A_log"], weights[3]["mixer.A_log"].bfloat16())
+    wide = {name.rpartition(".")[2] for name, value in state.items() if value.dtype == torch.float32}
+    assert wide == {"A_log", "D"} and {value.dtype for value in state.values()} == {torch.float32, torch.bfloat16}
+    assert torch.equal(state["backbone.layers.1.mixer.A_log"], weights[3]["mixer.A_log"])
+    kernel = weights[3]["mixer.conv1d.weight"].bfloat16()
+    assert torch.equal(state["backbone.layers.1.mixer.conv1d.weight"], kernel)
     run(*words, "--no_save_tokenizer", "--precision", "fp32")  # over the first
     _, state = content(tmp_path / "out")
     assert torch.equal(state["backbone.layers.0.mixer.in_proj.weight"], weights[2]["mixer.in_proj.weight"])
