@@ -10,10 +10,10 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -125,6 +125,30 @@ def timed(run: Run, x: Tensor, params: list[nn.Parameter], steps: int) -> float:
     return (time.perf_counter() - begun) / steps
 
 
+def in_turns(
+    runs: Mapping[str, tuple[Run, list[nn.Parameter]]], x: Tensor, rounds: int, steps: int
+) -> list[tuple[str, float, float]]:
+    """The name of each run, its seconds and its speed as a multiple of that of "ours" in the same round,
+    medians over rounds, each in another order; runs come with the parameters that get gradients."""
+    seconds: dict[str, list[float]] = {key: [] for key in runs}
+    for turn in range(rounds + 1):
+        for key in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
+            took = timed(runs[key][0], x, runs[key][1], steps)
+            if turn:  # the first warms up
+                seconds[key].append(took)
+    return [
+        (key, median(each), median(mine / it for mine, it in zip(seconds["ours"], each, strict=True)))
+        for key, each in seconds.items()
+    ]
+
+
+def print_rows(rows: Iterable[Any]) -> None:
+    """The table of rows that have a name, seconds and beside_ours."""
+    print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
+    for row in rows:
+        print(f"| {row.name} | {1e3 * row.seconds:.1f} | {row.beside_ours:.2f} |", flush=True)
+
+
 def main() -> None:
     """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -168,21 +192,10 @@ def measured(name: str, device: torch.device, rounds: int, steps: int) -> list[R
         assert share <= allowed, f"{implementation}: {share:.1%} of the tokens have another output"
         runs[f"transformers {implementation}"] = block, list(block.parameters())
     runs["floor"] = floor(shape, moe), []
-    seconds: dict[str, list[float]] = {key: [] for key in runs}
-    for turn in range(rounds + 1):
-        for key in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
-            took = timed(runs[key][0], x, runs[key][1], steps)
-            if turn:  # the first warms up
-                seconds[key].append(took)
-    rows = [
-        Row(name, key, median(of), median(mine / it for mine, it in zip(seconds["ours"], of, strict=True)))
-        for key, of in seconds.items()
-    ]
+    rows = [Row(name, *row) for row in in_turns(runs, x, rounds, steps)]
     print(f"\n{name}: {shape.experts} experts of {shape.width}, top {shape.top_k}, hidden {shape.hidden}, ", end="")
     print(f"{shape.tokens} tokens, {str(dtype).removeprefix('torch.')} on {device.type}\n")
-    print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
-    for row in rows:
-        print(f"| {row.name} | {1e3 * row.seconds:.1f} | {row.beside_ours:.2f} |", flush=True)
+    print_rows(rows)
     return rows
 
 

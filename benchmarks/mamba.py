@@ -9,10 +9,7 @@ outputs are compared first. On a CPU in fp32, on a GPU in bf16.
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -21,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.experts import Run, in_turns, print_rows
 from megatron.model import block_specs
 from megatron.model.mamba import Mamba, Mamba2, StateInputs, choose_scans
 from megatron.mpu import ParallelGroups
@@ -44,7 +42,6 @@ SHAPES = {
     "rehearsal": Shape("mamba2", 64, 64, 1),
 }
 """Widths of the published models, and a rehearsal's."""
-Run = Callable[[Tensor], Tensor]
 
 
 class Row(NamedTuple):
@@ -107,20 +104,6 @@ def floor(mixer: Mamba | Mamba2) -> Run:
     return run
 
 
-def timed(run: Run, x: Tensor, params: list[nn.Parameter], steps: int) -> float:
-    """Seconds of a forward and backward pass."""
-    begun = time.process_time() if x.device.type == "cpu" else time.perf_counter()
-    for _ in range(steps):
-        leaf = x.detach().requires_grad_()
-        run(leaf).sum().backward()
-        for param in params:
-            param.grad = None
-    if x.device.type == "cpu":
-        return (time.process_time() - begun) / steps
-    torch.cuda.synchronize()
-    return (time.perf_counter() - begun) / steps
-
-
 def measured(name: str, device: torch.device, rounds: int, steps: int, compiled: bool) -> list[Row]:
     """Measure one shape and print its table."""
     shape, dtype = SHAPES[name], torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -143,21 +126,10 @@ def measured(name: str, device: torch.device, rounds: int, steps: int, compiled:
         error = float((out - outputs["ours"]).norm() / outputs["ours"].norm())
         assert error < (2e-2 if dtype == torch.bfloat16 else 1e-5), f"{key}: another output, by {error:.1e}"
     runs["floor"] = floor(mixer), list(mixer.parameters())
-    seconds: dict[str, list[float]] = {key: [] for key in runs}
-    for turn in range(rounds + 1):
-        for key in list(runs)[turn % len(runs) :] + list(runs)[: turn % len(runs)]:
-            took = timed(runs[key][0], x, runs[key][1], steps)
-            if turn:  # the first warms up
-                seconds[key].append(took)
-    rows = [
-        Row(name, key, median(each), median(mine / it for mine, it in zip(seconds["ours"], each, strict=True)))
-        for key, each in seconds.items()
-    ]
+    rows = [Row(name, *row) for row in in_turns(runs, x, rounds, steps)]
     print(f"\n{name}: hidden {shape.hidden}, {shape.rows} x {shape.seq} tokens, ", end="")
     print(f"{str(dtype).removeprefix('torch.')} on {device.type}\n")
-    print("| | ms forwards and backwards | speed beside ours |\n|---|---:|---:|")
-    for row in rows:
-        print(f"| {row.name} | {1e3 * row.seconds:.1f} | {row.beside_ours:.2f} |", flush=True)
+    print_rows(rows)
     return rows
 
 

@@ -200,8 +200,7 @@ class MambaSpec:
     dt_rank: of the projection of time steps. conv_kernel: tokens that the causal convolution sees.
     conv_bias, bias: whether the convolution, and the linears but that of time steps, have biases. norm_eps:
     of the RMS norms of B, C and time steps, which have no weights; None: there are none. fp32_params: A_log
-    and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision. backend:
-    `mamba_backend`.
+    and D stay fp32 beside 16-bit weights. state_fp32: the state is fp32 in any precision.
     """
 
     hidden: int
@@ -214,7 +213,6 @@ class MambaSpec:
     norm_eps: float | None
     fp32_params: bool
     state_fp32: bool
-    backend: str
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,6 @@ class Mamba2Spec:
     time_step_limit: tuple[float, float]
     fp32_params: bool
     state_fp32: bool
-    backend: str
 
     @property
     def inner(self) -> int:

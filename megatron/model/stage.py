@@ -198,7 +198,7 @@ class Stage(nn.Module):
 
     @property
     def _states(self) -> dict[int, StateShapes]:
-        """What each layer with a state keeps of a text."""
+        """The shapes of what this rank keeps of each text, by the layers that have a state."""
         kinds = {kind.Spec: kind for kind in MIXERS}
         mixers = {spec.index: spec.mixer for spec in self.state_blocks}
         return {

@@ -79,7 +79,7 @@ def canonical_config(args: NeoXArgs) -> dict[str, Any]:
 
 
 def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
-    """What attention computes beside its positions."""
+    """The keys of attention, but for its positions, that decide what the model computes."""
     norms = {
         "use_separate_qk_norms": args.use_separate_qk_norms,
         "qk_norm_per_head": args.qk_norm_per_head,
@@ -102,7 +102,7 @@ def _attention(args: NeoXArgs, mixers: list[AttentionSpec]) -> dict[str, Any]:
 
 
 def _states(blocks: Sequence[BlockSpec]) -> dict[str, Any]:
-    """What Mamba's blocks compute."""
+    """The keys of Mamba's blocks that decide what the model computes; none without such blocks."""
     first = [block.mixer for block in blocks if isinstance(block.mixer, MambaSpec)]
     second = [block.mixer for block in blocks if isinstance(block.mixer, Mamba2Spec)]
     both: list[MambaSpec | Mamba2Spec] = [*first, *second]

@@ -220,7 +220,7 @@ class Batcher:
         return torch.tensor(numbers, device=self.device) if any(numbers) else None
 
     def _state_slots(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
-        """As `CacheRows.states`."""
+        """`[rows]` int64, where each row's states stand in the cache; None for models without."""
         slots = [row.state_slot for row in rows if row.state_slot is not None]
         return torch.tensor(slots, device=self.device) if slots else None
 

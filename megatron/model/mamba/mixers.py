@@ -31,7 +31,7 @@ def mamba_spec(args: NeoXArgs, block: int) -> MambaSpec | None:
         dt_rank=args.mamba_dt_rank or -(-args.hidden_size // 16), conv_kernel=args.mamba_conv_kernel,
         conv_bias=args.mamba_use_bias_in_conv, bias=args.mamba_use_bias_in_linears,
         norm_eps=args.mamba_bcdt_norm_epsilon, fp32_params=args.mamba_selective_fp32_params,
-        state_fp32=args.mamba_state_fp32, backend=args.mamba_backend,
+        state_fp32=args.mamba_state_fp32,
     )  # fmt: skip
 
 
@@ -45,7 +45,6 @@ def mamba2_spec(args: NeoXArgs, block: int) -> Mamba2Spec | None:
         state=args.mamba_state_dim or 128, conv_kernel=args.mamba_conv_kernel, conv_bias=args.mamba_use_bias_in_conv,
         bias=args.mamba_use_bias_in_linears, norm_eps=norm_spec(args).eps, chunk=args.mamba_chunk_size,
         time_step_limit=(low, high), fp32_params=args.mamba_selective_fp32_params, state_fp32=args.mamba_state_fp32,
-        backend=args.mamba_backend,
     )  # fmt: skip
 
 
@@ -154,7 +153,7 @@ class Mamba(nn.Module):
 
     @staticmethod
     def state_shapes(spec: MambaSpec, size: int, dtype: torch.dtype) -> StateShapes:
-        """What a rank of `size` keeps of a text; dtype: of weights."""
+        """The shapes of what a tensor rank of `size` keeps of each text between tokens. dtype: of weights."""
         channels = spec.inner // size
         state_dtype = torch.float32 if spec.state_fp32 else dtype
         return StateShapes((spec.conv_kernel - 1, channels), (channels, spec.state), state_dtype)
@@ -273,7 +272,7 @@ class Mamba2(nn.Module):
 
     @staticmethod
     def state_shapes(spec: Mamba2Spec, size: int, dtype: torch.dtype) -> StateShapes:
-        """What a rank of `size` keeps of a text; dtype: of weights."""
+        """The shapes of what a tensor rank of `size` keeps of each text between tokens. dtype: of weights."""
         channels = (spec.inner + 2 * spec.groups * spec.state) // size
         state = (spec.heads // size, spec.head_dim, spec.state)
         return StateShapes((spec.conv_kernel - 1, channels), state, torch.float32 if spec.state_fp32 else dtype)
