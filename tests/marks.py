@@ -1,15 +1,16 @@
-"""Parameters that only `make test-more` takes."""
+"""Parameters that only `make test-more` or `make soak` takes."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
 
 
-def with_more(names: Iterable[str], *more: str) -> list[Any]:
-    """For `parametrize`: all names in their order; those of `more` have the mark. Raises ValueError for
-    another name in `more`, so that none is left there when a layout is renamed."""
+def with_more(names: Iterable[Any], *more: Any, soak: Collection[Any] = ()) -> list[Any]:
+    """For `parametrize`: all names in their order; those of `more` and of `soak` have the mark. Raises
+    ValueError for another name in these, so that none is left there when a layout is renamed."""
     names = list(names)
-    if unknown := set(more) - set(names):
+    if unknown := {*more, *soak} - set(names):
         raise ValueError(f"not among {names}: {sorted(unknown)}")
-    return [pytest.param(name, marks=pytest.mark.more) if name in more else name for name in names]
+    marks = {**dict.fromkeys(more, pytest.mark.more), **dict.fromkeys(soak, pytest.mark.soak)}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]

@@ -37,8 +37,8 @@ from megatron.checkpointing.huggingface import (
     declared_eos_ids,
     exported_vocab_size,
     find_hf,
+    hf_loader,
     is_hf,
-    load_hf_weights,
     read_companion_files,
     vocab_size_from_hf,
 )
@@ -86,7 +86,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
 def _load_hf(path: Path, args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, logger: logging.Logger) -> Model:
     rows, message = on_rank_zero(groups, lambda: vocab_size_from_hf(path, args, tokenizer.vocab_size))
     args = for_inference(args.replace(padded_vocab_size=rows))
-    stage = build_filled_stage(args, groups, partial(load_hf_weights, path, args), logger.info, at_once=False)
+    stage = build_filled_stage(args, groups, hf_loader(path, args), logger.info, at_once=False)
     logger.info(message)
     logger.info(f"weights of {path}, of HuggingFace, in {args.params_dtype}")
     columns, eos_ids = on_rank_zero(

@@ -89,15 +89,14 @@ def assert_within_bound(title: str, found: list[tuple[Model, Tensor]], layouts: 
     assert worst[0] <= BOUND, worst
 
 
-def in_layouts(some: Layouts) -> Any:
-    """Some of them, and all by `make test-more`: what a layout cuts does not hang on where weights come
-    from."""
-    return pytest.mark.parametrize(
-        "layouts", [pytest.param(some, id="some"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.more)]
-    )
-
-
-@in_layouts([(1, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param([(1, 1), (2, 2)], id="some"),
+        pytest.param([(2, 1), (1, 2), (4, 1)], id="more", marks=pytest.mark.more),
+        pytest.param([(4, 2)], id="eight ranks", marks=pytest.mark.soak),
+    ],
+)
 def test_transformers_to_ours(layouts: Layouts) -> None:
     assert_within_bound("HF -> ours", [imported(case) for case in CASES], layouts)
 
@@ -120,7 +119,10 @@ def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
             assert difference <= BOUND and keys["no_weight_tying"] != tied, (case, tied, difference)
 
 
-@in_layouts([(1, 1), (2, 1)])
+# What a layout cuts does not hang on where weights come from.
+@pytest.mark.parametrize(
+    "layouts", [pytest.param([(1, 1), (2, 1)], id="some"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
+)
 def test_ours_to_a_folder_of_transformers(layouts: Layouts, tmp_path: Path) -> None:
     exports = [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES]
     assert_within_bound("ours -> HF", exports, layouts)

@@ -9,6 +9,7 @@ import pytest
 from tests.fake.checks import assert_clean
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, Case
+from tests.marks import with_more
 
 HIDDEN, HEADS, HEAD_DIM, STATE, GROUPS, SEQ, VOCAB = 512, 16, 64, 128, 2, 640, 384
 HYBRID: dict[str, Any] = {
@@ -46,8 +47,7 @@ def derived() -> Counter[tuple[Any, ...]]:
     })  # fmt: skip
 
 
-@pytest.mark.more  # half a minute each
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_more(CASES, "tp2", "packed", soak=["ZeRO 3"]))  # half a minute each
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(CASES[name])
     assert_clean(seen)

@@ -70,6 +70,7 @@ def _steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[An
         return sgd_steps(rank, world_size, configs)
 
 
+@pytest.mark.more
 def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
     configs = [{**KINDS["grouped"], "attention_backend": package} for package in PACKAGES]
     (reference,) = run_ranks(sgd_steps, 1, [{**KINDS["grouped"], "attention_backend": "math"}])[0]

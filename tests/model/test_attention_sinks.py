@@ -21,6 +21,7 @@ from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.model.specs import attention_spec
 from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ConfigError
+from tests.marks import with_more
 from tests.model.runs import LLAMA, LR, MODELS, SGD, Step, assert_same_step, engine_for
 from tests.model.stages import (
     chosen,
@@ -109,7 +110,7 @@ def test_bf16_stays_bf16() -> None:
     torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", with_more([False, True], False))
 def test_a_model_on_flex_attention_equals_the_formula(packed: bool, flex_on_a_cpu: None) -> None:  # noqa: F811
     outcomes = []
     for name in ("flex", "math"):

@@ -246,7 +246,7 @@ print([part.losses for part in curves(0, 1, [config(attention_backend=name) for 
 
 
 def test_a_backend_is_one_file_and_one_entry(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")  # compiled, too
     (tmp_path / "megatron/model/attention/mean.py").write_text(MEAN)
     table, entry = tmp_path / "megatron" / "neox_arguments" / "keys" / "attention.py", '("flash", "backends.Varlen"),'
     assert table.read_text().count(entry) == 1

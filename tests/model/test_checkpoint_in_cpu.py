@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.training import recompute as recompute_module
+from tests.marks import with_more
 from tests.model.stages import gradients, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, curves
@@ -33,7 +34,7 @@ def test_gradients_are_the_same(changes: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("name", ["zero3", "pp2", "tp2"])
+@pytest.mark.parametrize("name", with_more(["zero3", "pp2", "tp2"], "tp2", soak=["pp2"]))
 def test_layouts_train_the_same(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     common = config(LLAMA, ADAMW, layout, RECOMPUTE, train_micro_batch_size_per_gpu=2, hidden_dropout=0.1)

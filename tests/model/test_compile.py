@@ -88,6 +88,7 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
         return [(stages[0](None, batch), stages[1](None, batch)) for batch in batches]
 
 
+@pytest.mark.more
 def test_documents_and_other_lengths() -> None:
     if shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")

@@ -20,7 +20,7 @@ def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = 120.0,
     init: bool = True,
     env: Mapping[str, str] | None = None,
     **kwargs: Any,

@@ -45,6 +45,8 @@ WARM = (
     "deepspeed.module_inject.auto_ep_layer",
     "numpy",
     "tokenizers",
+    "megatron.training.native.engine",
+    "megatron.training.deepspeed.engine",
 )
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -124,6 +126,10 @@ def _warm(job: Job) -> None:
         warnings.simplefilter("ignore")
         # Nothing may be compiled; only inference uses this op.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        from megatron.neox_arguments import NeoXArgs
+
+        sizes = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "max_position_embeddings")
+        NeoXArgs.from_dict(dict.fromkeys(sizes, 8))  # what keys there are is worked out once
     importlib.import_module(job.module)
     gc.freeze()  # forks neither look through nor copy what was here before them, and DeepSpeed collects a lot
 

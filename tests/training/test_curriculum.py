@@ -65,7 +65,7 @@ def test_short_sequences_change_the_run(references: dict[str, Curve]) -> None:
     assert furthest(curve, references["neox"])[0] > 1e-2
 
 
-@pytest.mark.parametrize("name", ["dp2 zero1", "pp2"])
+@pytest.mark.parametrize("name", with_more(["dp2 zero1", "pp2"], "dp2 zero1"))
 def test_resume_and_log(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     common = values(train_iters=8, checkpoint_factor=3, hidden_dropout=0.1, **layout)

@@ -20,6 +20,7 @@ from megatron.training.native.engine import NativeEngine
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import frozen_copy
 from megatron.training.setup import build_engine
+from tests.marks import with_more
 from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
 from tests.training.layout_runs import Run, assert_same, train
@@ -109,29 +110,62 @@ def reference() -> Callable[[str, bool], Run]:
     return cache(lambda model, packed: run_ranks(ten_steps, 1, [model], "one", packed)[0][0])
 
 
+PLAIN, PACKED = False, True
 AT_ONCE = {
-    "dp2": ("topk", False), "tp2": ("topk", True), "tp2 cut sp": ("options", False), "pp2": ("neox", False),
-    "dp2 deepspeed": ("topk", False), "ep2 dp2 zero0": ("capacity", False), "ep2 dp4 zero2": ("muon", False),
-    "ep4 dp4 zero1": ("neox", False), "ep2 dp4 zero3": ("options", False), "ep2 tp2 sp zero3": ("topk", True),
+    "tp2": ("topk", PACKED), "pp2": ("neox", PLAIN), "dp2 deepspeed": ("topk", PLAIN),
+    "ep2 dp4 zero3": ("options", PLAIN), "ep2 tp2 sp zero3": ("topk", PACKED),
 }  # fmt: skip
-"""What `make test` trains in a layout, (model, packed); all else is trained by `make test-more`."""
+"""What `make test` trains in a layout, (model, packed)."""
+MORE = {
+    "dp2": [("topk", PLAIN), ("options", PACKED)],
+    "tp2": [("options", PLAIN)],
+    "tp2 cut sp": [("topk", PACKED), ("options", PLAIN), ("muon", PLAIN)],
+    "pp2": [("topk", PACKED), ("options", PLAIN), ("capacity", PACKED)],
+    "dp2 deepspeed": [("neox", PACKED), ("capacity", PLAIN)],
+    "dp2 deepspeed zero3": [("topk", PACKED)],
+    "ep2 dp2 zero0": [("topk", PACKED), ("capacity", PLAIN)],
+    "ep2 dp2 zero1": [("options", PACKED)],
+    "ep2 dp2 zero2": [("topk", PLAIN)],
+    "ep2 dp2 zero3": [("neox", PACKED)],
+    "ep2 dp4 zero0": [("options", PLAIN)],
+    "ep2 dp4 zero1": [("topk", PACKED)],
+    "ep2 dp4 zero2": [("capacity", PACKED), ("muon", PLAIN)],
+    "ep2 dp4 zero3": [("topk", PLAIN)],
+    "ep4 dp4 zero0": [("topk", PLAIN)],
+    "ep4 dp4 zero1": [("neox", PLAIN), ("capacity", PACKED)],
+    "ep4 dp4 zero2": [("options", PACKED)],
+    "ep4 dp4 zero3": [("topk", PACKED)],
+    "ep2 tp2 zero1": [("topk", PLAIN)],
+    "ep2 tp2 zero2": [("options", PACKED)],
+    "ep2 tp2 sp zero3": [("options", PLAIN), ("capacity", PLAIN), ("neox", PACKED)],
+    "ep2 tp2 cut zero1": [("options", PLAIN)],
+    "ep2 recompute": [("options", PACKED)],
+    "ep2 selective": [("topk", PLAIN)],
+    "tp2 zero3 selective": [("options", PLAIN)],
+}
+"""What `make test-more` trains: every layout, every model in each kind of parallelism and at each ZeRO stage,
+each of both packed and not."""
 EVERYWHERE = ("topk", "options")  # the other models where something of theirs is cut
 _SOME = ("ep2 dp4 zero2", "ep4 dp4 zero1", "ep2 tp2 sp zero3", "tp2 cut sp", "pp2", "dp2 deepspeed", "ep2 dp2 zero0")
 
 
 def is_trained(layout: str, model: str, packed: bool) -> bool:
-    """Whether there is a test of it."""
+    """Whether `make soak` trains it, where nothing else does."""
     if model == "muon" and (layout == "pp2" or "deepspeed" in layout):
         return False  # it is the native engine's
     if model == "options" and layout == "dp2 deepspeed zero3":
         return False  # its bias would be cut
-    return (not packed or AT_ONCE.get(layout) == (model, packed)) and (model in EVERYWHERE or layout in _SOME)
+    return not packed and (model in EVERYWHERE or layout in _SOME)
 
 
 CASES = [
-    pytest.param(layout, model, packed, marks=() if AT_ONCE.get(layout) == (model, packed) else pytest.mark.more)
-    for layout in LAYOUTS for model in MODELS for packed in (False, True)
-    if layout != "one" and is_trained(layout, model, packed)
+    *(pytest.param(layout, *case) for layout, case in AT_ONCE.items()),
+    *(pytest.param(layout, *case, marks=pytest.mark.more) for layout, cases in MORE.items() for case in cases),
+    *(
+        pytest.param(layout, model, packed, marks=pytest.mark.soak)
+        for layout in MORE for model in MODELS for packed in (PLAIN, PACKED)
+        if is_trained(layout, model, packed) and (model, packed) not in (AT_ONCE.get(layout), *MORE[layout])
+    ),
 ]  # fmt: skip
 
 
@@ -204,7 +238,7 @@ def loads(rank: int, world_size: int, keys: dict[str, Any]) -> tuple[Tensor, flo
     return torch.stack(seen[-20:]).mean(0), dropped
 
 
-@pytest.mark.parametrize("kind", BALANCED)
+@pytest.mark.parametrize("kind", with_more(BALANCED, "bias", "nothing"))
 def test_balanced_experts_have_tokens(kind: str) -> None:
     load, dropped = run_ranks(loads, 1, BALANCED[kind])[0]
     assert dropped == 0.0

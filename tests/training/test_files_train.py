@@ -14,6 +14,8 @@ from megatron.launch import process_info
 from megatron.neox_arguments import ConfigError, load
 from megatron.training import start
 from megatron.training.loop import batches_of
+from megatron.training.unlearning import lr_scale
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.real_files import FORK, NOT_HERE, UPSTREAM, WIDTHS, distinct, kinds_of, line_needed, small, written
 
@@ -37,7 +39,9 @@ def some_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) ->
             continue
         batches, losses = batches_of(training), []
         for step in range(training.args.train_iters):
-            losses.append(float(training.engine.train_step(next(batches), training.schedule(step)).loss))
+            micro_batches = next(batches)
+            rate = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
+            losses.append(float(training.engine.train_step(micro_batches, rate).loss))
             training.progress.iteration += 1
         results.append(losses)
         training.engine.close()
@@ -86,50 +90,61 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-UNLEARNING = sorted(name for name in FORK if "ga_dataset" in FORK[name])
+UNLEARNING = [name for name, _ in kinds_of({name: FORK[name] for name in sorted(FORK) if "ga_dataset" in FORK[name]})]
 
 
-@pytest.mark.more
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_files_that_unlearn_in_layouts(layout, tmp_path):
-    """As they are, and four steps that alternate, of which the third is one on the forget set."""
-    ranks, keys = LAYOUTS[layout]
-    runs = []
-    for name in UNLEARNING:
-        path, overrides = written(tmp_path, name, FILES[name]), small(FILES[name])
-        runs += [(str(path), overrides), (str(path), {**overrides, "train_iters": 4, "ga_interleave_ratio": 1})]
+def in_turns(runs):
+    """Losses of one process, of which every other run has those in tp2, and the rest in pp2."""
     alone = run_ranks(some_steps, 1, runs, timeout=290)[0]
-    in_layout = run_ranks(some_steps, ranks, [(path, {**more, **keys}) for path, more in runs], timeout=290)[0]
-    for (path, more), theirs, ours in zip(runs, alone, in_layout, strict=True):
-        assert ours == pytest.approx(theirs, rel=TOLERANCE["bfloat16"]), path
-        if "ga_interleave_ratio" in more:
-            assert theirs[2] > 100 if "gdiff" in path else theirs[2] < 0, (path, theirs)
-            assert all(0 < theirs[step] < 20 for step in (0, 1, 3)), (path, theirs)
-    assert len(UNLEARNING) == 17
+    for i, layout in enumerate(("tp2", "pp2")):
+        ranks, keys = LAYOUTS[layout]
+        ours = run_ranks(some_steps, ranks, [(path, {**more, **keys}) for path, more in runs[i::2]], timeout=290)[0]
+        for (path, overrides), theirs, losses in zip(runs[i::2], alone[i::2], ours, strict=True):
+            assert losses == pytest.approx(theirs, rel=TOLERANCE[load([path], overrides).precision]), (layout, path)
+    return alone
 
 
 @pytest.mark.more
+@pytest.mark.timeout(900)
+def test_files_that_unlearn_in_layouts(tmp_path):
+    """Four steps that alternate, of which the third is one on the forget set."""
+    paths = {name: written(tmp_path, name, FILES[name]) for name in UNLEARNING}
+    every = {"train_iters": 4, "ga_interleave_ratio": 1}
+    runs = [(str(path), {**small(FILES[name]), **every}) for name, path in paths.items()]
+    for (path, _), losses in zip(runs, in_turns(runs), strict=True):
+        assert losses[2] > 100 if "gdiff" in path else losses[2] < 0, (path, losses)
+        assert all(0 < losses[step] < 20 for step in (0, 1, 3)), (path, losses)
+
+
+@pytest.mark.more
+@pytest.mark.timeout(900)
+def test_files_in_layouts(tmp_path):
+    """One of each kind."""
+    paths = {name: written(tmp_path, name, FILES[name]) for name in KINDS}
+    in_turns([(str(path), {**small(FILES[name]), **line_needed(path)}) for name, path in paths.items()])
+
+
+AS_COMMANDS = KINDS[::7]
+"""Of each layout two; the others by `make soak`."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", KINDS)
-def test_typed_as_a_command_in_layouts(name, tmp_path):
+@pytest.mark.parametrize("name", with_more(KINDS, *AS_COMMANDS, soak=set(KINDS) - set(AS_COMMANDS)))
+def test_typed_as_a_command(name, tmp_path):
+    """In one of the layouts, by turns, with the losses that the file has alone."""
     path = written(tmp_path, name, FILES[name])
     overrides = {**small(FILES[name]), **line_needed(path)}
-    losses = {}
-    for layout, (ranks, keys) in LAYOUTS.items():
-        save = tmp_path / layout
-        places = {"save": str(save), "tensorboard_dir": f"{save}/tb", "log_dir": f"{save}/logs", "num_gpus": ranks}
-        places["log_interval"] = 1  # for the losses to be read
-        if not FILES[name].get("checkpoint_factor") and not FILES[name].get("extra_save_iters"):
-            places["checkpoint_factor"] = 3  # GPT-NeoX asks for it beside save
-        words = [f"{key}={json.dumps(value)}" for key, value in (overrides | places | keys).items()]
-        command = [sys.executable, str(ROOT / "deepy.py"), "train.py", str(path), "--set", *words]
-        env = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0 and "run finished at iteration 3" in done.stdout, (layout, done.stderr[-3000:])
-        steps = [json.loads(line) for line in (save / "logs/metrics.jsonl").read_text().splitlines()]
-        losses[layout] = [step["train/lm_loss"] for step in steps if "train/lm_loss" in step]
-        assert len(losses[layout]) == 3, layout
-    precision = load([path], overrides).precision
-    for layout in ("tp2", "pp2"):
-        assert losses[layout] == pytest.approx(losses["alone"], rel=TOLERANCE[precision]), layout
+    ranks, keys = list(LAYOUTS.values())[KINDS.index(name) % 3]
+    places = {"save": str(tmp_path), "tensorboard_dir": f"{tmp_path}/tb", "log_dir": f"{tmp_path}/logs"}
+    places |= {"num_gpus": ranks, "log_interval": 1}  # for the losses to be read
+    if not FILES[name].get("checkpoint_factor") and not FILES[name].get("extra_save_iters"):
+        places["checkpoint_factor"] = 3  # GPT-NeoX asks for it beside save
+    words = [f"{key}={json.dumps(value)}" for key, value in (overrides | places | keys).items()]
+    command = [sys.executable, str(ROOT / "deepy.py"), "train.py", str(path), "--set", *words]
+    env = {**os.environ, "WANDB_MODE": "offline", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "run finished at iteration 3" in done.stdout, done.stderr[-3000:]
+    steps = [json.loads(line) for line in (tmp_path / "logs/metrics.jsonl").read_text().splitlines()]
+    losses = [step["train/lm_loss"] for step in steps if "train/lm_loss" in step]
+    alone = run_ranks(some_steps, 1, [(str(path), overrides)])[0][0]
+    assert losses == pytest.approx(alone, rel=TOLERANCE[load([path], overrides).precision])

@@ -144,7 +144,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "plain", "dp2", "pp2", "zero2"))
+@pytest.mark.parametrize(
+    "name", with_more(LAYOUTS, "zero2", "pp2 bf16", "zero1", "difference", soak=["plain", "dp2", "pp2", "plain bf16"])
+)
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)

@@ -17,6 +17,7 @@ from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, l
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import odd_model
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, config, run_to_end
 
@@ -55,7 +56,7 @@ def given(save: Path, load: Path | str, **more: Any) -> dict[str, Any]:
     return config(MODEL, common, {"save": str(save), "load": str(load), **more})
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, *(name for name in LAYOUTS if name != "zero3")))
 def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     model = folder(tmp_path / "model", eos_token_id=7)

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
 }
+MORE = ("tp2+sp", "tp2 x pp2 +sp", "ep2 x tp2 +sp", "dp2 zero3 x tp2 +sp")
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
@@ -106,7 +107,7 @@ def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict
     return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2", "dp2 x pp2", "dp2 zero3 x tp2 +sp"))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, soak=["one process", "dp2", "dp2 zero1 bf16", "ep2"]))
 def test_a_run_does_not_notice(name: str) -> None:
     ranks, layout, model = LAYOUTS[name]
     everyone = run_ranks(run, ranks, values_of(model, layout, ranks), timeout=120)

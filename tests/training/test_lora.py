@@ -46,7 +46,7 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
         for name in ("zero1", "zero2", "zero3")
     },
 }
-FIRST = ("tp2 +sp", "zero3")
+FIRST, SOAK = ("tp2 +sp", "zero3"), ("dp2", "tp2", "zero2", "zero2, deepspeed")
 
 
 def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
         assert moved == {key for key in before if is_adapter(key[1])}, model
 
 
-@pytest.mark.parametrize("layout", with_more(list(TABLE), *(set(TABLE) - set(FIRST))))
+@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), soak=SOAK))
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     configs = [values(model, keys) for model in MODELS]
@@ -99,8 +99,8 @@ def traced_curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
     return [part.losses for part in curves(rank, world_size, configs, STEPS)]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("layout", ["plain", "tp2 +sp"])
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", with_more(["plain", "tp2 +sp"], "tp2 +sp", soak=["plain"]))
 def test_compiled_and_recomputed(layout: str) -> None:
     """With dropout, whose masks are functions of seeds."""
     ranks, keys = {**TABLE, "plain": LAYOUTS["plain"]}[layout]

@@ -47,12 +47,17 @@ def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, An
     return {**values, "save": str(tmp_path / "run"), **more}
 
 
+AT_ONCE = {("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")}
+MORE = {("plain", "fp32"), ("zero1", "bfloat16"), ("zero2", "fp32"), ("pp2", "bfloat16")}
+
+
 @pytest.mark.parametrize(
-    ("name", "precision"),  # each layout in one precision, the other by `make test-more`
+    ("name", "precision"),
     [
         pytest.param(
             name, precision,
-            marks=() if (precision == "bfloat16") is (name in ("tp2", "zero1", "zero3")) else pytest.mark.more,
+            marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
+            pytest.mark.soak,
         )
         for name in LAYOUTS for precision in ("fp32", "bfloat16")
     ],
@@ -98,9 +103,9 @@ KEPT_AND_CUT = ("input_layernorm.weight", "mlp.linear1.weight")
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make test-more`
+    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make soak`
     [
-        pytest.param(name, *stage, marks=() if (i + j) % 2 == 0 else pytest.mark.more)
+        pytest.param(name, *stage, marks=pytest.mark.soak if (i + j) % 2 else pytest.mark.more if j % 3 else ())
         for i, name in enumerate(KEPT_AND_CUT) for j, stage in enumerate(STAGES)
     ],
 )  # fmt: skip
@@ -109,7 +114,7 @@ def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: 
     has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
-    outcomes = run_ranks(poison_parameter, 2, values, f"layers.2.{name}", timeout=30)
+    outcomes = run_ranks(poison_parameter, 2, values, f"layers.2.{name}")
     good = run_ranks(run_to_end, 2, {**values, "save": None, "train_iters": 2, "lr_decay_iters": 6})
     for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
         assert message is not None and message.startswith(f"step 3: rank 1: gradient of 2.{name} is not finite")
@@ -196,7 +201,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "plain"))
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "zero2", soak=["plain"]))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)
@@ -232,16 +237,16 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
         ("plain", 3, {}),  # seen by step 4, whose stop would save step 3
         ("plain", 4, {}),  # the save of step 4 itself comes before any loss tells of it
         ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}),
-        ("tp2", 3, {}),
+        pytest.param("tp2", 3, {}, marks=pytest.mark.more),
         ("pp2", 4, {"async_save": True}),
-        ("zero1", 3, {"precision": "bfloat16"}),
+        pytest.param("zero1", 3, {"precision": "bfloat16"}, marks=pytest.mark.more),
         ("zero3", 4, {}),
     ],
 )
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)
-    errors = run_ranks(poison_moment, ranks, values, step, timeout=30)
+    errors = run_ranks(poison_moment, ranks, values, step)
     pattern = r"nothing is saved: (optim_)?layer_0\d-model_0\d\S*\.pt \(\S+ is not finite\); the last checkpoint is "
     for message in errors:
         assert message is not None and re.search(pattern + "global_step2, start again from there", message), message
@@ -249,7 +254,7 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
     assert (save / "latest").read_text() == "global_step2"
     assert sorted(p.name for p in save.glob("*global_step*")) == ["global_step2"]
     assert json.loads((save / "status.json").read_text())["status"] == "failed"
-    again = run_ranks(run_to_end, ranks, values, timeout=30)
-    through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False}, timeout=30)
+    again = run_ranks(run_to_end, ranks, values)
+    through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False})
     for (_, weights), (_, expected) in zip(again, through, strict=True):
         assert bit_equal(weights, expected), "a restart loses nothing"

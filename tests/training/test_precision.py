@@ -22,7 +22,9 @@ def fp32() -> list[float]:
     return run_ranks(curves, 1, [_values()], steps=50, timeout=120)[0][0].losses
 
 
-@pytest.mark.parametrize("name", with_more([name for name in LAYOUTS if name != "dp2"], "plain", "zero1", "zero2"))
+@pytest.mark.parametrize(
+    "name", with_more([name for name in LAYOUTS if name != "dp2"], "pp2", "zero3", soak=["plain", "zero1", "zero2"])
+)
 def test_bf16_beside_fp32(name: str, fp32: list[float]) -> None:
     ranks, layout = LAYOUTS[name]
     bf16 = run_ranks(curves, ranks, [_values(precision="bfloat16", **layout)], steps=50, timeout=120)[0][0].losses

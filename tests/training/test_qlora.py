@@ -53,6 +53,7 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
     },
 }
 FIRST = ("tp2 +sp, recomputed",)
+SOAK = ("dp2", "tp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed")
 
 
 def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def alone() -> dict[str, Curve]:
     return {model: whole([part], given) for model, part, given in zip(MODELS, parts, configs, strict=True)}
 
 
-@pytest.mark.parametrize("layout", with_more(list(TABLE), *(set(TABLE) - set(FIRST))))
+@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), soak=SOAK))
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     configs = [values(model, keys) for model in MODELS]

@@ -23,6 +23,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import start, unlearning
 from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.loop import batches_of, train
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.runs import ADAMW, GOLDEN, LLAMA, SGD, begin, config, curves, furthest, whole
@@ -159,10 +160,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2, pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
 }
 # fmt: on
-IN_TEST = ("pp2", "zero1, deepspeed")
 KINDS = {
-    "ascent": ASCENT, "difference": DIFFERENCE, "bursts": BURSTS, "npo": NPO, "npo by documents": APART,
-    "simnpo": {**ASCENT, "ga_loss_type": "simnpo", "simnpo_beta": 0.5}, "divergence": DIVERGENCE,
+    "ascent": ASCENT,
+    "difference": DIFFERENCE,
+    "bursts": BURSTS,
+    "npo": NPO,
+    "npo by documents": APART,
+    "simnpo": {**ASCENT, "ga_loss_type": "simnpo", "simnpo_beta": 0.5},
+    "divergence": DIVERGENCE,
 }  # fmt: skip
 STEPS = 7
 
@@ -179,7 +184,8 @@ def alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.more) for name in LAYOUTS]
+    "name",
+    with_more(LAYOUTS, "tp2 sp", "zero3", "zero2, offloaded", "tp2, pp2", soak=["dp2", "zero1", "zero3, deepspeed"]),
 )
 def test_every_layout_equals_one_process(name: str, alone: dict[str, Any]) -> None:
     ranks, layout = LAYOUTS[name]

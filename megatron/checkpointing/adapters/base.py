@@ -14,7 +14,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import FAMILIES, from_hf, text_config
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
 from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, find_hf, has_hf_score, is_hf, read_json
-from megatron.checkpointing.huggingface.importing import load_hf_weights
+from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
 from megatron.checkpointing.manifest import read_manifest
@@ -107,7 +107,8 @@ def open_base(
         scores = has_hf_score(folder)
         args = plain_args(args.replace(lora=None))
         new_head = bool(args.score_head) and not scores
-        return BaseWeights(folder, True, args, partial(_read_hf, folder, args, new_head))
+        load = hf_loader(folder, args, new_head=new_head)
+        return BaseWeights(folder, True, args, partial(_read_hf, load, args, new_head))
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: the weights below the adapters are not there{says}")
     source = checkpoint_folder(path)
@@ -131,7 +132,7 @@ def _read(path: Path, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, T
     return load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
 
 
-def _read_hf(path: Path, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+def _read_hf(load: LoadLayers, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
     if new_head and layer == args.num_layers + 4:
         return {}
-    return load_hf_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
+    return load(layers=[layer], tensor_rank=0, tensor_size=1)[layer]

@@ -131,10 +131,11 @@ class PeftFolder:
             heads = {"embed_tokens" if name in ("lm_head", "embed_out") else name for name in heads}
         given = self.config
         base = base.replace(score_head=True) if self.scores else base
+        family = family_of_modules(base, self.modules)
         lora = {
             "r": given["r"], "alpha": given["lora_alpha"], "dropout": given.get("lora_dropout") or 0.0,
             "rslora": bool(given.get("use_rslora")), "dora": bool(given.get("use_dora")),
-            "target": sorted({target_of(base, family_of_modules(base, self.modules), name) for name in self.modules}),
+            "target": sorted({target_of(base, family, name) for name in self.modules}),
             "modules_to_save": sorted({"embed_out": "lm_head"}.get(name, name) for name in heads) or None,
         }  # fmt: skip
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, fitting_families, hf_config
+from megatron.checkpointing.families import FAMILIES, hf_config, is_of_family
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
@@ -59,11 +59,12 @@ def check_peft_names(args: NeoXArgs, family: str | None = None) -> None:
 def family_of_modules(args: NeoXArgs, modules: Sequence[str]) -> Family:
     """The family among those that compute what `args` says which has modules of these names (without
     `PREFIX`); the first of them where none has all."""
-    fitting = fitting_families(args.replace(lora=None))
-    for family in fitting:
-        if all(_row_of(family, module) is not None for module in modules):
+    plain = args.replace(lora=None)
+    # Names first: they are looked up, while what a model computes is worked out.
+    for family in sorted(FAMILIES.values(), key=lambda one: any(_row_of(one, module) is None for module in modules)):
+        if is_of_family(plain, family):
             return family
-    return fitting[0] if fitting else family_of_adapters(args)
+    return family_of_adapters(args)
 
 
 def target_of(args: NeoXArgs, family: Family, module: str) -> str:

@@ -144,9 +144,9 @@ def family_kept(args: NeoXArgs, before: Config) -> str | None:
     return None if family is None or _differences(args, family) else family.model_type
 
 
-def fitting_families(args: NeoXArgs) -> list[Family]:
-    """All families that have what `args` says, the simpler first."""
-    return [family for family in FAMILIES.values() if not _differences(args, family)]
+def is_of_family(args: NeoXArgs, family: Family) -> bool:
+    """Whether the family has what `args` says."""
+    return not _differences(args, family)
 
 
 def is_same_model(args: NeoXArgs, before: Config) -> bool:

@@ -14,7 +14,13 @@ from megatron.checkpointing.huggingface.companion_files import (
 from megatron.checkpointing.huggingface.exporting import export_hf, export_plan, recover
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.hub import find_in_hub_or_cache
-from megatron.checkpointing.huggingface.importing import import_hf, import_plan, load_hf_weights, vocab_size_from_hf
+from megatron.checkpointing.huggingface.importing import (
+    hf_loader,
+    import_hf,
+    import_plan,
+    load_hf_weights,
+    vocab_size_from_hf,
+)
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
 from megatron.checkpointing.saved_config import load_checkpoint_args
 
@@ -32,6 +38,7 @@ __all__ = [
     "find_hf",
     "find_in_hub_or_cache",
     "has_hf_score",
+    "hf_loader",
     "import_hf",
     "import_plan",
     "is_hf",

@@ -2,9 +2,9 @@
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwis
 _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 # te_layernorm_mlp puts tanh in the place of erf, and 1e-5 or 1e-8 in the place of a norm's epsilon.
 _FREE_UNDER_TE = (*_FREE, "te_layernorm_mlp", "bias_gelu_fusion")
+
+LoadLayers = Callable[..., dict[int, dict[str, Tensor]]]
 
 
 def import_hf(
@@ -253,26 +255,41 @@ def load_hf_weights(
     Rows that pad the vocabulary, or that the tokenizer added, are the mean of the others. Raises
     CheckpointError that says what `args` should be.
     """
-    folder, wanted = HFFolder(path), set(layers)
-    rows = args.padded_vocab_size
+    return hf_loader(path, args, new_head=new_head)(layers=layers, tensor_rank=tensor_rank, tensor_size=tensor_size)
+
+
+def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> LoadLayers:
+    """`load_hf_weights` for who asks for one layer after the other: the folder is compared with `args` once,
+    at the first call."""
+    opened = cache(partial(_open_as, path, args, new_head))
+
+    def load(*, layers: Iterable[int], tensor_rank: int, tensor_size: int) -> dict[int, dict[str, Tensor]]:
+        (folder, specs), wanted = opened(), set(layers)
+        loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
+        tensors = from_hf(folder.config, folder.get, padded_vocab_size=args.padded_vocab_size, layers=wanted)[1]
+        for layer, name, value in tensors:
+            local = shard(value, specs[layer][name], tensor_rank, tensor_size)
+            loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
+        return loaded
+
+    return load
+
+
+def _open_as(
+    path: str | Path, args: NeoXArgs, new_head: bool
+) -> tuple[HFFolder, Mapping[int, Mapping[str, ParamSpec]]]:
+    """A folder, and the parameters of each layer of `args`, whose model it holds; else CheckpointError."""
+    folder, rows = HFFolder(path), args.padded_vocab_size
     assert rows is not None
     if rows < folder.vocab_size:
         raise CheckpointError(
             f"{path}: has {folder.vocab_size} rows of vocabulary, padded_vocab_size is {rows}; leave it out, or set at "
             f"least {folder.vocab_size}"
         )
-
-    keys, tensors = from_hf(folder.config, folder.get, padded_vocab_size=rows, layers=wanted)
+    keys = from_hf(folder.config, folder.get, padded_vocab_size=rows)[0]
     _check_same_model(NeoXArgs.from_dict(keys, "config.json"), args, str(path), new_head)
     check_hf_tensors(folder.config, keys, folder.shapes, str(path))
-    specs: dict[int, dict[str, ParamSpec]] = {
-        layer: {spec.name: spec for spec in layer_specs} for layer, layer_specs in layer_params(args).items()
-    }
-    loaded: dict[int, dict[str, Tensor]] = {layer: {} for layer in wanted}
-    for layer, name, value in tensors:
-        local = shard(value, specs[layer][name], tensor_rank, tensor_size)
-        loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
-    return loaded
+    return folder, {layer: {spec.name: spec for spec in specs} for layer, specs in layer_params(args).items()}
 
 
 def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str, new_head: bool) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from megatron.checkpointing import load_weights, read_manifest, verify
-from megatron.checkpointing.huggingface import load_hf_weights
+from megatron.checkpointing.huggingface import hf_loader
 from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
 from megatron.model import build_filled_stage, eager_blocks, forward_only
@@ -39,7 +39,7 @@ class Teacher:
         path, is_hf = description.path, description.source.is_hf
         if not is_hf:
             _verify(description, groups)
-        load = partial(load_hf_weights if is_hf else load_weights, path, self.args)
+        load = hf_loader(path, self.args) if is_hf else partial(load_weights, path, self.args)
         self.stage = build_filled_stage(self.args, groups, load, logger.info, at_once=not is_hf).requires_grad_(False)
         compile_blocks(self.stage, self.args)
         size = local_sizes(self.args, groups, self.stage)[0] * self.dtype.itemsize

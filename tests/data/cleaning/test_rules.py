@@ -61,9 +61,8 @@ def test_every_verdict_is_datatrove_s() -> None:
     compare(documents(200, seed=1), {"gopher-repetition": 6, "gopher-quality": 5, "c4": 3, "fineweb": 4})
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.more if seed == 10 else pytest.mark.soak) for seed in range(10, 18)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(10, 18))
 def test_on_twenty_thousand_documents(seed: int) -> None:
     compare(documents(2500, seed), LEAST)
 

@@ -100,8 +100,9 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
     return look
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("lost", [0, 2], ids=["master", "worker"])
+@pytest.mark.parametrize(
+    "lost", [pytest.param(0, id="master", marks=pytest.mark.soak), pytest.param(2, id="worker", marks=pytest.mark.more)]
+)
 def test_a_lost_pod_comes_back_and_the_run_goes_on(
     lost: int, documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
 ) -> None:

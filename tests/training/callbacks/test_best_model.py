@@ -14,6 +14,7 @@ from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import export_hf, load_checkpoint_args
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.best_metric import best_metric
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import stop_after
 from tests.training.preference.test_pairs_train import pairs
@@ -40,7 +41,7 @@ def note(save: Path) -> dict[str, Any]:
     return json.loads((save / "best_model" / "best.json").read_text())
 
 
-@pytest.mark.parametrize("layout", ["pp2", "zero3"])
+@pytest.mark.parametrize("layout", with_more(["pp2", "zero3"], "pp2"))
 def test_it_is_the_model_of_the_best_step(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     run_ranks(run_to_end, ranks, given(tmp_path / "run", keys), timeout=120)

@@ -15,6 +15,7 @@ from megatron.callbacks import Step
 from megatron.training.callbacks.compiled_graphs import CompiledGraphs
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.loop import batches_of
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.preference.test_reference import FLY, PADDED, begin, preferences
 from tests.training.runs import LLAMA, config
@@ -60,7 +61,7 @@ def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["language modelling", "DPO"])
+@pytest.mark.parametrize("kind", with_more(["language modelling", "DPO"], "DPO"))
 def test_validation_makes_no_graphs(kind: str, tmp_path: Path) -> None:
     """Steps have one of blocks and one of logits; those of DPO two of logits, and one of the blocks of the
     reference, without gradients."""

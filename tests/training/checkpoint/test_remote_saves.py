@@ -169,6 +169,7 @@ def sent(bucket: Bucket, saved: Path) -> None:
             bucket.put(str(path.relative_to(saved)), path.read_bytes())
 
 
+@pytest.mark.more
 def test_a_flipped_byte_is_refused_by_name(
     bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -191,6 +192,7 @@ def test_a_flipped_byte_is_refused_by_name(
     fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "global_step4")
 
 
+@pytest.mark.more
 def test_tools(
     bucket: Bucket, saved: tuple[Path, list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,7 +10,8 @@ from tests.model.runs import MIXED
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, bit_equal, config, run_to_end
 
-IN_16_BITS = ("zero1", "zero3")  # the others in fp32; the other precision of each by `make test-more`
+AT_ONCE = {("tp2", "fp32"), ("pp2", "fp32"), ("zero3", "bfloat16")}
+MORE = {("plain", "fp32"), ("zero1", "bfloat16"), ("zero2", "fp32"), ("pp2", "bfloat16")}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
 
 
@@ -25,14 +26,18 @@ def losses(save: Path) -> dict[int, float]:
 RESUMED = [
     pytest.param(
         name, precision, "auto",
-        marks=() if (precision == "bfloat16") is (name in IN_16_BITS) else pytest.mark.more,
+        marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
+        pytest.mark.soak,
     )
     for name in LAYOUTS if name != "dp2" for precision in ("fp32", "bfloat16")
 ]  # fmt: skip
 BY_DEEPSPEED = [  # pipelines run on it above, the others on the native engine
-    pytest.param(name, precision, "deepspeed", marks=() if name == "zero3" else pytest.mark.more)
+    pytest.param(
+        name, precision, "deepspeed",
+        marks=pytest.mark.soak if name == "plain" else pytest.mark.more,
+    )
     for name, precision in (("plain", "fp32"), ("tp2", "fp32"), *((f"zero{i}", "bfloat16") for i in (1, 2, 3)))
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "precision", "engine"), RESUMED + BY_DEEPSPEED)
@@ -68,7 +73,7 @@ HYBRID = {
     ("layout", "engine"),
     [
         ("zero2", "native"),
-        pytest.param("plain", "native", marks=pytest.mark.more),
+        pytest.param("plain", "native", marks=pytest.mark.soak),
         *(pytest.param(name, "native", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2")),
         *(pytest.param(name, "deepspeed", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2", "pp2")),
     ],

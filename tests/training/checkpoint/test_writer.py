@@ -162,9 +162,18 @@ def test_changed_data_is_refused(trained: Path, tmp_path: Path) -> None:
     assert steps(trained)[-1] == "global_step6"
 
 
-@pytest.mark.parametrize("name", ["layer_03-model_00-model_states.pt", "optim_layer_02-model_00.pt",
-                                  "mp_rank_00_model_states.pt", "manifest.json"])  # fmt: skip
-@pytest.mark.parametrize("damage", ["a byte", "the end", "the file"])
+FILES = ("layer_03-model_00-model_states.pt", "optim_layer_02-model_00.pt", "mp_rank_00_model_states.pt")
+FILES += ("manifest.json",)
+DAMAGES = ("a byte", "the end", "the file")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),  # each file in one way, the others by `make soak`
+    [
+        pytest.param(name, damage, marks=() if i % 3 == j else pytest.mark.soak)
+        for i, name in enumerate(FILES) for j, damage in enumerate(DAMAGES)
+    ],
+)  # fmt: skip
 def test_every_damage_is_refused_by_name(name: str, damage: str, trained: Path, tmp_path: Path) -> None:
     file = trained / "global_step4" / name
     content = bytearray(file.read_bytes())

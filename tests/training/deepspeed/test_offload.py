@@ -86,16 +86,32 @@ def known_curves(rank: int, world_size: int, values: list[dict[str, Any]]) -> li
     return curves(rank, world_size, values, steps=3)
 
 
-@pytest.mark.more
-@needs_compiler
-def test_same_numbers(env: dict[str, str]) -> None:
+OF_TORCH = [name for name in CASES if "Torch" in name]
+names_of_cases = pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
+        pytest.param(
+            [name for name in CASES if name not in OF_TORCH], id="compiled", marks=[pytest.mark.soak, needs_compiler]
+        ),
+    ],
+)
+
+
+def env_of(names: list[str], request: pytest.FixtureRequest) -> dict[str, str]:
+    return {} if names == OF_TORCH else request.getfixturevalue("env")
+
+
+@names_of_cases
+def test_same_numbers(names: list[str], request: pytest.FixtureRequest) -> None:
     """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
     and then."""
-    values = [*CASES.values(), *map(without, CASES.values())]
-    parts = run_ranks(known_curves, 2, values, env=env, timeout=240)
+    cases = [CASES[name] for name in names]
+    values = [*cases, *map(without, cases)]
+    parts = run_ranks(known_curves, 2, values, env=env_of(names, request), timeout=240)
     case_curves = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
-    for i, name in enumerate(CASES):
-        loss, norm, weights = furthest(case_curves[i], case_curves[i + len(CASES)])
+    for i, name in enumerate(names):
+        loss, norm, weights = furthest(case_curves[i], case_curves[i + len(names)])
         # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
         limit = 1e-3 if values[i]["precision"] != "fp32" else 1e-6
         assert max(loss, norm, weights) < limit, name
@@ -128,19 +144,16 @@ def stop_and_go_on(
     return results
 
 
-@pytest.mark.more
-@needs_compiler
-def test_resumes_bit_for_bit(tmp_path: Path, env: dict[str, str]) -> None:
-    names = ["CPU_Adam without ZeRO, bf16", "Adam, ZeRO 1, old spelling", "AdamW, ZeRO 1, bf16"]
-    names += ["CPU_Adam, ZeRO 3, weights too", "CPU_Torch_Adam, two stages, tied, bf16"]
+@names_of_cases
+def test_resumes_bit_for_bit(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     pairs = [(CASES[name], CASES[name]) for name in names]
-    for rank in run_ranks(stop_and_go_on, 2, pairs, str(tmp_path), env=env, timeout=240):
+    for rank in run_ranks(stop_and_go_on, 2, pairs, str(tmp_path), env=env_of(names, request), timeout=240):
         for name, (through, resumed) in zip(names, rank, strict=True):
             assert resumed.losses == through.losses, name
             assert bit_equal(resumed.weights, through.weights), name
 
 
-@pytest.mark.more
+@pytest.mark.soak
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
     """Out of memory at step 3: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""

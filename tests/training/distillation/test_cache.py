@@ -15,6 +15,7 @@ from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import start
 from megatron.training.distillation import cache
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.distillation.runs import LABELLED, student
 from tests.training.runs import begin, curves
@@ -50,9 +51,7 @@ def counts(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=() if one == "plain" else pytest.mark.more) for one in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", "pp2", "zero3", soak=["dp2"]))
 def test_cached_equals_on_the_fly(layout: str, teacher: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     runs = [student(teacher, kind, keys, **TOP) for kind in KINDS.values()]

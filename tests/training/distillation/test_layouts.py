@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.distillation.runs import LABELLED, student
@@ -27,7 +28,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2, pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
 }
 # fmt: on
-IN_TEST = ("tp2, sp", "pp2")
 DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "forward": (DOCUMENTS, {"weight": 0.7}),
@@ -49,7 +49,10 @@ def alone(teacher: str) -> list[Curve]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.more) for name in LAYOUTS]
+    "name",
+    with_more(
+        LAYOUTS, "zero3", "zero2, offloaded", "tp2, pp2", "zero1, deepspeed", soak=["dp2", "zero1", "zero3, deepspeed"]
+    ),
 )
 def test_every_layout_equals_one_process(name: str, alone: list[Curve], teacher: str) -> None:
     ranks, layout = LAYOUTS[name]

@@ -9,6 +9,7 @@ import torch
 from megatron.generation.on_policy import OnPolicy
 from megatron.training.distillation.on_policy import is_on_policy, on_policy_steps
 from megatron.training.loop import batches_of, train
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
 from tests.training.distillation.runs import LABELLED, student
@@ -70,7 +71,7 @@ def test_the_student_answers_the_prompts_of_the_step(teacher: str, alone: list[A
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in ("pp2",) else pytest.mark.more) for one in LAYOUTS]
+    "name", with_more(LAYOUTS, "tp2, sp", "zero3", soak=["dp2", "zero1, deepspeed", "zero3, deepspeed"])
 )
 def test_every_layout_equals_one_process(name: str, teacher: str, alone: list[Any]) -> None:
     ranks, layout = LAYOUTS[name]

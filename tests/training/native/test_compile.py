@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, bit_equal, config, curves
 
@@ -25,7 +26,7 @@ def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, A
     return plain, ours, {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.more), 3])
+@pytest.mark.parametrize("stage", with_more([1, 2, 3], 2, soak=[1]))
 def test_compiled_blocks(stage: int) -> None:
     layout = {"zero_optimization": {"stage": stage}, "precision": "bfloat16", "engine": "native"}
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=2)

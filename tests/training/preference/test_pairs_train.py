@@ -12,6 +12,7 @@ import torch
 from megatron.data import IndexedDatasetWriter
 from megatron.data.preferences.preference_sets import preference_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses, stop_after
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
@@ -44,7 +45,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", with_more(RUNS, "simpo padded pp2"))
 def test_a_run_learns_and_goes_on_bit_for_bit(name: str, tmp_path: Path) -> None:
     ranks, changes = RUNS[name]
     common = config(

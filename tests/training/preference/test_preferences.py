@@ -114,10 +114,12 @@ def single() -> dict[tuple[str, bool], Run]:
     return {look: run_ranks(run, 1, [{}], *look)[0][0] for look in looks}
 
 
-# Two objectives in all layouts, each in one look, the others by `make test-more`; both looks of all in one
-# process, below.
+# One objective in all layouts, the others by `make test-more`, each in one look, and in the other one by
+# `make soak`; both looks of all in one process, below.
+_LOOKS = {"dpo": "packed", "sigmoid": "padded", "unpaired": "packed", "orpo": "packed", "kto": "padded"}
+_MARKS = {name: () if name == "dpo" else pytest.mark.more for name in OBJECTIVES}
 AGREEING = [
-    pytest.param(name, look, marks=() if (name, LOOK[look]) in (("dpo", True), ("kto", False)) else pytest.mark.more)
+    pytest.param(name, look, marks=_MARKS[name] if look == _LOOKS[name] else pytest.mark.soak)
     for name in OBJECTIVES for look in LOOK
 ]  # fmt: skip
 
@@ -129,7 +131,7 @@ def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]
     weights = whole_weights(args, [expected.step])
     for size in (1, 2, 4):
         layouts = [layout for world, layout in LAYOUTS.values() if world == size]
-        ranks = run_ranks(run, size, layouts, name, LOOK[look], timeout=60)
+        ranks = run_ranks(run, size, layouts, name, LOOK[look])
         for i in range(len(layouts)):
             runs = [rank[i] for rank in ranks]
             for rank_run in runs:

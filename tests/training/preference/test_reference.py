@@ -28,6 +28,7 @@ from megatron.training import Training, start
 from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 from tests.training.checkpoint.test_resume import losses, stop_after
@@ -265,7 +266,7 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", with_more(RUNS, "cache lost", "on the fly"))
 def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
     ranks, changes = RUNS[name]
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))

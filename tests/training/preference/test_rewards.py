@@ -13,6 +13,7 @@ from megatron.checkpointing import find_checkpoint, load_tensors
 from megatron.data import IndexedDatasetWriter
 from megatron.data.preferences.preference_sets import preference_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.preference.test_pairs_train import pairs
@@ -33,6 +34,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 x pp2 +sp": (4, TP2 | PP2 | {"sequence_parallel": True}),
 }
 IN_TEST = ("tp2 +sp", "pp2", "zero3, native")
+MORE = ("zero1, deepspeed", "zero3, deepspeed", "tp2 x pp2 +sp")
 
 
 def reward_data(folder: Path, count: int = 24) -> dict[str, Any]:
@@ -65,9 +67,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return values, curve
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_TEST else pytest.mark.more) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, soak=LAYOUTS.keys() - {*IN_TEST, *MORE}))
 def test_layout_equals_one_process(name: str, one_process: tuple[dict[str, Any], Curve]) -> None:
     values, expected = one_process
     ranks, layout = LAYOUTS[name]
@@ -96,9 +96,10 @@ def test_padded_pairs_and_shared_prompts_train_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "ranks, layout",
-    [(1, {}), *(pytest.param(2, layout, marks=pytest.mark.more) for layout in (
-        TP2, PP2, {"zero_optimization": {"stage": 1}, "precision": "bfloat16", "engine": "deepspeed"},
-        {"zero_optimization": {"stage": 3}, "precision": "bfloat16"},
+    [(1, {}), *(pytest.param(2, layout, marks=mark) for layout, mark in (
+        (TP2, pytest.mark.more), (PP2, pytest.mark.soak),
+        ({"zero_optimization": {"stage": 1}, "precision": "bfloat16", "engine": "deepspeed"}, pytest.mark.soak),
+        ({"zero_optimization": {"stage": 3}, "precision": "bfloat16"}, pytest.mark.more),
     ))],
 )  # fmt: skip
 def test_a_run_goes_on_bit_for_bit_and_is_validated(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
