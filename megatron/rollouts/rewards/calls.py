@@ -1,0 +1,140 @@
+"""Functions as the worker calls them: from completions to rewards and what is wrong with these."""
+
+import importlib.util
+import inspect
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from megatron.rollouts.rewards.programs import NoIsolation
+from megatron.rollouts.rewards.verifiers import VERIFIERS
+
+# From completions `[prompt, completion, completion_ids, columns]` to each one's reward and problem.
+Function = Callable[[list[Any]], list[tuple[float | None, str | None]]]
+_OURS = ("prompt", "completion", "completion_ids")  # are handed on by other names, as in TRL
+
+
+class NotUsable(Exception):
+    """A function that cannot be called; the message says why."""
+
+
+def load_file(file: str, name: str) -> Function:
+    """A user's function. Raises NotUsable, or what the file raises."""
+    module = _module(Path(file))
+    if not hasattr(module, name):
+        raise NotUsable(f"{file} has no function {name}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise NotUsable(f"{name} is no function")
+    if not any(one.kind is one.VAR_KEYWORD for one in inspect.signature(function).parameters.values()):
+        raise NotUsable(f"{name} takes only some columns; declare it as {name}(prompts, completions, **kwargs)")
+
+    def judge(completions: list[Any]) -> list[tuple[float | None, str | None]]:
+        rewards = function(**trl_arguments(completions))
+        if inspect.isawaitable(rewards):
+            import asyncio  # half of what the worker would import
+
+            rewards = asyncio.run(_awaited(rewards))
+        return _checked(rewards, len(completions))
+
+    return judge
+
+
+def load_verifier(name: str, timeout_s: float) -> Function:
+    """A verifier of ours, made ready. Raises what keeps it from working here."""
+    verifier = VERIFIERS[name]
+    verify = verifier.prepare(timeout_s)
+
+    def judge(completions: list[Any]) -> list[tuple[float | None, str | None]]:
+        judged: list[tuple[float | None, str | None]] = []
+        for _, completion, _, columns in completions:
+            there = any(columns.get(column) is not None for column in verifier.columns)
+            judged.append((verify(completion, columns) if there else None, None))
+        return judged
+
+    return judge
+
+
+def reason(problem: BaseException) -> str:
+    """An exception in one line, with the place in the user's code."""
+    if isinstance(problem, NotUsable | NoIsolation):
+        return str(problem)
+    text = str(problem).strip().splitlines()
+    said = f"{type(problem).__name__}: {text[0]}" if text else type(problem).__name__
+    frames = traceback.extract_tb(problem.__traceback__)
+    ours = str(Path(__file__).parent)
+    place = next((frame for frame in reversed(frames) if not frame.filename.startswith((ours, "<"))), None)
+    return f"{said} ({Path(place.filename).name}:{place.lineno})" if place else said
+
+
+def _module(path: Path) -> ModuleType:
+    """The module of a file; the functions of one file share it. It finds modules that lie beside it or in the
+    folder that the run was started in."""
+    name = f"reward_functions:{path}"  # two folders may have files of one name
+    if name in sys.modules:
+        return sys.modules[name]
+    if not path.is_file():
+        raise NotUsable(f"{path}: no such file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise NotUsable(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path += [str(path.parent), os.getcwd()]
+    sys.modules[name] = module  # dataclasses and pickles of the file look for it there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def trl_arguments(completions: list[Any]) -> dict[str, list[Any]]:
+    """What TRL hands a reward function; a column that some rows lack is None there."""
+    names = {name: None for *_, columns in completions for name in columns if name not in _OURS}
+    return {
+        "prompts": [prompt for prompt, *_ in completions],
+        "completions": [
+            text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            for prompt, text, *_ in completions
+        ],
+        "completion_ids": [ids for _, _, ids, _ in completions],
+        **{name: [columns.get(name) for *_, columns in completions] for name in names},
+    }
+
+
+async def _awaited(rewards: Any) -> Any:
+    return await rewards
+
+
+def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]:
+    """What a user's function returned, as numbers."""
+    if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
+        problem = f"returned {_short(rewards)}, no list of numbers"
+        return [(None, problem)] * number
+    rewards = list(rewards)
+    if len(rewards) != number:
+        return [(None, f"returned {len(rewards)} values for {number} completions")] * number
+    return [_number(reward) for reward in rewards]
+
+
+def _number(reward: Any) -> tuple[float | None, str | None]:
+    if reward is None:
+        return None, None
+    try:
+        value = None if isinstance(reward, str | bytes) else float(reward)
+    except (TypeError, ValueError, OverflowError):  # of a tensor with several elements too
+        value = None
+    if value is None:
+        return None, f"returned {_short(reward)}, no number"
+    return (value, None) if math.isfinite(value) else (None, f"returned {'NaN' if value != value else value}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

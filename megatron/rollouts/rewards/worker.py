@@ -1,0 +1,111 @@
+"""The worker process: loads reward functions and calls them, told to by lines of JSON.
+
+{"timeout_s": 10}                                        first
+{"load": {"file", "name"} or {"verifier"}, "key"}        is answered by {"problem": null or why}
+{"completions": [[prompt, completion, ids, columns]]}    what following calls are about; is answered by {}
+{"call": key, "rows": [0, 1], "together": true}          is answered by {"judged": [[reward, problem]]} or by
+                                                         {"raised": why}; not together: by one for each row
+"""
+
+import faulthandler
+import json
+import os
+import queue
+import select
+import signal
+import socket
+import threading
+from functools import partial
+from typing import Any
+
+from megatron.rollouts.rewards.calls import Function, load_file, load_verifier, reason
+
+_LOOKS_S = 1.0
+# What a scheduler sends to all processes of a job so that it saves and ends: the parent's matter, with which
+# this process ends. Processes that functions start take them as ever.
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Worker:
+    """Answers messages one after the other, in the process's main thread as user's code may expect it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._functions: dict[str, Function] = {}
+        self._completions: list[Any] = []
+        self._timeout_s = 0.0
+
+    def answer(self, message: dict[str, Any]) -> None:
+        """Do what a message asks for."""
+        if "timeout_s" in message:
+            self._timeout_s = message["timeout_s"]
+        elif "load" in message:
+            self._send({"problem": self._load(message["key"], message["load"])})
+        elif "completions" in message:
+            self._completions = message["completions"]
+            self._send({})
+        else:
+            rows = message["rows"]
+            for some in [rows] if message["together"] else [[row] for row in rows]:
+                self._send(self._call(message["call"], [self._completions[row] for row in some]))
+
+    def _load(self, key: str, which: dict[str, str]) -> str | None:
+        try:
+            if "verifier" in which:
+                self._functions[key] = load_verifier(which["verifier"], self._timeout_s)
+            else:
+                self._functions[key] = load_file(which["file"], which["name"])
+        except BaseException as problem:  # SystemExit of a script too
+            return reason(problem)
+        return None
+
+    def _call(self, key: str, completions: list[Any]) -> dict[str, Any]:
+        # Once the parent is dead nobody ends a call that keeps even threads from running.
+        faulthandler.dump_traceback_later(2 * self._timeout_s + 60, exit=True)
+        try:
+            return {"judged": self._functions[key](completions)}
+        except BaseException as problem:
+            return {"raised": reason(problem)}
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read(connection: socket.socket, parent: int, messages: "queue.Queue[dict[str, Any]]") -> None:
+    """Fill the queue; end this process and its children when the parent has ended."""
+    received = []
+    while os.getppid() == parent:
+        if not select.select([connection], [], [], _LOOKS_S)[0]:
+            continue
+        part = connection.recv(1 << 20)
+        if not part:
+            break
+        received.append(part)
+        if b"\n" in part:
+            *lines, rest = b"".join(received).split(b"\n")
+            received = [rest]
+            for line in filter(None, lines):
+                messages.put(json.loads(line))
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> None:
+    parent = os.getppid()
+    connection = socket.socket(fileno=os.dup(0))  # is not handed to processes that functions start
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    for number in _NOTICES:
+        signal.signal(number, lambda *_: None)
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    messages: queue.Queue[dict[str, Any]] = queue.Queue()
+    threading.Thread(target=_read, args=(connection, parent, messages), daemon=True).start()
+    worker = Worker(connection)
+    while True:
+        worker.answer(messages.get())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Users' reward functions: what they are given, and that no failure of theirs reaches other rewards."""
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
+from megatron.rollouts.rewards.calls import trl_arguments
+
+FILE = Path(__file__).with_name("user_functions.py")
+TIMEOUT_S = 0.4
+Score = Callable[..., Scores]
+
+
+def rows(values: list[Any], prompt: Any = "p") -> list[Completion]:
+    return [Completion(prompt, f"text {row}", [row, 7], {"value": value}) for row, value in enumerate(values)]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[dict[str, RewardFunctions]]:
+    """Functions by name, each started once for all tests."""
+    functions: dict[str, RewardFunctions] = {}
+    yield functions
+    for one in functions.values():
+        one.close()
+
+
+@pytest.fixture
+def score(opened: dict[str, RewardFunctions]) -> Score:
+    def with_name(name: str, completions: list[Completion]) -> Scores:
+        if name not in opened:
+            opened[name] = RewardFunctions([f"{FILE}:{name}"], timeout_s=TIMEOUT_S)
+            opened[name].check()
+        return opened[name].score(completions)
+
+    return with_name
+
+
+def place(text: str, after: int = 0) -> str:
+    """The file and line in which a text stands, or so many lines later."""
+    lines = FILE.read_text().splitlines()
+    found = next((number for number, line in enumerate(lines, 1) if text in line), 0)
+    return f"{FILE.name}:{found + after}"
+
+
+def wait_for_end(process: int) -> None:
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return
+        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(process, signal.SIGKILL)
+    pytest.fail("it still runs")
+
+
+@pytest.mark.parametrize("prompt", ["p", [{"role": "user", "content": "p"}]])
+def test_arguments_are_those_of_trl(score: Score, prompt: Any) -> None:
+    names = {"answer": 0, "row": 0, "prompt": "not handed on", "completion_ids": []}
+    completions = [
+        Completion(prompt, f"text {row}", [row, 7], {**names, "answer": {"deep": [row]}, "row": row})
+        for row in range(3)
+    ]
+    found = score("seen", completions)
+    assert found.failures == [] and found.parts == {"seen": [2.0, 2.0, 2.0]}
+
+
+def trl_function(name: str) -> Any:
+    """A method of TRL's GRPO trainer, from its source: importing it takes half a minute."""
+    torch, spec = pytest.importorskip("torch"), find_spec("trl")
+    if spec is None or spec.origin is None:
+        pytest.skip("needs trl")
+    source = (Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text()
+    method = next(node for node in ast.walk(ast.parse(source)) if getattr(node, "name", None) == name)
+    space = {
+        "torch": torch, "nn": torch.nn, "is_async_callable": lambda _: False, "gather": lambda rewards: rewards,
+        "profiling_context": lambda *_: nullcontext(), "profiling_decorator": lambda method: method, "logger": Mock(),
+    }  # fmt: skip
+    exec(compile(ast.Module([method], []), "grpo_trainer.py", "exec"), space)
+    return space[name]
+
+
+def test_trl_gives_the_same() -> None:
+    """TRL's own code calls a function that notes what it is given, and so does ours."""
+    given: list[dict[str, Any]] = []
+    trainer = Mock(reward_funcs=[lambda **columns: given.append(columns) or [None, 0.5]], environments=None,
+                   reward_processing_classes=[None], reward_func_names=["noted"])  # fmt: skip
+    trainer.accelerator.device = "cpu"
+    prompts = [[{"role": "user", "content": "q"}]] * 2
+    columns = [{"prompt": prompts[0], "answer": "1", "tags": ["x"]}, {"prompt": prompts[0], "answer": None, "tags": []}]
+    answers = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
+    rewards = trl_function("_calculate_rewards")(trainer, columns, prompts, answers, [[1], [2, 3]])
+    for name in ("trainer_state", "log_extra", "log_metric"):
+        del given[0][name]
+    rows = [[prompts[0], "a", [1], columns[0]], [prompts[1], "b", [2, 3], columns[1]]]
+    assert trl_arguments(rows) == given[0]
+    assert rewards[0].isnan() and rewards[1] == 0.5
+
+
+def test_prompts_of_both_kinds_and_rows_that_lack_a_column(score: Score) -> None:
+    completions = [
+        Completion("p", "a", [1], {"value": 3}), Completion([{"role": "user", "content": "p"}], "b", [], {})
+    ]  # fmt: skip
+    assert score("of_each", completions).parts == {"of_each": [3.0, None]}
+
+
+def test_async_functions_and_numbers_of_other_types(score: Score) -> None:
+    assert score("waits", rows([1, 2])).parts == {"waits": [1.5, 1.5]}
+    assert score("of_each", rows(["true", 2, None])).parts == {"of_each": [1.0, 2.0, None]}
+
+
+def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+    functions = RewardFunctions([f"{FILE}:prints"], timeout_s=20)
+    found = functions.score(rows([1, 2]))
+    functions.close()
+    assert found.parts == {"prints": [2.0, 2.0]} and found.failures == []
+    said = capfd.readouterr()
+    assert said.err.count("judged") == 2 and "from a child" in said.err and said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("raise", "KeyError: 'what' ({line})"),
+        ("sys.exit", "SystemExit: enough ({line})"),
+        ("hang", "took longer than 0.4 s"),
+        ("exit", "its process ended (3)"),
+        ("segfault", "its process was killed by SIGSEGV"),
+        ("nan", "returned NaN"),
+        ("inf", "returned -inf"),
+        ("list", "returned [1.0, 2.0], no number"),
+        ("12", "returned '12', no number"),
+    ],
+)
+def test_a_failure_of_one_row_is_that_rows(score: Score, value: str, reason: str) -> None:
+    found = score("of_each", rows([1.0, value, 0.5, None]))
+    assert found.parts == {"of_each": [1.0, None, 0.5, None]}
+    assert found.failures == [Failure("of_each", 1, reason.format(line=place(f'== "{value}"', 1)))]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("short", "returned 1 values for 3 completions"),
+        ("float", "returned 0.5, no list of numbers"),
+        ("text", "returned '12', no list of numbers"),
+        ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, no list of numbers"),
+    ],
+)
+def test_what_is_no_list_of_a_number_each_is_a_failure_of_all(score: Score, value: str, reason: str) -> None:
+    found = score("whole_batch", rows([value] * 3))
+    assert found.parts == {"whole_batch": [None] * 3}
+    assert found.failures == [Failure("whole_batch", row, reason) for row in range(3)]
+
+
+def test_always_raising(score: Score) -> None:
+    found = score("of_each", rows(["raise"] * 200))
+    assert found.parts["of_each"] == [None] * 200 and len(found.failures) == 200
+    assert score("of_each", rows([1.0])).parts["of_each"] == [1.0]
+
+
+@pytest.mark.parametrize("value", ["hang", "exit"])
+def test_always_hanging_or_dying_is_given_up(score: Score, value: str) -> None:
+    found = score("of_each", rows([value] * 100))
+    assert found.parts["of_each"] == [None] * 100
+    given_up = [one.row for one in found.failures if one.reason.startswith("not tried: those before took longer than")]
+    assert given_up == list(range(4, 100)) and len(found.failures) == 100
+    assert found.seconds < 30
+    assert score("of_each", rows([1.0])).parts["of_each"] == [1.0]
+
+
+def test_only_the_call_for_all_fails(score: Score) -> None:
+    found = score("only_one", rows([1, 1]))
+    assert found.parts == {"only_one": [6.0, 6.0]}
+    (failure,) = found.failures
+    assert failure.row is None and failure.reason.startswith("ValueError: too many values to unpack (expected 1)")
+    assert failure.reason.endswith(f"({place('(text,)')}), for all 2 completions; each alone did not")
+
+
+def test_slow_rows_have_a_limit_together(score: Score) -> None:
+    found = score("slow", rows([1] * 40))
+    rewards = found.parts["slow"]
+    there = rewards.count(1.0)
+    assert 1 <= there <= 11 and rewards == [1.0] * there + [None] * (40 - there)
+    assert [one.row for one in found.failures] == list(range(there, 40))
+    assert score("slow", rows([1])).parts["slow"] == [1.0]
+
+
+def test_other_functions_keep_their_rewards() -> None:
+    functions = RewardFunctions([f"{FILE}:of_each", f"{FILE}:length", "exact_match"], timeout_s=TIMEOUT_S, workers=2)
+    completions = [Completion("p", "four", [], {"value": value, "answer": "four"}) for value in (1.0, "exit", 2.0)]
+    found = functions.score(completions)
+    functions.close()
+    assert found.parts == {"of_each": [1.0, None, 2.0], "length": [4.0] * 3, "exact_match": [1.0] * 3}
+    assert found.total([1.0, 0.5, 2.0]) == [5.0, 4.0, 6.0]
+
+
+def test_total_is_none_where_no_function_gave_a_reward() -> None:
+    scores = Scores({"a": [1.0, None, None], "b": [None, None, 0.0]}, [], 0.0)
+    assert scores.total([2.0, 3.0]) == [2.0, None, 0.0]
+    with pytest.raises(ValueError, match="1 weights for 2 reward functions"):
+        scores.total([1.0])
+
+
+def test_thousand_completions_are_one_call(score: Score) -> None:
+    completions = [Completion("p" * 1000, "c" * 2000, list(range(1000)), {}) for _ in range(1000)]
+    assert score("length", rows([1])).parts["length"] == [6.0]
+    found = score("length", completions)
+    assert found.parts["length"] == [2000.0] * 1000 and found.failures == []
+    assert found.seconds < 5
+    assert score("length", []).parts == {"length": []}
+
+
+def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = score("environment", rows([1]))
+    assert found.failures == [] and found.parts == {"environment": [0.0]}  # 1.0: torch is imported
+
+
+def test_close_ends_the_worker_and_its_children(score: Score, opened: dict[str, RewardFunctions]) -> None:
+    found = score("process", rows([1, 2])).parts["process"]
+    opened["process"].close()
+    for process in found:
+        assert process is not None
+        wait_for_end(int(process))
+    with pytest.raises(RuntimeError, match="closed"):
+        score("process", rows([1]))
+
+
+def test_a_schedulers_notice_ends_no_worker(score: Score) -> None:
+    first = score("number", rows([1])).parts["number"]
+    assert first[0] is not None
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(int(first[0]), number)
+    assert score("number", rows([1])).parts["number"] == first
+    assert score("pool", rows([1])).parts["pool"] == [4.0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_worker_outlives_its_parent(number: signal.Signals) -> None:
+    script = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what it leaves behind without
+from megatron.rollouts.rewards import Completion, RewardFunctions
+functions = RewardFunctions(["{FILE}:spins"], timeout_s=60)
+functions.check()
+functions.score([Completion("p", "c", [], {{}})])
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline().split()[1])
+        parent.send_signal(number)
+        assert parent.wait(timeout=10) != 0
+        wait_for_end(worker)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("rewards", "rewards: expected FILE.py:NAME or one of arithmetic, code, exact_match, expression, json"),
+        (":name", ":name: expected FILE.py:NAME"),
+        ("a.py:two words", "a.py:two words: expected FILE.py:NAME"),
+        ("nowhere.py:name", "nowhere.py:name: {cwd}/nowhere.py: no such file"),
+        ("{file}:nothing", "{file}:nothing: {file} has no function nothing"),
+        ("{file}:not_a_function", "{file}:not_a_function: not_a_function is no function"),
+        (
+            "{file}:no_kwargs",
+            "{file}:no_kwargs: no_kwargs takes only some columns; declare it as no_kwargs(prompts, comp",
+        ),
+        ("{tmp}/broken.py:f", "{tmp}/broken.py:f: ZeroDivisionError: division by zero (broken.py:2)"),
+        ("{tmp}/syntax.py:f", "{tmp}/syntax.py:f: SyntaxError: "),
+        ("{tmp}/exits.py:f", "{tmp}/exits.py:f: its process ended (4)"),
+    ],
+)
+def test_bad_entries_are_refused(entry: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def f(**kwargs): pass\n1 / 0\n")
+    (tmp_path / "syntax.py").write_text("def f(\n")
+    (tmp_path / "exits.py").write_text("import os\nos._exit(4)\n")
+    names = {"file": FILE, "tmp": tmp_path, "cwd": os.getcwd()}
+    with pytest.raises(RewardError) as refused:
+        RewardFunctions([entry.format(**names)], timeout_s=1).check()
+    assert str(refused.value).startswith(message.format(**names)) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("entries", [["a.py:f", "b.py:f"], ["json", "json"], ["json", "a.py:json"]])
+def test_two_functions_of_one_name_are_refused(entries: list[str]) -> None:
+    with pytest.raises(RewardError, match=f"^{entries[1]}: {entries[0]} has this name already; rename one"):
+        RewardFunctions(entries, timeout_s=1)
+
+
+def test_functions_of_one_file_share_it_and_find_their_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("VALUE = 4.0\n")
+    (tmp_path / "mine.py").write_text(
+        "from beside import VALUE\ncount = 0\n"
+        "def one(completions, **kwargs):\n    global count\n    count += 1\n    return [VALUE]\n"
+        "def two(completions, **kwargs):\n    return [count]\n"
+    )
+    functions = RewardFunctions([f"{tmp_path}/mine.py:one", f"{tmp_path}/mine.py:two"], timeout_s=20)
+    assert functions.score(rows([1])).parts == {"one": [4.0], "two": [1.0]}
+    functions.close()

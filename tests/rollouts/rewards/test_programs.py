@@ -1,0 +1,276 @@
+"""Programs that a model wrote: what they can reach, and that nothing of them is left."""
+
+import ctypes
+import json
+import os
+import pwd
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
+from megatron.rollouts.rewards import programs as programs_module
+from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program
+
+FORKS = """
+import os, time
+count = 0
+try:
+    while count < 1000:
+        if os.fork() == 0:
+            time.sleep(60)
+        count += 1
+except BlockingIOError:
+    pass
+"""
+WRITES = """
+written = 0
+try:
+    for number in range(100):
+        with open(f"{number}", "wb") as file:
+            written += file.write(bytes(10 << 20))
+except OSError:
+    pass
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _isolation() -> None:
+    try:
+        prepare_programs()
+    except NoIsolation as problem:
+        refused = ("Operation not permitted", "Permission denied", "Function not implemented")
+        if not any(words in str(problem) for words in refused):  # that is not for the machine to allow
+            raise
+        pytest.skip(str(problem))
+
+
+def test_the_tests_decide() -> None:
+    assert run_program("def f(x):\n    return 2 * x", "assert f(2) == 4", 20)
+    assert not run_program("def f(x):\n    return x", "assert f(2) == 4", 20)
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0", "quit()"],
+)
+def test_no_program_passes_without_its_tests(program: str) -> None:
+    assert not run_program(program, "x = '''", 20)
+    assert not run_program(program, "pass", 20)
+
+
+def test_a_port_outside_is_not_there() -> None:
+    """The listener is reached from here, and nothing is from within, by address or by file."""
+    connect = "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connect = connect.format(port=listener.getsockname()[1])
+        exec(connect, {})
+        listener.accept()[0].close()
+        refused = f"try:\n    {'; '.join(connect.splitlines())}\nexcept ConnectionRefusedError:\n    refused = True\n"
+        refused += "except OSError as problem:\n    refused = 'unreachable' in str(problem)"
+        assert run_program(refused, "assert refused", 20)
+        assert not run_program(connect, "pass", 20)
+        listener.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    names = "import socket\nnames = [name for _, name in socket.if_nameindex()]"
+    assert run_program(names, "assert 'eth0' not in names and not any(n.startswith('en') for n in names)", 20)
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        ("x = bytearray(2 << 30)", "pass"),
+        ("x = []\nwhile True:\n    x.append(bytes(1 << 20))", "pass"),
+        ("open('big', 'wb').write(bytes(20 << 20))", "pass"),
+        ("import os\nos.write(3, b'x' * 1000)", "pass"),
+        ("open('/etc/rewards_test', 'w')", "pass"),
+        ("import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)", "pass"),
+    ],
+    ids=["memory", "growing", "file", "report", "disk", "kills"],
+)
+def test_what_is_forbidden_fails(program: str, tests: str) -> None:
+    started = time.monotonic()
+    assert not run_program(program, tests, 20)
+    assert time.monotonic() - started < 15
+    assert not Path("/etc/rewards_test").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (FORKS, "assert 1 < count < 100, count"),
+        (WRITES, "assert written < 70 << 20, written"),
+        ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
+        ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
+        ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
+        ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
+        ("import numpy", "assert numpy.ones(3).sum() == 3"),
+        ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
+        ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
+    ],
+    ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"],
+)
+def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_KEY", "1")
+    names = {"{home}": pwd.getpwuid(os.getuid()).pw_dir, "{tmp}": str(tmp_path)}
+    for name, value in names.items():
+        tests = tests.replace(name, value)
+    assert run_program(program, tests, 20)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(60)",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: 0",
+        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)",
+        "import os\nwhile True: os.write(3, b'x' * 1000)",
+    ],
+    ids=["loop", "sleep", "bomb", "session", "report"],
+)
+def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
+    started = time.monotonic()
+    with all_end():
+        assert not run_program(program, "pass", 1.2)
+    assert time.monotonic() - started < 15
+
+
+def test_children_of_a_program_end_with_it() -> None:
+    with all_end():
+        assert run_program(
+            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)", "time.sleep(1)", 20
+        )
+
+
+def test_closing_ends_the_program_that_runs() -> None:
+    functions = RewardFunctions(["code"], timeout_s=50)
+    functions.check()
+    completions = [Completion("p", "```python\nwhile True: pass\n```", [], {"tests": "pass"})]
+    failed: list[BaseException | Scores] = []
+
+    def score() -> None:
+        try:
+            failed.append(functions.score(completions))
+        except BaseException as problem:
+            failed.append(problem)
+
+    thread = threading.Thread(target=score)
+    with all_end():
+        thread.start()
+        wait_for(lambda: len(descendants()) >= 4)  # the worker, the sandbox, its first process, the program
+        functions.close()
+        thread.join(10)
+    assert not thread.is_alive() and len(failed) == 1
+
+
+def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
+    rows = [
+        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
+        ("x = 2", ["assert x == 2", "assert x < 3"]),
+        ("```python\nx = 1\n```", "assert x == 2"),
+        ("x = 2", None),
+        ("x = 2", 5),
+    ]
+    functions = RewardFunctions(["code"], timeout_s=20, workers=2)
+    found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
+    functions.close()
+    assert found.parts == {"code": [1.0, 1.0, 0.0, None, None]}
+    assert [(one.row, one.reason) for one in found.failures] == [
+        (4, "ValueError: the row's tests are neither a text nor a list of texts")
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
+def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
+    script = (
+        "from megatron.rollouts.rewards import RewardFunctions\n"
+        "try: RewardFunctions(['code'], timeout_s=10).check()\n"
+        "except Exception as problem: print(type(problem).__name__, problem)\n"
+    )
+    libc = ctypes.CDLL(None)
+    drop, sys_admin = 24, 21
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+        preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0),
+    )  # fmt: skip
+    assert done.stdout.startswith(
+        "RewardError code: programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
+    ), done
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user already")
+def test_users_need_no_root() -> None:
+    python = "/usr/bin/python3"
+    if not os.access(python, os.X_OK):
+        pytest.skip(f"needs {python}, which all users may run")
+    source = Path(programs_module.__file__).with_name("sandbox.py").read_text()
+    tests = (
+        "import os\nassert os.getuid() == 65534 and os.getpid() < 10\nopen('a', 'w')\nassert os.listdir('/tmp') == []"
+    )
+    limits = json.dumps({"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 64})
+    for last, passes in (("", True), ("\nopen('/var/tmp/x', 'w')", False)):
+        done = subprocess.run(
+            [python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534, extra_groups=[],
+            input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}), capture_output=True, text=True,
+            timeout=60, cwd="/",
+        )  # fmt: skip
+        assert (done.stdout == "passed") is passes, done
+
+
+def descendants() -> set[tuple[int, str]]:
+    """The processes that this one has started, directly or not: number and time of start."""
+    found, parents = {os.getpid()}, {pid: parent for (pid, _), parent in processes().items()}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {(pid, start) for pid, start in processes() if pid in found and pid != os.getpid()}
+
+
+def processes() -> dict[tuple[int, str], int]:
+    """The parent of each process that runs."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it ended
+            continue
+        if fields[0] != "Z":
+            found[int(stat.parent.name), fields[19]] = int(fields[1])
+    return found
+
+
+@contextmanager
+def all_end() -> Iterator[None]:
+    """At the end none runs of the processes that were started within, whoever their parent is by then."""
+    before, seen, done = descendants(), set(), threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            seen.update(descendants())
+            time.sleep(0.02)
+
+    looks = threading.Thread(target=look)
+    looks.start()
+    try:
+        yield
+    finally:
+        done.set()
+        looks.join()
+    assert seen - before
+    wait_for(lambda: not (seen - before) & processes().keys())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(100):
+        if condition():
+            return
+        time.sleep(0.1)
+    pytest.fail("it did not come about")

@@ -1,0 +1,109 @@
+"""Reward functions as users write them, good ones and all kinds of bad ones."""
+
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def seen(prompts, completions, completion_ids, **kwargs):
+    """Not what TRL would be given raises."""
+    for prompt, completion, ids, answer, row in zip(
+        prompts, completions, completion_ids, kwargs["answer"], kwargs["row"], strict=True
+    ):
+        if isinstance(prompt, list):
+            assert completion == [{"role": "assistant", "content": f"text {row}"}], completion
+        else:
+            assert completion == f"text {row}", completion
+        assert ids == [row, 7] and answer == {"deep": [row]}
+    assert not {"prompt", "completion", "completion_ids"} & kwargs.keys()
+    return [float(len(kwargs))] * len(prompts)
+
+
+async def waits(completions, **kwargs):
+    return [1.5 for _ in completions]
+
+
+def prints(completions, **kwargs):
+    print('{"judged": []}')
+    sys.stdout.flush()
+    os.write(1, b'{"judged": []}\n')
+    os.system("echo from a child; read nothing < /dev/stdin")
+    return [2.0] * len(completions)
+
+
+def of_each(completions, value, **kwargs):
+    """What the column says, row by row."""
+    return [_of(one) for one in value]
+
+
+def _of(value):
+    if value == "hang":
+        time.sleep(60)
+    if value == "exit":
+        os._exit(3)
+    if value == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if value == "raise":
+        raise KeyError("what")
+    if value == "sys.exit":
+        sys.exit("enough")
+    return {"nan": math.nan, "inf": -math.inf, "list": [1.0, 2.0], "true": True}.get(value, value)
+
+
+def whole_batch(completions, value, **kwargs):
+    """Returns for all what the first row's column says."""
+    return {"short": [1.0], "float": 0.5, "text": "12", "dict": dict.fromkeys(range(len(value)), 1.0)}[value[0]]
+
+
+def only_one(completions, **kwargs):
+    (text,) = completions
+    return [float(len(text))]
+
+
+def slow(completions, **kwargs):
+    time.sleep(0.15 * len(completions))
+    return [1.0] * len(completions)
+
+
+def environment(completions, **kwargs):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
+    assert not [name for name in names if name in os.environ] and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    return [float("torch" in sys.modules) for _ in completions]
+
+
+def process(completions, **kwargs):
+    """The worker's number, and that of a process it left behind."""
+    if (child := os.fork()) == 0:
+        time.sleep(60)
+    return [os.getpid(), child]
+
+
+def number(completions, **kwargs):
+    return [os.getpid() for _ in completions]
+
+
+def pool(completions, **kwargs):
+    """Processes that are ended by SIGTERM."""
+    with multiprocessing.get_context("fork").Pool(1) as workers:
+        return workers.map(abs, [-4.0] * len(completions))
+
+
+def spins(completions, **kwargs):
+    """Never lets go of the interpreter's lock for long."""
+    print(f"worker {os.getpid()}", flush=True)
+    while True:
+        pass
+
+
+def no_kwargs(prompts, completions):
+    return [0.0] * len(completions)
+
+
+not_a_function = 3
