@@ -35,6 +35,21 @@ class SharedPrefixes:
 
 
 @dataclass(frozen=True, eq=False)
+class RolloutValues:
+    """What is known of the answers of a micro-batch that its model wrote, one a row."""
+
+    advantages: Tensor  # [batch] float32
+    sampler_logprobs: Tensor  # [batch, seq] float32, of labels, as they were drawn; 0 where none is trained
+    old_logprobs: Tensor | None = None  # [batch, seq] float32, before the first step on these answers; None: this is it
+    reference_logprobs: Tensor | None = None  # [batch, seq] float32, of the reference; None: not (yet) known
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "RolloutValues":
+        """The same with `function` applied to every tensor."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(value) for name, value in values.items() if isinstance(value, Tensor)})
+
+
+@dataclass(frozen=True, eq=False)
 class Batch:
     """One micro-batch: integer tensors of fixed sizes.
 
@@ -69,6 +84,7 @@ class Batch:
     reference_output: Callable[[Callable[..., Any]], Any] | None = None
     top_ids: Tensor | None = None  # [batch, seq, k] int64, the teacher's most likely tokens of each place
     top_logprobs: Tensor | None = None  # [batch, seq, k + 1] float32, of these, and of all others together
+    rollout: RolloutValues | None = None  # of answers that the model wrote, whose `rewards` may be NaN: none
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         """The same batch with `function` applied to every tensor."""
@@ -78,6 +94,8 @@ class Batch:
             changed["kl_batch"] = self.kl_batch.map(function)
         if self.prefixes is not None:
             changed["prefixes"] = self.prefixes.map(function)
+        if self.rollout is not None:
+            changed["rollout"] = self.rollout.map(function)
         return replace(self, **changed)
 
     def filled_places(self) -> Tensor | None:

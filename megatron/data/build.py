@@ -13,6 +13,7 @@ from megatron.data.sequences import SequenceDataset
 from megatron.data.set_config import masked_token_ids, trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import sample_kind
 
 
 def build_datasets(
@@ -31,8 +32,10 @@ def build_datasets(
     all ranks, and raise on all ranks what it raised there.
     epochs: passes over the training set (see `epoch_iterations`); None: as many samples as `train_iters`
     steps take. data_state: of the run that is resumed, whose samples keep their order; None: a new run.
-    Raises DataError for data that cannot be used.
+    Raises DataError for data that cannot be used. A run that writes its own samples has no sets.
     """
+    if sample_kind(args) == "rollouts":
+        return Datasets(None, None, None)
     build = build_preference_sets if trains_preferences(args) else build_text_sets
     return build(args, train_batch_size, once, epochs, data_state or DataState())
 

@@ -2,9 +2,11 @@
 it."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from megatron.data.blending import normalized
+from megatron.data.errors import DataError
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.preference_sets import preference_files
@@ -31,6 +33,10 @@ ORDER_KEYS = (
     "compat_group_texts_batch", "compat_pack_impl", "max_length", "max_prompt_length", "limit_samples",
 )  # fmt: skip
 """Keys that decide which samples the files give, and in which order."""
+ORDER_OF_PROMPTS = (
+    "prompt_key", "chat", "num_generations", "shuffle", "max_prompt_length", "steps_per_generation", "num_iterations",
+)  # fmt: skip
+"""Sub-keys of `rollout` that do."""
 
 
 def fingerprint(prefix: str, data_impl: str = "infer") -> dict[str, str | int]:
@@ -60,6 +66,9 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are
     `train_0`, `train_1`, ..., each with its normalised weight."""
     fingerprints: dict[str, dict[str, Any]] = {}
+    if sample_kind(args) == "rollouts":
+        assert args.rollout is not None
+        return {f"prompts_{i}": _of_file(path) for i, path in enumerate(args.rollout["prompts"])}
     if args.dataset_impl == "pairwise":
         files = preference_files(args).items()
         listed = [(f"{name}_{i}", path) for name, paths in files for i, path in enumerate(paths)]
@@ -81,6 +90,14 @@ def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     return fingerprints
 
 
+def _of_file(path: str) -> dict[str, str | int]:
+    try:
+        content = Path(path).read_bytes()
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror})") from problem
+    return {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+
+
 def _companion_fingerprints(args: NeoXArgs, name: str, member: int) -> dict[str, Any]:
     kinds = zip(("labels", "rewards"), companion_paths(args, name), strict=True)
     return {kind: fingerprint(paths[member]) for kind, paths in kinds if paths is not None}
@@ -89,6 +106,8 @@ def _companion_fingerprints(args: NeoXArgs, name: str, member: int) -> dict[str,
 def path_key(name: str, kind: str = "") -> str:
     """The configuration key of an entry of `data_fingerprint`; kind: "labels" or "rewards" in it."""
     split, *side = name.rstrip("0123456789").rstrip("_").split("_")
+    if split == "prompts":
+        return "rollout.prompts"
     if split == "all":
         return "data_path"
     if split in UNLEARNING_KEYS:
@@ -106,6 +125,10 @@ def order_keys(args: NeoXArgs, epochs: int | None = None) -> dict[str, Any]:
     keys["data_seed"] = data_seed(args)
     if sample_kind(args) == "pairs" and args.pack_impl == "best_fit":
         keys["prefix_sharing"] = least_prefix_saving(args) is not None
+    if sample_kind(args) == "rollouts":
+        assert args.rollout is not None
+        keys |= {f"rollout.{key}": args.rollout[key] for key in ORDER_OF_PROMPTS}
+        keys["train_batch_size"] = args.train_batch_size  # a generation is so many answers
     keys["split"] = args.split.replace(" ", "") if args.data_path or cuts_listed_paths(args) else None
     keys["loss_mask_token_ids"] = sorted(masked_token_ids(args)) or None
     if args.train_data_weight_schedule is not None:

@@ -5,8 +5,9 @@ import numpy as np
 from megatron.data.labels import unlisted_labels
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
-from megatron.data.set_config import UNLEARNING_KEYS, companion_paths, data_prefixes, storage, trains_preferences
+from megatron.data.set_config import UNLEARNING_KEYS, companion_paths, data_prefixes, storage
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.unlearning import ascent_steps, is_ascent
 
 
@@ -16,7 +17,7 @@ def data_log_lines(args: NeoXArgs) -> list[str]:
     Reads whole files. Preference sets say this in `Datasets.log_lines` instead.
     """
     lines: list[str] = []
-    if trains_preferences(args):
+    if sample_kind(args) != "texts":
         return lines
     if args.ga_dataset is not None:
         lines.append(_steps_that_unlearn(args))

@@ -36,7 +36,7 @@ def masked_token_ids(args: NeoXArgs) -> tuple[int, ...]:
 def trains_preferences(args: NeoXArgs) -> bool:
     """Whether samples are responses that are compared or judged (`train_impl` dpo, kto, ...), not plain
     tokens."""
-    return sample_kind(args) != "texts"
+    return sample_kind(args) in ("pairs", "answers")
 
 
 def rows_per_sample(args: NeoXArgs) -> int:

@@ -80,15 +80,16 @@ def token_divergence_sum(
     group: dist.ProcessGroup | None,
     columns: int | None = None,
     places: Tensor | None = None,
+    divergence: Divergence = Divergence(),
 ) -> Tensor:
-    """The sum over tokens of KL(reference || model), each times its weight, fp32 scalar, the same on every
-    tensor rank.
+    """The sum over tokens of a divergence, KL(reference || model) if no other is given, each times its
+    weight, fp32 scalar, the same on every tensor rank.
 
     reference: `HeadInput.use` of the model that is compared with, which gets no gradients.
     weights: `[seq, batch]`; columns, places: as of `token_loss_sum`. Gradients are made in the forward pass,
     where autograd is on, and serve for one backward pass. The logits of all tokens are never there at once.
     """
-    return distillation_sums(head, reference, None, weights, Divergence(), 1.0, group, columns, places).loss
+    return distillation_sums(head, reference, None, weights, divergence, 1.0, group, columns, places).loss
 
 
 def distillation_sums(

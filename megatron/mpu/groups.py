@@ -55,6 +55,12 @@ class ParallelGroups:
             dist.all_reduce(x, group=self.handles[axis])
         return x
 
+    def max(self, x: torch.Tensor, axis: str) -> torch.Tensor:
+        """The largest `x` of the ranks along `axis`, in place, elementwise."""
+        if self.handles[axis] is not None:
+            dist.all_reduce(x, dist.ReduceOp.MAX, group=self.handles[axis])
+        return x
+
     def from_last_stage(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, in place that of the last pipeline stage."""
         if self.handles["pipe"] is not None:

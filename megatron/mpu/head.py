@@ -9,7 +9,7 @@ knows no tensor ranks, no z-loss, no statistics and no weights of tokens, and to
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.mpu.cross_entropy import Kernels, TokenLoss, TokenValues, VocabPart, sums_of_ranks, values_of
-from megatron.mpu.mappings import reduce_from_tensor
+from megatron.mpu.mappings import gather_from_tensor, reduce_from_tensor
 from megatron.mpu.products import PlainProduct, Product
 
 CHUNK_BYTES = 340 * 2**20  # of the logits of a chunk
@@ -30,22 +30,29 @@ class OutputLayer:
     """The output projection inside the forward pass of its module, where its weight is there.
 
     weight: `[vocab/T, hidden]`. product: by which it is multiplied. kernels: for the logits of a chunk.
-    softcap: c of products x whose logits are c tanh(x / c); None: they are the products.
+    softcap: c of products x whose logits are c tanh(x / c); None: they are the products. temperature: divides
+    the logits after that.
     """
 
     weight: Tensor
     product: Product
     kernels: Kernels
     softcap: float | None = None
+    temperature: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits `[rows, vocab/T]` of hidden states `[rows, hidden]`, outside autograd."""
         found = self.product.output(x, self.weight)
-        return found if self.softcap is None else found.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.softcap is not None:
+            found.div_(self.softcap).tanh_().mul_(self.softcap)
+        return found if self.temperature == 1.0 else found.div_(self.temperature)
 
-    def slope(self, logits: Tensor) -> Tensor | None:
+    def slope(self, logits: Tensor) -> Tensor | float | None:
         """The derivative of logits by the products that they are made of, fp32; None where it is 1."""
-        return None if self.softcap is None else 1 - (logits.float() / self.softcap).square_()
+        inverse = 1 / self.temperature
+        if self.softcap is None:
+            return None if inverse == 1.0 else inverse
+        return (1 - (logits.float() * (self.temperature / self.softcap)).square_()).mul_(inverse)
 
 
 class HeadInput(NamedTuple):
@@ -331,10 +338,12 @@ def _logprobs(
     columns: int | None,
     places: Tensor | None,
     statistics: bool,
+    temperature: float,
 ) -> tuple[Tensor, ...]:
     gradient = torch.is_grad_enabled()
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, ...]:
+        layer = replace(layer, temperature=temperature)
         part = VocabPart.of(layer.weight.shape[0], group, columns)
         x, of_labels = (chosen(values, places) for values in (hidden.flatten(0, -2), labels.reshape(-1)))
         found = _Logprobs.apply(x, layer.weight, layer, of_labels, part, statistics, gradient)
@@ -351,10 +360,12 @@ def token_logprobs(
     group: dist.ProcessGroup | None,
     columns: int | None = None,
     places: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """log p(label) of every token, fp32 `[seq, batch]`, the same on every tensor rank; where there are
-    `places`, 0 at all others. Arguments: as of `token_loss_sum`. One backward pass is possible."""
-    return _logprobs(head, labels, group, columns, places, False)[0]
+    `places`, 0 at all others. temperature: divides the logits; the others: as of `token_loss_sum`. One
+    backward pass is possible."""
+    return _logprobs(head, labels, group, columns, places, False, temperature)[0]
 
 
 def token_logprobs_and_statistics(
@@ -363,7 +374,40 @@ def token_logprobs_and_statistics(
     group: dist.ProcessGroup | None,
     columns: int | None = None,
     places: Tensor | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, TokenStatistics]:
     """`token_logprobs`, and the `TokenStatistics` of each token in the same shape and dtype."""
-    logprobs, *more = _logprobs(head, labels, group, columns, places, True)
+    logprobs, *more = _logprobs(head, labels, group, columns, places, True, temperature)
     return logprobs, TokenStatistics(*more)
+
+
+def choose_tokens(
+    head: HeadInput,
+    places: Tensor,
+    choose: Callable[[Tensor], Tensor],
+    group: dist.ProcessGroup | None,
+    columns: int | None = None,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The token that `choose` takes at some places, int64 `[n]`, and its log-probability, fp32 `[n]`; both
+    have the bits that `token_logprobs` of all places would work with.
+
+    places: `[n]` int64, row-major among `[seq, batch]`. choose: from logits `[n, vocab]`, whole on every
+    tensor rank and divided by the temperature, to tokens. The other arguments: as of `token_logprobs`.
+    """
+
+    def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
+        layer = replace(layer, temperature=temperature)
+        part = VocabPart.of(layer.weight.shape[0], group, columns)
+        rows, found = hidden.flatten(0, -2), []
+        for chunk in chunks(len(rows), layer.weight.shape[0] * hidden.element_size()):
+            inside = (places >= chunk.start) & (places < chunk.stop)
+            found.append((inside, layer.logits(rows[chunk])[places[inside] - chunk.start]))
+        logits = found[0][1].new_empty(len(places), layer.weight.shape[0])
+        for inside, some in found:
+            logits[inside] = some
+        tokens = choose(gather_from_tensor(logits, group)[:, : part.columns])
+        values = values_of(logits, part.local(tokens.clamp(min=0)), part, layer.kernels, False)
+        return tokens, values.logprobs
+
+    return head.use(use)

@@ -2,7 +2,7 @@
 
 `objective.py` says what an objective is, `build.py` makes that of a configuration. The losses themselves are
 in `language_modelling.py`, `distillation.py`, `unlearning.py`, `pair_losses.py` (DPO and its relatives),
-`kto.py` and `reward.py`; a new loss is a function there and a line in the table of
+`kto.py`, `reward.py` and `reinforcement.py`; a new loss is a function there and a line in the table of
 `neox_arguments/keys/losses.py`. Normalising by the weight of the optimizer step, reference models and logging
 are the work of engine and loop.
 """

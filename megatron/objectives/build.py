@@ -4,13 +4,14 @@ from collections.abc import Callable, Mapping
 
 from megatron.mpu import Divergence
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import losses_of, retains_by_divergence
+from megatron.neox_arguments.values.losses import loss_temperature, losses_of, retains_by_divergence
 from megatron.objectives.distillation import distillation
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
 from megatron.objectives.language_modelling import language_modelling
 from megatron.objectives.objective import Objective, loss_function
 from megatron.objectives.pair_losses import PairSettings
+from megatron.objectives.reinforcement import PolicySettings, reinforcement
 from megatron.objectives.reward import reward
 from megatron.objectives.unlearning import ForgetSettings, unlearning
 
@@ -52,11 +53,22 @@ def _reward(args: NeoXArgs) -> Objective:
     return reward(args.center_rewards_coefficient or 0.0, args.z_loss)
 
 
+def _reinforcement(args: NeoXArgs) -> Objective:
+    assert args.rollout is not None
+    settings = PolicySettings(
+        args.rl_epsilon, args.rl_epsilon if args.rl_epsilon_high is None else args.rl_epsilon_high,
+        args.rl_importance_cap, args.kl_div_beta, args.kl_impl, args.rl_kl_in_reward,
+        args.rl_kl_by_ratio, args.rollout["max_completion_length"],
+    )  # fmt: skip
+    return reinforcement(args.rl_loss_type, settings, loss_temperature(args), args.softmax_rows)
+
+
 OBJECTIVES: Mapping[str, Callable[[NeoXArgs], Objective]] = {
     "normal": _language_modelling,
     "dpo": _dpo,
     "kto": _kto,
     "rm": _reward,
+    "reinforce": _reinforcement,
 }
 
 

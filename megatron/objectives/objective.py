@@ -32,6 +32,7 @@ class Objective:
     forward pass, since the gradient of every micro-batch is scaled by the total weight of the step.
     loss_sum: from hidden states with their head, the batch and the tensor group (None for one rank) to the
     summed parts of the loss and to `metrics`, which have no gradients.
+    maxima: further metrics of `loss_sum`, scalars, of which a step has the largest.
     differences: further metrics, each the mean of one metric minus that of another.
     step_baselines: for losses that compare an example with values of all examples of the step: from the
     micro-batches of this rank, the function that scores them and the data group to the same micro-batches
@@ -43,11 +44,17 @@ class Objective:
     metrics: tuple[str, ...] = ()
     differences: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     step_baselines: Callable[[list[Batch], ScoreFunction, dist.ProcessGroup | None], list[Batch]] | None = None
+    maxima: tuple[str, ...] = ()
 
     def add_metrics(self, total: Tensor, found: Mapping[str, Tensor]) -> None:
         """Add the metrics of one batch to `total`, the sums and numbers `[metrics, 2]` of the step."""
         if self.metrics:
             total += torch.stack([found[name] for name in self.metrics])
+
+    def note_maxima(self, largest: Tensor, found: Mapping[str, Tensor]) -> None:
+        """Raise `largest`, `[maxima]`, to those of one batch."""
+        if self.maxima:
+            torch.maximum(largest, torch.stack([found[name] for name in self.maxima]), out=largest)
 
     def means(self, total: Tensor) -> dict[str, Tensor]:
         """The metrics by name, from the sums and numbers `[metrics, 2]` of a step; NaN where nothing was

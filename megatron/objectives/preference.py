@@ -12,11 +12,15 @@ from megatron.mpu import HeadInput, token_logprobs, token_logprobs_and_statistic
 
 
 def label_logprobs(
-    head: HeadInput, batch: Batch, group: dist.ProcessGroup | None, columns: int | None = None
+    head: HeadInput,
+    batch: Batch,
+    group: dist.ProcessGroup | None,
+    columns: int | None = None,
+    temperature: float = 1.0,
 ) -> Tensor:
     """log p(label) of every token, `[batch, seq]` fp32, or 0 where the batch leaves places out
-    (`Batch.loss_places`); group, columns: as of `token_logprobs`."""
-    return token_logprobs(head, batch.labels.t(), group, columns, batch.loss_places).t()
+    (`Batch.loss_places`); group, columns, temperature: as of `token_logprobs`."""
+    return token_logprobs(head, batch.labels.t(), group, columns, batch.loss_places, temperature).t()
 
 
 def response_sums(values: Tensor, batch: Batch) -> Tensor:

@@ -39,6 +39,8 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
         return CompileChoice(args.compile, args.origin("compile"))
     if device.type != "cuda":
         return CompileChoice(False, "auto: not on CPUs, where it takes longer than it saves")
+    if args.rollout is not None and args.rollout["exact"]:
+        return CompileChoice(False, "auto: rollout.exact, as passes without gradients would be compiled otherwise")
     if hooked_inside(args, engine):
         return CompileChoice(False, "auto: DeepSpeed's ZeRO 3 has hooks within blocks, which would cut their graphs")
     for key in ("te_backend", "attention_backend"):

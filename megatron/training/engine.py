@@ -92,6 +92,10 @@ class Engine(Protocol):
         """log p(label) `[batch, seq]` fp32 of each micro-batch, 0 at places that it leaves out
         (`Batch.loss_places`); the same on every pipeline and tensor rank."""
 
+    def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """`token_logprobs` for what every step asks of batches of its own shape: blocks run compiled where
+        those of training do."""
+
     def scores(self, batches: list[Batch]) -> list[Tensor]:
         """The sums `[n]` fp32 of `token_logprobs` over each answer of each micro-batch."""
 

@@ -10,6 +10,7 @@ from megatron.model import Stage, eager_blocks, forward_only
 from megatron.model.moe import RoutingCounts
 from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.objectives import Objective, label_logprobs, response_sums
 from megatron.training.step_loss import StepLoss
 
@@ -75,13 +76,18 @@ class EngineBase:
         return self.forward_only(batches, self._label_logprobs, _shape)
 
     def _label_logprobs(self, head: HeadInput, batch: Batch) -> Tensor:
-        return label_logprobs(head, batch, group=self.groups.group("tensor"), columns=self.args.softmax_rows)
+        columns, temperature = self.args.softmax_rows, loss_temperature(self.args)
+        return label_logprobs(head, batch, self.groups.group("tensor"), columns, temperature)
 
     def scores(self, batches: list[Batch]) -> list[Tensor]:
         """As of `Engine`."""
-        # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
-        logprobs = self._forward_only(batches, self._label_logprobs, _shape)
+        logprobs = self.step_logprobs(batches)
         return [response_sums(v, b.to(v.device)) for v, b in zip(logprobs, batches, strict=True)]
+
+    def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """As of `Engine`."""
+        # Steps ask for them: compiled blocks get one more graph in the first, that without gradients.
+        return self._forward_only(batches, self._label_logprobs, _shape)
 
     def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
         """What the stage does before a step: counts the choices of experts where its losses need those of all
@@ -110,7 +116,11 @@ class EngineBase:
         if not self.objective.metrics:
             return routed
         sums = self.groups.sum(self._loss.metrics, "data")
-        return {**self.objective.means(self.groups.from_last_stage(sums)), **routed}
+        means = self.objective.means(self.groups.from_last_stage(sums))
+        if self.objective.maxima:
+            largest = self.groups.from_last_stage(self.groups.max(self._loss.maxima, "data"))
+            means |= dict(zip(self.objective.maxima, largest.clone().unbind(), strict=True))
+        return {**means, **routed}
 
 
 def _shape(batch: Batch) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ CASES = [
     ),
     ({"zero_optimization": {"round_robin_gradients": True}}, "zero_optimization.round_robin_gradients", "remove it"),
     ({"flops_profiler": {"enabled": True}}, "flops_profiler", "profile: true traces"),
-    ({"train_impl": "REINFORCE"}, "train_impl", "training with rewards is not built yet"),
     ({"use_mup": True}, "use_mup", "MuP is not built yet"),
     ({"amp": {"enabled": True}}, "amp", "write bf16: {enabled: true}"),
     ({"s3_path": "s3://x"}, "s3_path", "save itself may be s3://BUCKET/FOLDER; remove it"),
@@ -80,7 +79,7 @@ def test_every_refused_or_later_key_is_refused_by_name(model):
                 break
         else:
             pytest.fail(f"no value of {name} could be tried")
-    assert tried >= 64
+    assert tried >= 56
 
 
 @pytest.mark.parametrize(

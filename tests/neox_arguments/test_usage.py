@@ -45,6 +45,7 @@ def resolved_here() -> set[str]:
         ("values/derive.py", "values"),
         ("values/ffn_width.py", "values"),
         ("values/losses.py", "args"),
+        ("values/rollouts.py", "args"),
         ("values/unlearning.py", "args"),
         ("resolved.py", "self"),
     ):

@@ -7,6 +7,7 @@ log-probabilities and its loss over masked labels are right, and equal.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.data.batch import RolloutValues
 from megatron.objectives import KtoSettings, PairSettings, dpo, kto, language_modelling, response_sums
-from tests.objectives.steps import step_loss
+from megatron.objectives.reinforcement import PolicySettings, reinforcement
+from tests.objectives.steps import as_head, step_loss
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden" / "posttrain"
 SUMMARY: dict[str, dict[str, Any]] = json.loads((FOLDER / "summary.json").read_text())
@@ -109,3 +112,35 @@ def test_masked_labels() -> None:
     np.testing.assert_allclose(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
     few = policy.grad[..., :32].numpy()
     np.testing.assert_allclose(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
+
+
+def rewarded(found: dict[str, np.ndarray], reference: Tensor) -> Batch:
+    """GPT-NeoX's batch of REINFORCE: an answer a row, with its advantage."""
+    tokens, labels, mask = (torch.from_numpy(found[name]) for name in ("tokens", "labels", "loss_mask"))
+    weights = mask.long()
+    beside = reference.log_softmax(-1).gather(-1, (labels * weights).unsqueeze(-1)).squeeze(-1)
+    advantages = torch.from_numpy(found["batch_reward"]).flatten()
+    known = RolloutValues(advantages, torch.zeros_like(beside), reference_logprobs=beside)
+    rewards = torch.from_numpy(found["batch_raw_reward"]).flatten()
+    return Batch(tokens, labels * weights, weights, rewards=rewards, rollout=known)
+
+
+@pytest.mark.parametrize("name", ["mse", "abs", "kl", "full", "noref"])
+def test_reinforce(name: str) -> None:
+    """Ours is upstream's times the rows of the micro-batch, by which upstream divides once more."""
+    expected, arrays = SUMMARY[f"reinforce_{name}"], read("reinforce_kl")
+    policy, reference = logits_of(f"reinforce_{name}")
+    beta = 0.0 if name == "noref" else expected["args"]["kl_div_beta"]
+    objective = reinforcement("reinforce", PolicySettings(kl_beta=beta, kl_impl=name), 1.0)
+    batch = replace(rewarded(arrays, reference), reference_output=as_head(reference.transpose(0, 1)).use)
+    loss, metrics = step_loss(objective, lambda _: policy.transpose(0, 1), [batch])
+    rows = len(policy)
+    (loss / rows).backward()
+    assert float(loss.detach()) / rows == pytest.approx(expected["loss"], rel=1e-5)
+    assert float(metrics["reward"]) == pytest.approx(expected["metrics"]["reward"], rel=1e-5)
+    assert policy.grad is not None
+    if name == "kl":
+        norms = torch.from_numpy(arrays["grad_policy_logits_norm_per_position"])
+        torch.testing.assert_close(policy.grad.norm(dim=-1).double(), norms, rtol=1e-4, atol=1e-8)
+        part = torch.from_numpy(arrays["grad_policy_logits_at_first32_vocab"])
+        torch.testing.assert_close(policy.grad[..., :32], part, rtol=1e-4, atol=1e-8)

@@ -5,8 +5,8 @@ both in `objectives/dpo.py`.
 
 The values of `train_impl` and of the keys that name losses, their checks and the objectives are made from it.
 A new loss is an entry here and a function in megatron/objectives: of a token
-(`language_modelling.TokenLoss`), a pair of responses (`pair_losses.PairLoss`) or a judged response
-(`kto.ResponseLoss`).
+(`language_modelling.TokenLoss`), a pair of responses (`pair_losses.PairLoss`), a judged response
+(`kto.ResponseLoss`) or an answer with a reward (`reinforcement.PolicyLoss`).
 """
 
 from collections.abc import Mapping
@@ -30,14 +30,12 @@ class Loss:
 @dataclass(frozen=True)
 class TrainImpl:
     """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any;
-    options: further keys that all of them read, refused where no other
-    entry of the table has them. later: what it waits for."""
+    options: further keys that all of them read, refused where no other entry of the table has them."""
 
-    reads: Literal["texts", "pairs", "answers"]
+    reads: Literal["texts", "pairs", "answers", "rollouts"]
     key: str = ""
     losses: Mapping[str, Loss] = field(default_factory=dict)
     options: tuple[str, ...] = ()
-    later: str | None = None
 
 
 FORGET_LOSSES: Mapping[str, Loss] = {
@@ -48,6 +46,7 @@ FORGET_LOSSES: Mapping[str, Loss] = {
 """The values of `ga_loss_type`: what is minimised on `ga_dataset`."""
 
 _SMOOTHED = ("dpo_label_smoothing",)
+_CLIPPED = ("rl_epsilon", "rl_epsilon_high")
 
 TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     "normal": TrainImpl(
@@ -90,5 +89,32 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "apo_zero_unpaired": Loss("kto.prospect", needs_reference=True),
         },
     ),
-    "reinforce": TrainImpl("texts", later="training with rewards"),
+    "reinforce": TrainImpl(
+        "rollouts",
+        "rl_loss_type",
+        {
+            "reinforce": Loss("reinforcement.policy_gradient", ("reinforce_leave_one_out",)),
+            "rloo": Loss("reinforcement.clipped_sequences", _CLIPPED),
+            "grpo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "dapo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "dr_grpo": Loss("reinforcement.clipped", (*_CLIPPED, "rl_scale_rewards")),
+            "gspo": Loss("reinforcement.clipped_means", (*_CLIPPED, "rl_scale_rewards")),
+            "cispo": Loss("reinforcement.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
+        },
+        (
+            "rollout",
+            "reward_functions",
+            "reward_model",
+            "reward_weights",
+            "reward_timeout_s",
+            "reward_workers",
+            "kl_impl",
+            "kl_div_beta",
+            "rl_kl_in_reward",
+            "rl_kl_by_ratio",
+            "rl_importance_cap",
+            "rl_mask_truncated",
+            "rl_overlong_buffer",
+        ),
+    ),
 }

@@ -6,14 +6,14 @@ from typing import Any, Literal, TypeAlias
 
 from megatron.neox_arguments.keys.declaration import key, new_key
 from megatron.neox_arguments.keys.losses import FORGET_LOSSES, TRAIN_IMPLS
-from megatron.neox_arguments.keys.sections import Distillation, Lora
+from megatron.neox_arguments.keys.sections import Distillation, Lora, Rollout
 
-_RL = TRAIN_IMPLS["reinforce"].later
 Paths = tuple[str, ...] | None
 Impl: TypeAlias = Literal[tuple(TRAIN_IMPLS)]  # type: ignore[valid-type]
 TextLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["normal"].losses)]  # type: ignore[valid-type]
 PairLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["dpo"].losses)]  # type: ignore[valid-type]
 AnswerLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["kto"].losses)]  # type: ignore[valid-type]
+PolicyLoss: TypeAlias = Literal[tuple(TRAIN_IMPLS["reinforce"].losses)]  # type: ignore[valid-type]
 ForgetLoss: TypeAlias = Literal[tuple(FORGET_LOSSES)]  # type: ignore[valid-type]
 _SIXTEEN_BIT = "log-probabilities and losses are always computed in fp32"
 
@@ -24,8 +24,8 @@ class PostTrainingKeys:
 
     train_impl: Impl = key(
         "normal",
-        "What is trained: language modelling, or an objective of post-training",
-        later_values={name: impl.later for name, impl in TRAIN_IMPLS.items() if impl.later},
+        "What is trained: language modelling, or an objective of post-training; reinforce: reinforcement learning, by "
+        "rl_loss_type",
     )
     lora: Mapping[str, Any] | None = new_key(
         None,
@@ -152,14 +152,104 @@ class PostTrainingKeys:
     kto_fp32: bool = key(True, "KTO: losses in fp32", no_effect=_SIXTEEN_BIT)
     kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
     kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)
-    fp32_reinforce: bool = key(True, "REINFORCE: losses in fp32", later=_RL)
-    kl_impl: Literal["abs", "mse", "kl", "full"] = key("mse", "REINFORCE: form of the KL term", later=_RL)
-    kl_div_beta: float = key(0.1, "REINFORCE: strength of the KL term", later=_RL)
-    reinforce_leave_one_out: bool = key(False, "REINFORCE: the other answers' mean as baseline", later=_RL)
-    serve_model_weights: bool = key(False, "Hand weights to inference servers while training", later=_RL)
-    weight_server_port: int | tuple[int, ...] = key(6000, "Ports of that server", later=_RL)
-    online_dataserver_ips: str | tuple[str, ...] = key("localhost", "Servers of fresh samples", later=_RL)
-    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports", later=_RL)
+    rollout: Mapping[str, Any] | None = new_key(
+        None, "train_impl reinforce: the prompts, and how the model answers them while it is trained", section=Rollout
+    )
+    rl_loss_type: PolicyLoss = new_key(
+        "reinforce",
+        "Loss of answers with rewards. reinforce: GPT-NeoX's, log-probability times advantage, a mean over tokens; "
+        "rloo: clipped ratios of whole answers, beside the other answers' mean (TRL's RLOO); of answers beside the "
+        "mean of their prompt's, with clipped ratios of tokens: grpo (mean over answers of their means), dapo (mean "
+        "over all tokens), dr_grpo (sum over max_completion_length); gspo: grpo with an answer's mean ratio; cispo: "
+        "dapo with truncated ratios as weights",
+    )
+    rl_epsilon: float = new_key(
+        0.2, "A ratio below 1 minus this gives no gradient to an answer that is to be rarer", gt=0
+    )
+    rl_epsilon_high: float | None = new_key(
+        None,
+        "A ratio above 1 plus this gives no gradient to an answer that is to be likelier; unset: rl_epsilon; 0.28 is "
+        "DAPO's. cispo: the largest ratio itself, which it needs",
+        gt=0,
+    )
+    rl_scale_rewards: Literal["group", "batch", "none"] = new_key(
+        "group",
+        "What advantages are divided by: the standard deviation of the prompt's rewards, of all rewards of the batch, "
+        "or nothing (Dr. GRPO)",
+    )
+    rl_importance_cap: float | None = new_key(
+        None,
+        "Weigh tokens by the trainer's probability over the sampler's, at most this (truncated importance sampling); 2 "
+        "is common. Unset: no weights",
+        gt=0,
+    )
+    rl_kl_in_reward: bool = new_key(
+        False,
+        "Subtract kl_div_beta times an answer's summed KL from its reward, as TRL's RLOO; false: add it to the loss",
+    )
+    rl_kl_by_ratio: bool = new_key(
+        False,
+        "Multiply the KL of a token by its ratio, so that k3 has the gradient of KL(model || reference), as "
+        "DeepSeek-V3.2 and, unless told otherwise, TRL's GRPO (use_bias_correction_kl)",
+    )
+    rl_mask_truncated: bool = new_key(
+        False, "Answers that did not end are not trained, though their rewards count in the means of advantages"
+    )
+    rl_overlong_buffer: int | None = new_key(
+        None,
+        "Over so many of the last tokens of max_completion_length an answer's reward falls by up to 1 (DAPO's soft "
+        "overlong punishment); unset: length costs nothing",
+        ge=1,
+    )
+    reward_functions: tuple[str, ...] | None = new_key(
+        None,
+        "train_impl reinforce: what judges answers, in processes of their own: FILE.py:NAME of a function as TRL calls "
+        "it, or exact_match, arithmetic, expression, json, code",
+    )
+    reward_model: str | None = new_key(
+        None,
+        "train_impl reinforce: a reward model of the same tokenizer that judges answers too, loaded beside the model; "
+        "a checkpoint of train_impl: rm, or a folder of HuggingFace",
+    )
+    reward_weights: tuple[float, ...] | None = new_key(
+        None, "Weight of each of reward_functions, and of reward_model after them; unset: 1"
+    )
+    reward_timeout_s: float = new_key(
+        60.0,
+        "Seconds that a function of reward_functions may take for all answers of a step, one of ours for each; those "
+        "that take longer have no reward",
+        gt=0,
+    )
+    reward_workers: int = new_key(1, "Processes that reward_functions are shared out to", ge=1)
+    fp32_reinforce: bool = key(True, "REINFORCE: losses in fp32", no_effect=_SIXTEEN_BIT)
+    kl_impl: Literal["abs", "mse", "kl", "full", "k3"] = key(
+        "mse",
+        "train_impl reinforce: KL from the reference, of d = log p - log p_reference of a token: kl: d (k1); mse: d^2 "
+        "/ 2 (k2); abs: |d|; k3: exp(-d) + d - 1 (GRPO's); full: KL(model || reference) of whole distributions",
+    )
+    kl_div_beta: float = key(
+        0.1,
+        "train_impl reinforce: weight of that KL; 0: no reference is needed",
+        ge=0,
+        differs="GPT-NeoX divides losses by the rows of a micro-batch once more",
+    )
+    reinforce_leave_one_out: bool = key(
+        False,
+        "rl_loss_type reinforce: advantages beside the mean of the prompt's other answers; false: beside the mean of "
+        "the last 100 rewards",
+    )
+    serve_model_weights: bool = key(
+        False,
+        "rollout.servers fetch the weights from rank 0 over HTTP, checked by SHA-256, and need not see rollout.sync",
+        differs="GPT-NeoX sends pickles over a socket to whoever connects",
+    )
+    weight_server_port: int | tuple[int, ...] = key(6000, "serve_model_weights: the port of rank 0; 0: any")
+    online_dataserver_ips: str | tuple[str, ...] = key(
+        "localhost",
+        "dataset_impl online: hosts of rollout.servers, where that is unset and this or online_dataserver_ports is set",
+        differs="GPT-NeoX reads samples from them, made in whatever way",
+    )
+    online_dataserver_ports: int | tuple[int, ...] = key(10000, "Their ports: one of all hosts, or one for each")
     precompute_model_name: str | None = key(
         None,
         "Pairs: `PATH_NAME` holds a reference model's log-probabilities, float32 for each token or document; "

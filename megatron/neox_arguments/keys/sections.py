@@ -121,6 +121,70 @@ class Distillation:
 
 
 @dataclass(frozen=True)
+class Rollout:
+    """The sub-keys of `rollout`, by TRL's names where it has them."""
+
+    prompts: tuple[str, ...] = key(
+        REQUIRED,
+        'Files of prompts, one a line: {"prompt": text, or messages for the chat template, ...}; the other fields are '
+        "handed to reward_functions",
+    )
+    prompt_key: str = key("prompt", "The field that holds the prompt")
+    chat: bool = key(False, "Texts are a user's words, which go through the chat template; else they stand as they are")
+    num_generations: int = key(8, "Answers to each prompt; train_batch_size counts answers", ge=1)
+    max_completion_length: int = key(256, "Tokens of an answer at most; it ends with the row of seq_length too", ge=1)
+    max_prompt_length: int | None = key(
+        None, "Tokens that are used of a prompt; a longer one loses its beginning. Unset: it is refused", ge=1
+    )
+    temperature: float = key(
+        1.0, "Divides the logits, in sampling and in the loss; 0: the likeliest tokens, and 1 in the loss", ge=0
+    )
+    steps_per_generation: int = key(
+        1, "Optimizer steps that the answers written at a time are shared out to, train_batch_size a step", ge=1
+    )
+    num_iterations: int = key(1, "Times that these steps are taken", ge=1)
+    exact: bool = key(
+        False,
+        "Sample by the forward pass of training, a whole row a token, so that both have the same log-probabilities, "
+        "bit for bit; slow",
+    )
+    logprob_bound: float = key(
+        0.1,
+        "The run ends when the log-probabilities of sampler and trainer differ by more than this, in the mean over the "
+        "tokens of a step; 0: never",
+        ge=0,
+    )
+    servers: tuple[str, ...] | None = key(
+        None,
+        "Addresses (http://HOST:PORT) of servers that write the answers, and are given the weights of each generation "
+        "before; data ranks share them out. NEOX_SERVE_TOKEN is shown to them. Unset: the training processes write",
+    )
+    server_api: Literal["openai", "vllm", "sglang"] = key(
+        "openai",
+        "What servers speak: openai: tools/serve.py (serve_weight_updates: true); vllm: vLLM's, with "
+        "VLLM_SERVER_DEV_MODE=1 and --logprobs-mode processed_logprobs; sglang: SGLang's",
+    )
+    server_timeout_s: float = key(
+        600.0,
+        "Seconds that a server may take for an answer or for new weights; a server that cannot be reached is tried "
+        "again for so long",
+        gt=0,
+    )
+    sync: str | None = key(
+        None,
+        "Folder, which servers see under the same name, of the weights for them, in HuggingFace's format, those of a "
+        "generation in one folder; the last ones stay. Unset: rollout_weights in save",
+    )
+    staleness: int = key(
+        0,
+        "servers: answers are asked for so many generations ahead, while training goes on, so that they are written "
+        "with weights of so many generations before. rl_importance_cap weighs the difference, logprob_bound sees it",
+        ge=0,
+    )
+    shuffle: bool = key(True, "Take the prompts in another random order in each pass; false: as they stand")
+
+
+@dataclass(frozen=True)
 class Lora:
     """The sub-keys of `lora`, with the meanings of peft's LoraConfig."""
 

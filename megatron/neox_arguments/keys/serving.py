@@ -29,4 +29,9 @@ class ServingKeys:
     )
     serve_body_timeout_s: float = new_key(30.0, "Time in which a body must have come", gt=0)
     serve_request_timeout_s: float = new_key(600.0, "Time in which a request must be answered", gt=0)
+    serve_weight_updates: bool = new_key(
+        False,
+        "Whoever may ask the server may give it other weights of its model (POST /v1/update_weights), as the servers "
+        "of `rollout` need",
+    )
     serve_shutdown_timeout_s: float = new_key(30.0, "Time that requests have to end after SIGTERM or Ctrl-C", ge=0)

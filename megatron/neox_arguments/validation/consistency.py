@@ -12,6 +12,7 @@ from megatron.neox_arguments.validation.model import (
     validate_trainable,
 )
 from megatron.neox_arguments.validation.preferences import validate_preferences
+from megatron.neox_arguments.validation.rollouts import validate_rollouts
 from megatron.neox_arguments.validation.schedule import validate_schedule
 from megatron.neox_arguments.validation.unlearning import validate_unlearning
 from megatron.neox_arguments.values.best_metric import best_metric
@@ -38,6 +39,7 @@ def validate(args: ResolvedArgs) -> ErrorCollector:
     validate_preferences(args, problems)
     validate_unlearning(args, problems)
     validate_distillation(args, problems)
+    validate_rollouts(args, problems)
     return problems
 
 

@@ -84,7 +84,7 @@ def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check that the data are of the kind that the losses read: texts, pairs of answers, or judged
     answers."""
     pairwise = args.dataset_impl == "pairwise"
-    if pairwise and sample_kind(args) == "texts":
+    if pairwise and sample_kind(args) in ("texts", "rollouts"):
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")
     if sample_kind(args) == "pairs" and not pairwise:
         problems.add("dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise")
@@ -107,7 +107,7 @@ def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    if sample_kind(args) == "texts":
+    if sample_kind(args) in ("texts", "rollouts"):
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
                 problems.add(key, f"is for preferences, not train_impl {args.cite('train_impl')}; remove it")

@@ -8,8 +8,9 @@ from megatron.neox_arguments.resolved import ResolvedArgs
 _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where others stand, takes about that
 
 
-def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers"]:
-    """What a sample of a run is: tokens to be predicted, two answers to a prompt, or one that is judged."""
+def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers", "rollouts"]:
+    """What a sample of a run is: tokens to be predicted, two answers to a prompt, one that is judged, or one
+    that the model writes itself."""
     return TRAIN_IMPLS[args.train_impl].reads
 
 
@@ -28,6 +29,8 @@ def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
 
 def needs_reference(args: ResolvedArgs) -> bool:
     """Whether batches hold the log-probabilities of a reference model."""
+    if sample_kind(args) == "rollouts":
+        return args.kl_div_beta > 0.0
     among_losses = any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
     return among_losses or forgets_beside_reference(args) or retains_by_divergence(args)
 
@@ -53,7 +56,20 @@ def reference_by(args: ResolvedArgs) -> Literal["cache", "on_the_fly"]:
     """`dpo_reference`, and what its `auto` is."""
     if args.dpo_reference != "auto":
         return args.dpo_reference
-    return "cache" if args.lora is None else "on_the_fly"
+    return "cache" if args.lora is None and sample_kind(args) != "rollouts" else "on_the_fly"
+
+
+def penalises_divergence(args: ResolvedArgs) -> bool:
+    """Whether answers that the model writes are compared with a reference model's whole distributions
+    (`kl_impl: full`)."""
+    return sample_kind(args) == "rollouts" and args.kl_div_beta > 0.0 and args.kl_impl == "full"
+
+
+def loss_temperature(args: ResolvedArgs) -> float:
+    """What the logits of answers are divided by in the loss: by as much as the sampler did (`rollout`)."""
+    if sample_kind(args) != "rollouts" or args.rollout is None:
+        return 1.0
+    return args.rollout["temperature"] or 1.0
 
 
 def asks_teacher(args: ResolvedArgs) -> bool:

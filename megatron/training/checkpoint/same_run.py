@@ -130,7 +130,12 @@ def _was(manifest: Manifest, key: str) -> Any:
         return False
     if key == "train_epochs":
         return any(name.endswith("_per_epoch") for name in order)
-    return manifest.config.get(key, keys_of(NeoXArgs)[key].default)
+    section, _, name = key.partition(".")
+    declared = keys_of(NeoXArgs)[section]
+    if not name:
+        return manifest.config.get(key, declared.default)
+    assert declared.section is not None
+    return (manifest.config.get(section) or {}).get(name, keys_of(declared.section)[name].default)
 
 
 def _earlier_layout(order: Mapping[str, Any]) -> dict[str, list[list[int]]]:
@@ -145,7 +150,10 @@ def _changed_files(manifest: Manifest, now: Mapping[str, Any], args: NeoXArgs) -
     """Sets that are not what they were: their number, else their content, else their weights."""
     was = manifest.data["files"]
     if was.keys() != now.keys():
-        keys = sorted({path_key(name) for name in was.keys() ^ now.keys()}, key=lambda key: getattr(args, key) is None)
+        keys = sorted(
+            {path_key(name) for name in was.keys() ^ now.keys()},
+            key=lambda key: getattr(args, key.partition(".")[0]) is None,
+        )
         counts = [[sum(path_key(name) == key for name in side) for side in (now, was)] for key in keys]
         return [ConfigChange(key, _sets(here), _sets(saved)) for key, (here, saved) in zip(keys, counts, strict=True)]
     changes, weights = [], []
@@ -165,9 +173,9 @@ def _content(key: str, here: Mapping[str, Any] | None, there: Mapping[str, Any] 
     """The first fact of two fingerprints that differs."""
     if here is None or there is None:
         return [] if here == there else [ConfigChange(key, _sets(here is not None), _sets(there is not None))]
-    for fact in ("idx_sha256", "bin_bytes", "bin_blocks_sha256"):
-        if here[fact] != there[fact]:
-            return [ConfigChange(key, f"{fact} {str(here[fact])[:16]}", f"{str(there[fact])[:16]}")]
+    for fact in ("idx_sha256", "bin_bytes", "bin_blocks_sha256", "sha256"):
+        if here.get(fact) != there.get(fact):
+            return [ConfigChange(key, f"{fact} {str(here.get(fact))[:16]}", f"{str(there.get(fact))[:16]}")]
     return []
 
 

@@ -42,6 +42,8 @@ from megatron.mpu import HeadInput, Linear
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import (
     least_prefix_saving,
+    loss_temperature,
+    penalises_divergence,
     reference_by,
     retains_by_divergence,
     scores_reference,
@@ -190,26 +192,26 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
         for layer, name, param in stage_parameters(stage, copies=True):
             param.copy_(weights[layer][name])
 
-    read = partial(label_logprobs, group=groups.group("tensor"), columns=args.softmax_rows)
+    group, columns, temperature = groups.group("tensor"), args.softmax_rows, loss_temperature(args)
+    read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
 
     def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
         with nullcontext() if engine.stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
             return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
 
-    def scores(batches: list[Batch]) -> list[torch.Tensor]:
-        logprobs = run(batches, read, lambda batch: tuple(batch.tokens.shape))
-        return [response_sums(values, batch) for values, batch in zip(logprobs, batches, strict=True)]
+    def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
+        return run(batches, read, lambda batch: tuple(batch.tokens.shape))
 
-    return partial(_filled, scores, partial(_outputs, run, groups.device) if retains_by_divergence(args) else None)
+    return partial(_filled, logprobs, partial(_outputs, run, groups.device) if _by_divergence(args) else None)
 
 
 def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """`frozen_copy` of nothing: the engine's own weights, for that time without what is trained beside
     them."""
 
-    def scores(batches: list[Batch]) -> list[torch.Tensor]:
+    def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
         with without_adapters(engine.stage):
-            return engine.scores(batches)
+            return engine.step_logprobs(batches)
 
     def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
         with without_adapters(engine.stage):
@@ -222,7 +224,12 @@ def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch
 
         return [partial(beside, use) for use in _outputs(run, engine.groups.device, batches)]
 
-    return partial(_filled, scores, outputs if retains_by_divergence(engine.args) else None)
+    return partial(_filled, logprobs, outputs if _by_divergence(engine.args) else None)
+
+
+def _by_divergence(args: NeoXArgs) -> bool:
+    """Whether batches are compared with the reference's whole distributions."""
+    return retains_by_divergence(args) or penalises_divergence(args)
 
 
 def _outputs(run: Callable[..., Any], device: torch.device, batches: list[Batch]) -> list[Use]:
@@ -238,32 +245,44 @@ def _outputs(run: Callable[..., Any], device: torch.device, batches: list[Batch]
 
 
 def _filled(
-    scores: Callable[[list[Batch]], list[torch.Tensor]],
+    logprobs: Callable[[list[Batch]], list[torch.Tensor]],
     outputs: Callable[[list[Batch]], list[Use]] | None,
     batches: list[Batch],
 ) -> list[Batch]:
-    """The batches with `reference_logprobs` where they have answers, and `reference_output` where they are to
-    be retained and `outputs` gives it."""
+    """The batches with `reference_logprobs`, those of tokens where the model wrote the answers itself; or
+    with `reference_output` where they are compared with the distributions that `outputs` gives."""
 
     def scored(some: list[Batch]) -> list[Batch]:
         if not some:
             return []
-        filled = [replace(b, reference_logprobs=sums) for b, sums in zip(some, scores(some), strict=True)]
+        pairs = zip(some, logprobs(some), strict=True)
+        filled = [replace(batch, reference_logprobs=response_sums(values, batch)) for batch, values in pairs]
         others = [batch.kl_batch for batch in filled if batch.kl_batch is not None]
         if not others:
             return filled
         return [replace(batch, kl_batch=kl) for batch, kl in zip(filled, scored(others), strict=True)]
 
-    compared = iter(scored([batch for batch in batches if batch.response_ids is not None]))
-    batches = [next(compared) if batch.response_ids is not None else batch for batch in batches]
-    retained = [batch for batch in batches if batch.role == "retain"]
-    if outputs is None or not retained:
-        return batches
-    uses = outputs(retained)
-    given = iter(
-        retained if not uses else [replace(b, reference_output=u) for b, u in zip(retained, uses, strict=True)]
-    )
-    return [next(given) if batch.role == "retain" else batch for batch in batches]
+    def beside_distributions(some: list[Batch]) -> list[Batch]:
+        uses = outputs(some) if outputs is not None and some else []
+        return some if not uses else [replace(b, reference_output=u) for b, u in zip(some, uses, strict=True)]
+
+    def beside_tokens(some: list[Batch]) -> list[Batch]:
+        found = logprobs(some) if some else []
+        of_answers = [batch.rollout for batch in some]
+        return [
+            replace(batch, rollout=replace(known, reference_logprobs=values))  # type: ignore[type-var]
+            for batch, known, values in zip(some, of_answers, found, strict=True)
+        ]
+
+    def fill(chosen: Callable[[Batch], bool], by: Callable[[list[Batch]], list[Batch]], of: list[Batch]) -> list[Batch]:
+        filled = iter(by([batch for batch in of if chosen(batch)]))
+        return [next(filled) if chosen(batch) else batch for batch in of]
+
+    batches = fill(lambda batch: batch.response_ids is not None, scored, batches)
+    if outputs is not None:
+        return fill(lambda batch: batch.role == "retain" or batch.rollout is not None, beside_distributions, batches)
+    unknown = lambda batch: batch.rollout is not None and batch.rollout.reference_logprobs is None  # noqa: E731
+    return fill(unknown, beside_tokens, batches)
 
 
 class _ReferenceCache:

@@ -1,0 +1,160 @@
+"""Checks of the keys of reinforcement learning: prompts, answers, rewards and losses."""
+
+import re
+
+from megatron.neox_arguments.errors import ErrorCollector
+from megatron.neox_arguments.keys.declaration import keys_of
+from megatron.neox_arguments.keys.sections import Rollout
+from megatron.neox_arguments.resolved import ResolvedArgs
+from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.rollouts import DATASERVER_KEYS, rollout_servers
+
+_NOT_WITH = {
+    "data_path": "prompts are those of rollout.prompts",
+    "train_data_paths": "prompts are those of rollout.prompts",
+    "valid_data_paths": "prompts are those of rollout.prompts",
+    "test_data_paths": "prompts are those of rollout.prompts",
+    "train_epochs": "say how long the run is by train_iters",
+    "seq_curriculum": "cuts rows, and answers are whole",
+    "curriculum_learning": "cuts rows, and answers are whole",
+    "eod_mask_loss": "the end of an answer is trained",
+    "loss_mask_token_ids": "all tokens of an answer are trained",
+    "reset_attention_mask": "a row holds one answer",
+    "reset_position_ids": "a row holds one answer",
+    "dpo_reference": "the reference scores answers that no cache holds",
+    "pack_impl": "a row holds one answer",
+    "allow_chopped": "answers are whole",
+    "truncate_documents": "is for documents; see rollout.max_prompt_length",
+    "drop_last": "is for documents",
+    "limit_samples": "say how long the run is by train_iters",
+    "precompute_model_name": "answers are not known before",
+}
+
+
+_OF_SERVERS = ("server_api", "server_timeout_s", "sync", "staleness")
+
+
+def validate_rollouts(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that a run which writes its own samples has what it needs, and asks for nothing else."""
+    online = args.dataset_impl == "online"
+    if sample_kind(args) != "rollouts":
+        if online:
+            problems.add(
+                "dataset_impl", f"online is for train_impl: reinforce, not {args.cite('train_impl')}; set that"
+            )
+        for key in ("serve_model_weights", "weight_server_port", *DATASERVER_KEYS):
+            if getattr(args, key) != keys_of(type(args))[key].default:
+                problems.add(key, "is for train_impl: reinforce with rollout.servers; set these, or remove it")
+        return
+    if not online:
+        problems.add("dataset_impl", f"train_impl {args.cite('train_impl')} writes its own samples; set online")
+    for key, why in _NOT_WITH.items():
+        if args.user_values.get(key) is not None and getattr(args, key) != keys_of(type(args))[key].default:
+            problems.add(key, f"{why}; remove it, or train_impl ({args.origin('train_impl')})")
+    _rewards(args, problems)
+    if args.moe_num_experts > 1:
+        unlike = [key for key in ("moe_jitter_eps", "moe_expert_capacity_factor") if getattr(args, key) is not None]
+        for key in [*unlike, *(["moe_router_type"] if args.moe_router_type == "sinkhorn" else [])]:
+            problems.add(key, "chooses experts in training otherwise than in sampling, so that another model would be "
+                              f"trained than has answered; change it (now {args.cite(key)})")  # fmt: skip
+    if args.rl_loss_type == "cispo" and args.rl_epsilon_high is None:
+        problems.add("rl_epsilon_high", "is the largest ratio of rl_loss_type: cispo, which needs it; 5 is common")
+    if args.rl_loss_type == "cispo" and args.user_values.get("rl_epsilon") is not None:
+        problems.add("rl_epsilon", "cispo has no lower bound; remove it")
+    if args.kl_div_beta == 0.0:
+        for key in ("kl_impl", "rl_kl_in_reward", "rl_kl_by_ratio"):
+            if getattr(args, key) != keys_of(type(args))[key].default:
+                problems.add(key, f"nothing reads it while kl_div_beta is 0 ({args.origin('kl_div_beta')}); remove it")
+    elif args.rl_kl_in_reward and args.kl_impl == "full":
+        problems.add("kl_impl", "full is a loss: its gradient is that of whole distributions; set another for "
+                     f"rl_kl_in_reward ({args.origin('rl_kl_in_reward')})")  # fmt: skip
+    elif args.rl_kl_by_ratio and (args.rl_kl_in_reward or args.kl_impl == "full"):
+        problems.add("rl_kl_by_ratio", "is for a KL of tokens in the loss; remove it, or "
+                     f"{args.cite('rl_kl_in_reward' if args.rl_kl_in_reward else 'kl_impl')}")  # fmt: skip
+    if args.rollout is None:
+        problems.add("rollout.prompts", f"is required by train_impl {args.cite('train_impl')}: files of prompts")
+        return
+    _rollout(args, problems)
+
+
+def _rewards(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    weights, judges = args.reward_weights, [*(args.reward_functions or ()), *filter(None, [args.reward_model])]
+    if not judges:
+        problems.add("reward_functions", f"is required by train_impl {args.cite('train_impl')}, or reward_model: what "
+                     "judges answers")  # fmt: skip
+    elif weights is not None and len(weights) != len(judges):
+        problems.add("reward_weights", f"expected {len(judges)}, of {', '.join(judges)}, got {len(weights)}")
+
+
+def _rollout(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    assert args.rollout is not None
+    most, of_prompt = args.rollout["max_completion_length"], args.rollout["max_prompt_length"]
+    if (of_prompt or 1) + 1 > args.seq_length:
+        problems.add(
+            "rollout.max_prompt_length", f"leaves no place for an answer in {args.cite('seq_length')}; lower it"
+        )
+    elif most > args.seq_length:
+        problems.add("rollout.max_completion_length", f"is more than a row holds ({args.cite('seq_length')}); lower it")
+    if (args.rl_overlong_buffer or 0) > most:
+        problems.add("rl_overlong_buffer", f"is more than an answer may have ({most} tokens, "
+                     f"{args.origin('rollout.max_completion_length')}); lower it")  # fmt: skip
+    if args.rollout["num_generations"] == 1 and _needs_groups(args):
+        problems.add("rollout.num_generations", "an answer alone has nothing to be compared with; set 2 or more (now "
+                     f"{args.origin('rollout.num_generations')})")  # fmt: skip
+    if args.rollout["exact"] and args.compile not in (False, "auto"):
+        problems.add("rollout.exact", "compiled blocks are compiled once more for passes without gradients, and round "
+                     "otherwise; set compile: auto")  # fmt: skip
+    if args.rollout["servers"] == ():
+        problems.add("rollout.servers", "names none; remove it, and the training processes write the answers")
+    _servers(args, problems)
+    answers = args.train_batch_size and args.train_batch_size * args.rollout["steps_per_generation"]
+    if answers and answers % args.rollout["num_generations"]:
+        problems.add("rollout.num_generations", f"{args.rollout['num_generations']} answers to a prompt do not divide "
+                     f"the {answers} of a generation (train_batch_size x steps_per_generation)")  # fmt: skip
+
+
+def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    assert args.rollout is not None
+    servers = rollout_servers(args)
+    if not servers:
+        defaults = {name: key.default for name, key in keys_of(Rollout).items()}
+        for name in _OF_SERVERS:
+            if args.rollout[name] != defaults[name]:
+                problems.add(f"rollout.{name}", "is of servers, and the training processes write the answers; set "
+                             "rollout.servers, or remove it")  # fmt: skip
+        if args.serve_model_weights:
+            problems.add("serve_model_weights", "no server is there to fetch them; set rollout.servers, or remove it")
+        return
+    given = [key for key in DATASERVER_KEYS if args.user_values.get(key) is not None]
+    if args.rollout["servers"] is not None and given:
+        problems.add(given[0], f"rollout.servers ({args.origin('rollout.servers')}) says the same; remove one of them")
+    elif given and len(servers) not in _lengths(args):
+        problems.add(given[0], "expected as many hosts as ports, or one of either")
+    for address in servers:
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
+            problems.add("rollout.servers", f"{address}: expected http://HOST:PORT")
+    ours = f"; remove it, or rollout.servers ({args.origin('rollout.servers')})"
+    if args.rollout["exact"]:
+        problems.add("rollout.exact", f"samples by the forward pass of training{ours}")
+    if args.lora is not None:
+        problems.add("lora", f"servers are given whole models, and adapters are none{ours}")
+    if args.rollout["sync"] is None and (args.save is None or "://" in args.save):
+        problems.add("rollout.sync", "where servers find the weights; set it to a folder that they see too")
+    if args.serve_model_weights:
+        if args.rollout["server_api"] != "openai":
+            problems.add("serve_model_weights", f"{args.rollout['server_api']} reads weights from folders alone "
+                         f"({args.origin('rollout.server_api')}); remove it, and let rollout.sync be a folder that all "
+                         "see")  # fmt: skip
+        if not isinstance(args.weight_server_port, int) and len(args.weight_server_port) != 1:
+            problems.add("weight_server_port", "one server hands out all weights; give one port")
+
+
+def _lengths(args: ResolvedArgs) -> set[int]:
+    """How many servers the hosts, and the ports, of GPT-NeoX's keys may stand for; a single one for any."""
+    hosts, ports = args.online_dataserver_ips, args.online_dataserver_ports
+    counts = {1 if isinstance(hosts, str) else len(hosts), 1 if isinstance(ports, int) else len(ports)}
+    return counts if len(counts) == 1 else counts - {1} if len(counts - {1}) == 1 else set()
+
+
+def _needs_groups(args: ResolvedArgs) -> bool:
+    return args.rl_loss_type != "reinforce" or args.reinforce_leave_one_out

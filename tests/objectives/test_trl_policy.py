@@ -1,0 +1,234 @@
+"""The losses and advantages of reinforcement learning against TRL 1.16's GRPOTrainer and RLOOTrainer: value,
+gradient of every weight, and metrics, in any split of a step; GPT-NeoX's moving average."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.data import Batch
+from megatron.data.batch import places_of_loss
+from megatron.neox_arguments.errors import ConfigError
+from megatron.objectives import build_objective
+from megatron.objectives.advantages import (
+    HISTORY,
+    beside_group,
+    beside_history,
+    groups_without_signal,
+    leave_one_out,
+)
+from megatron.objectives.reinforcement import DIFFERENCE, MEANS, divergence
+from megatron.rollouts.answers import Answer, at_labels, batch_of
+from tests.model.stages import gradients, stage_with
+from tests.objectives.steps import step_loss
+from tests.objectives.test_trl import FOLDER, args_with, forward_of, unflat
+
+STORED: dict[str, Any] = json.loads((FOLDER / "trl_policy.json").read_text())
+CASES: dict[str, dict[str, Any]] = STORED["cases"]
+ROLLOUTS: dict[str, Any] = STORED["rollouts"]
+SCORED: dict[str, dict[str, Any]] = STORED["advantages"]
+SCALES: tuple[Literal["group", "batch", "none"], ...] = ("group", "batch", "none")
+WIDTH = 20
+SPLITS = (range(8),), (range(3), range(3, 8))
+
+
+@cache
+def arrays() -> dict[str, np.ndarray]:
+    with np.load(FOLDER / "trl_policy.npz") as archive:
+        return dict(archive)
+
+
+def loss_of(case: dict[str, Any]) -> str:
+    """Our name of TRL's loss; in one micro-batch bnpo is dapo."""
+    if case["kind"] == "rloo":
+        return "rloo"
+    if case.get("importance_sampling_level") == "sequence":
+        return "gspo"
+    return {"bnpo": "dapo"}.get(case["loss_type"], case["loss_type"])
+
+
+def keys_of(case: dict[str, Any]) -> dict[str, Any]:
+    """TRL's options in our keys."""
+    keys: dict[str, Any] = {
+        "train_impl": "reinforce", "dataset_impl": "online", "reward_functions": ["rewards.py:right"],
+        "rl_loss_type": loss_of(case), "kl_div_beta": case["beta"], "rl_epsilon_high": case["epsilon_high"],
+        "rl_importance_cap": case.get("vllm_importance_sampling_clip_max"),
+        "rollout": {
+            "prompts": ["prompts.jsonl"], "num_generations": ROLLOUTS["group"], "temperature": case["temperature"],
+            "max_completion_length": ROLLOUTS["max_completion_length"],
+        },
+    }  # fmt: skip
+    if "epsilon" in case:
+        keys["rl_epsilon"] = case["epsilon"]
+    if case.get("use_bias_correction_kl"):
+        keys["rl_kl_by_ratio"] = True
+    if case["beta"]:
+        keys |= {"kl_impl": "kl", "rl_kl_in_reward": True} if case["kind"] == "rloo" else {"kl_impl": "k3"}
+    return keys
+
+
+def batches_of(name: str, rows: range, all_places: bool) -> Batch:
+    """A micro-batch of answers as TRL was given them."""
+    case, found = CASES[name], arrays()
+    old, reference = found[f"old_{name}"], found.get(f"reference_{name}")
+    answers = [
+        Answer(
+            ROLLOUTS["prompts"][row],
+            tokens,
+            (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist(),
+            True,
+        )
+        for row, tokens in enumerate(ROLLOUTS["answers"])
+    ]
+    of_tokens = [old[row, : len(answer.tokens)].tolist() for row, answer in enumerate(answers)]
+    batch = batch_of(
+        [answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
+        advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
+        old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows], all_places=all_places,
+    )  # fmt: skip
+    if reference is not None:
+        values = [at_labels(answers[row], reference[row, : len(answers[row].tokens)], WIDTH) for row in rows]
+        assert batch.rollout is not None
+        batch = replace(batch, rollout=replace(batch.rollout, reference_logprobs=torch.from_numpy(np.stack(values))))
+    if case.get("tools"):
+        trained = np.stack([at_labels(answers[row], ROLLOUTS["mask"][row], WIDTH) for row in rows]).astype(np.int64)
+        places = None if all_places else places_of_loss(trained)
+        batch = replace(batch, loss_weights=torch.from_numpy(trained), loss_places=places)
+    return batch
+
+
+def step_of(name: str, split: tuple[range, ...], all_places: bool) -> tuple[float, Tensor, dict[str, Tensor]]:
+    """Loss, gradient of all weights and metrics."""
+    args = args_with()
+    stage, case = stage_with(args, unflat(args, arrays()["policy"])), CASES[name]
+    batches = [batches_of(name, rows, all_places) for rows in split]
+    loss, metrics = step_loss(build_objective(args_with(**keys_of(case))), forward_of(stage), batches)
+    loss.backward()
+    grads = gradients(stage)
+    return float(loss.detach()), torch.cat([grads[key].flatten() for key in sorted(grads)]), metrics
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_value_gradient_and_metrics(name: str) -> None:
+    case, expected = CASES[name], torch.from_numpy(arrays()[f"gradient_{name}"])
+    theirs = case["metrics"]
+    for split in SPLITS:
+        loss, gradient, metrics = step_of(name, split, all_places=len(split) > 1)
+        assert loss == pytest.approx(case["loss"], rel=1e-5, abs=5e-7)
+        assert float((gradient - expected).norm() / expected.norm()) < 1e-5
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        if case.get("accumulation"):  # theirs are of the last micro-batch
+            continue
+        pairs = {"entropy": "entropy", "clip_ratio/low_mean": "clip_ratio/low_mean"}
+        pairs["clip_ratio/high_mean"] = "cispo_clip_ratio" if loss_of(case) == "cispo" else "clip_ratio/high_mean"
+        if case.get("vllm"):
+            pairs[DIFFERENCE] = "sampling/sampling_logp_difference/mean"
+        if MEANS[loss_of(case)] != "answers":  # theirs is a mean over tokens, ours weighs them as the loss does
+            pairs["kl"] = "kl"
+        shared = [key for key in pairs if key in metrics and pairs[key] in theirs]
+        assert len(shared) >= 2
+        for key in shared:
+            assert float(metrics[key]) == pytest.approx(theirs[pairs[key]], rel=2e-5, abs=1e-6), key
+
+
+def test_the_cases_are_clipped_on_both_sides() -> None:
+    for name, case in CASES.items():
+        theirs = case["metrics"]
+        if case.get("first"):
+            assert theirs["clip_ratio/region_mean"] == 0.0
+        elif loss_of(case) == "cispo":
+            assert 0.05 < theirs["cispo_clip_ratio"] < 0.95
+        else:
+            assert theirs["clip_ratio/low_mean"] > 0.1 and theirs["clip_ratio/high_mean"] > 0.1, name
+
+
+def test_reinforce_has_the_gradient_of_a_first_step() -> None:
+    """Where nothing is clipped yet, ratio and log-probability have the same gradient."""
+    keys, args = {**keys_of(CASES["dapo_first"]), "rl_loss_type": "reinforce"}, args_with()
+    objective = build_objective(args_with(**{key: value for key, value in keys.items() if "epsilon" not in key}))
+    stage = stage_with(args, unflat(args, arrays()["policy"]))
+    loss, _ = step_loss(objective, forward_of(stage), [batches_of("dapo_first", rows, False) for rows in SPLITS[1]])
+    loss.backward()
+    grads = gradients(stage)
+    actual, expected = torch.cat([grads[key].flatten() for key in sorted(grads)]), arrays()["gradient_dapo_first"]
+    torch.testing.assert_close(actual, torch.from_numpy(expected), rtol=1e-4, atol=1e-5 * float(abs(expected).max()))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"kl_impl": "full"}, {"rl_kl_in_reward": True}, {"kl_impl": "mse", "kl_div_beta": 0.0}]
+)
+def test_a_ratio_needs_a_kl_of_tokens_in_the_loss(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="rl_kl_by_ratio"):
+        args_with(**{**keys_of(CASES["grpo_kl_by_ratio"]), **changes})
+
+
+def test_estimators_of_the_kl() -> None:
+    above = torch.tensor([-2.0, 0.0, 1.0])
+    logprobs = torch.tensor([-3.0, -1.0, -0.5])
+    expected = {
+        "kl": [-2.0, 0.0, 1.0], "abs": [2.0, 0.0, 1.0], "mse": [2.0, 0.0, 0.5],
+        "k3": [math.exp(2.0) - 3.0, 0.0, math.exp(-1.0)],
+    }  # fmt: skip
+    for name, values in expected.items():
+        torch.testing.assert_close(divergence(name, logprobs, logprobs - above), torch.tensor(values))
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_advantages(name: str) -> None:
+    given = SCORED[name]["rewards"]
+    rewards = np.array([math.nan if value is None else value for group in given for value in group])
+    size = ROLLOUTS["group"]
+    for scale in SCALES:
+        np.testing.assert_allclose(beside_group(rewards, size, scale), SCORED[name][scale], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(leave_one_out(rewards, size), SCORED[name]["leave_one_out"], rtol=1e-5, atol=1e-6)
+    if name == "all":  # groups of too few rewards count here, and not there
+        assert groups_without_signal(rewards, size) == SCORED[name]["equal"] == 0.25
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if CASES[name]["kind"] == "rloo"])
+def test_advantages_with_the_kl_in_rewards(name: str) -> None:
+    case, found = CASES[name], arrays()
+    rewards = np.array(ROLLOUTS["rewards"])
+    if case["beta"]:
+        both = (torch.from_numpy(found[f"{key}_{name}"]) for key in ("old", "reference"))
+        rewards = rewards - case["beta"] * divergence("kl", *both).sum(1).double().numpy()
+    ours = leave_one_out(rewards, ROLLOUTS["group"])
+    np.testing.assert_allclose(ours, found[f"advantages_{name}"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_moving_average() -> None:
+    """GPT-NeoX's: of the last rewards, the new ones among them; one that is missing counts nowhere."""
+    new = np.array([1.0, math.nan, 4.0, -2.0])
+    np.testing.assert_allclose(beside_history(new, []), [0.0, 0.0, 3.0, -3.0])
+    np.testing.assert_allclose(beside_history(new, [2.0, 5.0]), [-1.0, 0.0, 2.0, -4.0])
+    before = np.arange(1000.0)
+    mean = (sum(before[-(HISTORY - 3) :]) + 3.0) / HISTORY
+    np.testing.assert_allclose(beside_history(new, before.tolist()), [1 - mean, 0.0, 4 - mean, -2 - mean])
+    many = np.arange(HISTORY + 50.0)
+    np.testing.assert_allclose(beside_history(many, [1e6]), many - many[50:].mean())
+    np.testing.assert_array_equal(beside_history(np.full(3, math.nan), []), np.zeros(3))
+
+
+@pytest.mark.soak
+def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    subprocess.run([sys.executable, "-m", "tests.objectives.trl_policy", str(tmp_path)], check=True)
+    again = json.loads((tmp_path / "trl_policy.json").read_text())
+    assert again["cases"].keys() == CASES.keys() and again["rollouts"] == ROLLOUTS
+    with np.load(tmp_path / "trl_policy.npz") as made:
+        assert set(made) == set(arrays())
+        for name, case in CASES.items():
+            assert again["cases"][name]["loss"] == pytest.approx(case["loss"], rel=1e-5, abs=1e-6)
+            np.testing.assert_allclose(made[f"gradient_{name}"], arrays()[f"gradient_{name}"], rtol=1e-4, atol=1e-5)
+    for name, values in SCORED.items():
+        for key in (*SCALES, "leave_one_out"):
+            np.testing.assert_allclose(again["advantages"][name][key], values[key], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,211 @@
+"""Losses, gradients, metrics and advantages of TRL's GRPOTrainer and RLOOTrainer for one tiny model and a few
+answers: made once, kept in tests/data/posttrain. To make them again:
+`python -m tests.objectives.trl_policy tests/data/posttrain`.
+
+Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. The
+log-probabilities before the first step are those of a model whose weights are a little apart, so that ratios
+are clipped.
+"""
+
+import json
+import math
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.trainer.utils import split_tensor_dict
+
+from tests.objectives.cases import VOCAB
+from tests.objectives.trl_reference import flat, metrics, model, words
+
+GROUP, MOST = 4, 12  # answers to a prompt, tokens of an answer
+APART = 0.03  # of the weights before the first step
+LENGTHS = (3, (2, 9, 5, 12)), (7, (4, 1, 8, 6))  # of each prompt, and of its answers
+REWARDS = [0.5, 2.0, -1.0, 0.25, 3.0, 1.0, 1.5, -0.5]
+SCORED: dict[str, list[list[float | None]]] = {
+    "all": [[0.5, 2.0, -1.0, 0.25], [1.0, 1.0, 1.0, 1.0], [3.0, 2.0, 100.0, -7.0], [0.0, 0.0, 0.0, 1.0]],
+    "some": [
+        [0.5, None, -1.0, 0.25], [0.5, 0.5, None, 0.5], [None] * 4, [None, None, 2.0, None], [None, 3.0, -1.0, None],
+        [0.0, 0.0, 0.0, 0.0], [-2.0, 5.0, 1.0, 1.5],
+    ],
+    "one": [[None, None, 2.0, None], [None] * 4],
+    "none": [[None] * 4, [None] * 4],
+}  # fmt: skip
+
+
+def rollouts() -> dict[str, Any]:
+    """Prompts and answers as token ids; of each token of an answer by how much its sampler's log-probability
+    is below the trainer's, and whether it is trained."""
+    generator = np.random.default_rng(7)
+    rows: list[tuple[list[int], list[int]]] = []
+    for size, lengths in LENGTHS:
+        prompt = generator.integers(4, VOCAB, size).tolist()
+        rows += [(prompt, generator.integers(4, VOCAB, length).tolist()) for length in lengths]
+    below = [(0.4 * generator.standard_normal(len(answer))).tolist() for _, answer in rows]
+    mask = [[1] * len(answer) for _, answer in rows]
+    mask[1][2:5], mask[3][0:2], mask[4], mask[6][7:] = [0] * 3, [0] * 2, [0] * 4, [0]
+    return {
+        "prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
+        "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST,
+    }  # fmt: skip
+
+
+def moved(seed: int) -> LlamaForCausalLM:
+    """The model with its weights a little apart."""
+    made, generator = model(1), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in made.parameters():
+            param.add_(APART * torch.randn(param.shape, generator=generator))
+    return made
+
+
+def trainer_of(folder: str, kind: str, accumulation: int = 1, first: bool = False, **options: Any) -> Any:
+    """TRL's trainer, whose model is as before the first step and whose reference is `model(2)`."""
+    made, config = (GRPOTrainer, GRPOConfig) if kind == "grpo" else (RLOOTrainer, RLOOConfig)
+    reference = Path(folder) / "reference"
+    if not reference.exists():
+        model(2).save_pretrained(reference)
+    before = model(1) if first else moved(3)
+    before.config._name_or_path = str(reference)
+    args = config(
+        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
+        per_device_train_batch_size=len(REWARDS) // accumulation, gradient_accumulation_steps=accumulation,
+        num_generations=GROUP, max_completion_length=MOST, num_iterations=1 if first else 2, **options,
+    )  # fmt: skip
+    return made(
+        model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8), processing_class=words(),
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+    )  # fmt: skip
+
+
+def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[float]] | None = None) -> dict[str, Any]:
+    """What TRL makes of the answers and their rewards. weighed: log-probabilities of the sampler."""
+    known = rollouts()
+    times = len(rewards) // len(REWARDS) + 1
+    prompts, answers = ((known[name] * times)[: len(rewards)] for name in ("prompts", "answers"))
+    masks = known["mask"] if tools else None
+    written = [""] * len(answers)
+    found = (prompts, answers, masks, written, weighed, {}, None, [])
+    trainer._generate = lambda _: found if isinstance(trainer, GRPOTrainer) else (prompts, answers, written)
+    trainer._calculate_rewards = lambda *_: torch.tensor(rewards).unsqueeze(1)
+    trainer.use_vllm = weighed is not None
+    trainer.model.train()
+    return trainer._generate_and_score_completions([{"prompt": "a b"}] * len(rewards))
+
+
+def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Of the tokens of the answers, 0 at padding."""
+    ids, mask = (
+        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
+    )  # fmt: skip
+    with torch.no_grad():
+        values, *_ = trainer._get_per_token_logps_and_entropies(by, ids, mask, inputs["completion_ids"].shape[1])
+    return values * inputs["completion_mask"]
+
+
+def run(
+    folder: str,
+    kind: str,
+    tools: bool = False,
+    vllm: bool = False,
+    accumulation: int = 1,
+    first: bool = False,
+    **options: Any,
+) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
+    """Loss, arrays and metrics of a case: with tokens between that are not trained (tools), weights for what
+    the sampler's probabilities were (vllm), a step of several micro-batches, whose metrics are those of the
+    last, or the first step on its answers."""
+    if vllm:
+        options = {**options, "vllm_importance_sampling_mode": "token_truncate"}
+    trainer = trainer_of(folder, kind, accumulation, first, **options)
+    inputs = scored(trainer, REWARDS, tools)
+    old = logprobs(trainer, trainer.model, inputs)
+    if vllm:
+        below = rollouts()["below"]
+        weighed = [
+            [float(value) - by for value, by in zip(row, shifts, strict=False)]
+            for row, shifts in zip(old, below, strict=True)
+        ]
+        inputs = scored(trainer, REWARDS, tools, weighed)
+    arrays = {"old": old, "advantages": inputs["advantages"]}
+    if trainer.ref_model is not None:
+        arrays["reference"] = logprobs(trainer, trainer.ref_model, inputs)
+    trainer.model.load_state_dict(model(1).state_dict())
+    trainer.current_gradient_accumulation_steps = accumulation  # `Trainer.train` sets it
+    loss = torch.zeros(())
+    for part in split_tensor_dict(inputs, accumulation):
+        loss = loss + trainer._compute_loss(trainer.model, part)
+    loss.backward()
+    grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
+    stored = {name: value.numpy().astype(np.float32) for name, value in arrays.items()}
+    return float(loss.detach()), {**stored, "gradient": flat(grads)}, metrics(trainer)
+
+
+def cases() -> dict[str, dict[str, Any]]:
+    """Name to trainer and settings."""
+    bounds = {"epsilon": 0.1, "epsilon_high": 0.28}
+    losses: dict[str, dict[str, Any]] = {
+        name: {"kind": "grpo", "loss_type": name, **bounds} for name in ("grpo", "dapo", "dr_grpo")
+    }
+    losses["cispo"] = {"kind": "grpo", "loss_type": "cispo", "epsilon_high": 1.1}
+    losses["gspo"] = {"kind": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence", **bounds}
+    kl: dict[str, Any] = {"beta": 0.05, "use_bias_correction_kl": False}
+    by_name: dict[str, dict[str, Any]] = {}
+    for name, options in losses.items():
+        by_name[name] = {**options, "beta": 0.0, "temperature": 1.0}
+        by_name[f"{name}_kl"] = {**options, **kl, "temperature": 0.7}
+        by_name[f"{name}_kl_by_ratio"] = {**options, "beta": 0.05, "use_bias_correction_kl": True, "temperature": 1.0}
+        by_name[f"{name}_tools_cap"] = {
+            **options, **kl, "temperature": 1.3, "tools": True, "vllm": True, "vllm_importance_sampling_clip_max": 1.2,
+        }  # fmt: skip
+    by_name["dapo_first"] = {**losses["dapo"], "beta": 0.0, "temperature": 0.7, "first": True}
+    by_name["grpo_first_cap"] = {
+        **losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
+        "vllm_importance_sampling_clip_max": 1.2,
+    }  # fmt: skip
+    by_name["bnpo"] = {"kind": "grpo", "loss_type": "bnpo", **bounds, **kl, "temperature": 0.7}
+    for name in ("grpo", "dapo", "dr_grpo", "cispo"):
+        by_name[f"{name}_accumulated"] = {**losses[name], **kl, "temperature": 0.7, "accumulation": 2}
+    for beta, temperature in ((0.0, 1.0), (0.0, 0.7), (0.05, 1.3)):
+        by_name[f"rloo_{beta}_{temperature}"] = {"kind": "rloo", **bounds, "beta": beta, "temperature": temperature}
+    return by_name
+
+
+def advantages(folder: str) -> dict[str, dict[str, Any]]:
+    """Of every matrix of rewards: rewards, advantages by their scale or leave_one_out, and the share of
+    groups whose rewards are equal."""
+    grpo, rloo = trainer_of(folder, "grpo", beta=0.0), trainer_of(folder, "rloo", beta=0.0)
+    found: dict[str, dict[str, Any]] = {}
+    for name, groups in SCORED.items():
+        rewards = [math.nan if value is None else value for group in groups for value in group]
+        found[name] = {"rewards": groups}
+        for scale in ("group", "batch", "none"):
+            grpo.scale_rewards = scale
+            found[name][scale] = scored(grpo, rewards, False)["advantages"].tolist()
+        found[name]["equal"] = metrics(grpo)["frac_reward_zero_std"]
+        found[name]["leave_one_out"] = scored(rloo, rewards, False)["advantages"].tolist()
+    return found
+
+
+def main(folder: Path) -> None:
+    arrays, facts = {"policy": flat(dict(model(1).named_parameters()))}, {}
+    with tempfile.TemporaryDirectory() as place:
+        for name, options in cases().items():
+            loss, found, logged = run(place, **options)
+            arrays |= {f"{key}_{name}": value for key, value in found.items()}
+            facts[name] = {**options, "loss": loss, "metrics": logged}
+            print(name, loss, {key: value for key, value in logged.items() if "clip" in key and "mean" in key})
+        whole = {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}
+    np.savez_compressed(folder / "trl_policy.npz", **arrays)  # type: ignore[arg-type]
+    (folder / "trl_policy.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
