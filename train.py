@@ -74,9 +74,17 @@ def main(
             from megatron.generation.on_policy import answers_of
 
             answer = answers_of(training)
+        rollouts = None
         try:
-            train(training, evaluations, answer, operations)
+            if args.rollout is not None and training.iteration < training.args.train_iters:
+                from megatron.rollouts.rollouts import Rollouts
+
+                rollouts = Rollouts(training, log_directory(training.args), training.checkpointer.run_id)
+                evaluations.append(rollouts.record)
+            train(training, evaluations, answer, operations, rollouts)
         finally:
+            if rollouts is not None:
+                rollouts.close()
             if process.rank == 0:
                 report_at_end(training.args, log_directory(training.args), training.logger)
         training.close()

@@ -29,6 +29,7 @@ FLOORS = {
     "evaluation": 3,
     "operations": 3,
     "pipelines": 3,
+    "rollouts": 3,
 }
 # Rooms that may import less, or one neighbour more, than their floor says.
 ONLY = {
@@ -38,6 +39,7 @@ ONLY = {
 }
 NEIGHBOURS = {
     ("mpu", "distributed"), ("checkpointing", "model"), ("callbacks", "model"), ("evaluation", "generation"),
+    ("rollouts", "generation"),
     ("operations", "launch"),  # sites, and what is submitted to Slurm
     ("pipelines", "launch"), ("pipelines", "operations"),  # commands that it starts; jobs, metrics and plots of runs
 }  # fmt: skip

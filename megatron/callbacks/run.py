@@ -1,23 +1,25 @@
 """What a callback may ask of the run that calls it; `megatron.training.Training` has it."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from megatron.callbacks.step import Parts
+from megatron.data import Batch
 from megatron.distributed import Watchdog
 from megatron.model import Model, Stage
-from megatron.mpu import ParallelGroups
+from megatron.mpu import HeadInput, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import Tokenizer
 
 
 class RunEngine(Protocol):
-    """The part of an engine (`megatron.training.engine.Engine`) that a callback may use; all ranks call
-    together."""
+    """The part of an engine (`megatron.training.engine.Engine`) that a callback may use, and what writes the
+    samples of a run; all ranks call together."""
 
     @property
     def stage(self) -> Stage:
@@ -26,6 +28,21 @@ class RunEngine(Protocol):
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32
         values."""
+
+    def complete(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches on this rank's device, with what the objective needs of a reference."""
+
+    def forward_only(
+        self,
+        batches: list[Batch],
+        read: Callable[[HeadInput, Batch], Tensor],
+        shape: Callable[[Batch], tuple[int, ...]],
+    ) -> list[Tensor]:
+        """Read something off hidden states and head of each micro-batch, without gradients; the same on every
+        pipeline rank."""
+
+    def step_logprobs(self, batches: list[Batch]) -> list[Tensor]:
+        """log p(label) `[batch, seq]` fp32 of each micro-batch, as a step on it computes them."""
 
     def sharded_weights(self) -> Parts:
         """fp32 values of trained parameters, such that every element of the model is owned by exactly one
@@ -83,6 +100,10 @@ class TrainingRun(Protocol):
 
     def inference(self) -> AbstractContextManager[Model]:
         """The model as it is now, to generate and to score with; training goes on as if it had not been."""
+
+    def save_hf_model(self, folder: Path) -> None:
+        """Write the model as it is now as the HuggingFace folder `folder`, in the place of an earlier one
+        once it is whole."""
 
     def stopping(self) -> bool:
         """Whether a stop signal has come to this rank, so that what takes long had better be given up."""

@@ -35,6 +35,7 @@ def complete(
     stop: tuple[str, ...] = (),
     stop_token_ids: tuple[int, ...] | None = None,
     logprobs: int | None = None,
+    processed_logprobs: bool = False,
     maximum_rows: int = MAXIMUM_ROWS,
     on_event: Callable[[Event], None] = lambda event: None,
 ) -> list[Completion]:
@@ -42,9 +43,9 @@ def complete(
 
     maximum_tokens: of every prompt, or one a prompt. seeds: one a prompt: what a row becomes depends on it,
     not on the rows beside it. stop: strings that end a text; stop_token_ids: tokens that do, None: the
-    model's. logprobs: as of a `Request`. on_event: called with every event; its id is the prompt's place in
-    `prompts`. All ranks of a model call it together with the same arguments. Raises RequestError for a prompt
-    that is empty or too long, CheckpointError when logits are not numbers.
+    model's. logprobs, processed_logprobs: as of a `Request`. on_event: called with every event; its id is
+    the prompt's place in `prompts`. All ranks of a model call it together with the same arguments. Raises
+    RequestError for a prompt that is empty or too long, CheckpointError when logits are not numbers.
     """
     start_time = time.perf_counter()
     stop_token_ids = model.stop_token_ids if stop_token_ids is None else stop_token_ids
@@ -52,7 +53,12 @@ def complete(
     tokens = sum(map(len, prompts)) + sum(most)
     batcher = Batcher(model, maximum_rows=min(maximum_rows, max(len(prompts), 1)), tokens=tokens)
     for prompt, limit, seed in zip(prompts, most, seeds, strict=True):
-        batcher.add(Request(prompt, sampling, limit, seed, stop, stop_token_ids, logprobs, text=bool(stop)))
+        batcher.add(
+            Request(
+                prompt, sampling, limit, seed, stop, stop_token_ids, logprobs,
+                processed_logprobs=processed_logprobs, text=bool(stop),
+            )
+        )  # fmt: skip
     ids: list[list[int]] = [[] for _ in prompts]
     texts = [""] * len(prompts)
     reported: list[list[Logprob]] = [[] for _ in prompts]

@@ -1,16 +1,22 @@
-"""`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, and reading
-it; and the names of the files of `profile_memory` and of the load of experts beside it."""
+"""`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, reading and
+writing it; and the names of the files beside it, of `profile_memory`, the load of experts and rollouts."""
 
+import itertools
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from megatron.process.logfile import LogFile, say
 
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory_parts.json"
 LOAD_FILE = "router_load.jsonl"
 """A line a logged step: `iteration`, `run_id`, `layers` (NeoX indices) and `load`, of each of these the
 tokens of each expert in units of the mean."""
+ROLLOUTS_FILE = "rollouts.jsonl"
+"""A line an answer of a run that is trained with rewards."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
 
@@ -28,3 +34,31 @@ def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             if isinstance(row, dict) and isinstance(row.get("iteration"), int):
                 yield end, row
+
+
+class JsonlLogger:
+    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once.
+
+    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
+    of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
+    disk that is full.
+    """
+
+    def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and any(row.get("run_id") != run_id for _, row in read_metrics(path)):
+            taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
+            os.replace(path, next(name for name in taken if not name.exists()))
+        if path.exists():
+            earlier = itertools.takewhile(lambda line: line[1]["iteration"] <= iteration, read_metrics(path))
+            os.truncate(path, max((end for end, _ in earlier), default=0))
+        else:
+            path.touch()
+        self._file = LogFile(path, say)
+        self._run_id = run_id
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,7 +1,7 @@
 """The training loop takes steps up to `train_iters`; the callbacks around them, listed in
 `callbacks/build.py`, decide when to save, to evaluate and to stop."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
 from megatron.data import (
@@ -67,11 +67,14 @@ def train(
     evaluations: Sequence[Callback] = (),
     answer: Answer | None = None,
     operations: Sequence[Callback] = (),
+    rollouts: Iterable[list[Batch]] | None = None,
 ) -> None:
     """Train to `train_iters`, or until the run is to stop. evaluations: callbacks of the program, called
     after validation and before saving; the user's own are in `training`. answer: writes the answers of steps
     on policy (`distillation.lmbda`), by the model as it is then. operations: callbacks called after
     evaluations, and begun and closed also where nothing is left to do: a checkpoint may be to publish.
+    rollouts: the micro-batches of this rank of each step still to do, where samples are written and not read
+    (`dataset_impl: online`).
 
     Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
     in place of storing weights or optimizer state that are not finite.
@@ -91,7 +94,7 @@ def train(
             callback.on_train_start(training)
         if progress.iteration == 0:  # what a run looks like before it has learned anything
             _end_step(training, callbacks, Step(0, 0, args.seq_length, None))
-        batches = batches_of(training)
+        batches = batches_of(training) if rollouts is None else iter(rollouts)
         if args.distillation is not None and args.distillation["lmbda"] > 0.0:
             if answer is None:
                 raise ValueError("distillation.lmbda: training needs a function that answers prompts")

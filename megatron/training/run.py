@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -98,6 +99,10 @@ class Training:
                 )
         finally:
             restore_rng(random, self.groups.device, "before inference")
+
+    def save_hf_model(self, folder: Path) -> None:
+        """Write the model as it is now as a HuggingFace folder."""
+        self.checkpointer.save_hf_model(folder, self.progress, {})
 
     def close(self) -> None:
         """Release the engine and leave the process group."""

@@ -13,6 +13,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import LAYOUTS
+from tests.marks import with_more
 from tests.model.stages import Weights, groups_of, stage_with
 from tests.pool import run_ranks
 
@@ -89,8 +90,7 @@ def written(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["one process", *(pytest.param(name, marks=pytest.mark.more) for name in ("tp2", "pp2", "tp2 x pp2"))],
+    "name", with_more(["one process", "tp2", "pp2", "tp2 x pp2"], "tp2 x pp2", soak=["tp2", "pp2"])
 )
 def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
     ranks, layout = LAYOUTS[name]

@@ -153,7 +153,8 @@ class Batcher:
                 row.last_column = 0
                 decoding.extend(place, row.blocks)
             assert self.cache is not None
-            work.append((rows, decoding.forward(self.cache, self.device, sampler, _draw(rows, sampler), top)))
+            draws, divisors = _draw(rows, sampler), self._divisors(rows)
+            work.append((rows, decoding.forward(self.cache, self.device, sampler, draws, top, divisors)))
         return work
 
     def _prefill(self) -> list[tuple[list[SequenceState], Forward]]:
@@ -213,11 +214,19 @@ class Batcher:
             tokens, None if fresh else positions, last, view, sampler, _draw(finished, sampler), _top(rows),
             targets if scoring else None, self._adapters(rows),
             None if self.longest_short is None else torch.tensor([len(row.tokens) for row in rows]),
+            self._divisors(rows),
         )  # fmt: skip
 
     def _adapters(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
         numbers = [row.request.adapter for row in rows]
         return torch.tensor(numbers, device=self.device) if any(numbers) else None
+
+    def _divisors(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
+        """`Forward.divisors`: the temperatures of rows that want `processed_logprobs`."""
+        if not any(row.request.processed_logprobs for row in rows):
+            return None
+        asked = [row.request.sampling.temperature if row.request.processed_logprobs else 1.0 for row in rows]
+        return torch.tensor([temperature or 1.0 for temperature in asked], device=self.device)
 
     def _state_slots(self, rows: Sequence[SequenceState]) -> torch.Tensor | None:
         """`[rows]` int64, where each row's states stand in the cache; None for models without."""

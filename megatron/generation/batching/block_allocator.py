@@ -73,6 +73,12 @@ class BlockAllocator:
             blocks.append(block)
         return blocks, prefix_id
 
+    def forget_prefixes(self) -> None:
+        """Share nothing that was written so far: it is of other weights. Nobody holds a block."""
+        self._unregistered += self._registered
+        for known in (self._registered, self._prefixes, self._keys):
+            known.clear()
+
     def register(self, block: int, prefix_id: int, tokens: Sequence[int]) -> int:
         """Let others share a held block, which is full of `tokens` behind the prefix `prefix_id`; its own
         prefix id."""

@@ -24,7 +24,8 @@ class Forward:
     None: no log-probabilities. targets: `[rows, seq]`, tokens that log-probabilities are wanted of
     everywhere, or None. adapters: `[rows]` int64, the number of each row's (`Request.adapter`); None: none.
     lengths: `[rows]` int64, tokens of the whole text of each row, of which these may be a part; None: rows
-    end with their texts."""
+    end with their texts. divisors: `[rows]` fp32, of logits before log-probabilities of chosen tokens; None:
+    1."""
 
     tokens: Tensor
     positions: Tensor | None
@@ -36,6 +37,7 @@ class Forward:
     targets: Tensor | None = None
     adapters: Tensor | None = None
     lengths: Tensor | None = None
+    divisors: Tensor | None = None
 
     @property
     def width(self) -> int:
@@ -108,7 +110,8 @@ def _read(model: Model, forward: Forward, logits: Tensor) -> Tensor:
     chosen = forward.sampler.sample(logits[:, :vocab], forward.uniforms)
     parts = [chosen.unsqueeze(1).float()]
     if forward.top is not None:
-        parts.append(_logprobs(logits, chosen.clamp(min=0), forward.top, vocab))
+        divided = logits if forward.divisors is None else logits / forward.divisors.to(logits.device).unsqueeze(1)
+        parts.append(_logprobs(divided, chosen.clamp(min=0), forward.top, vocab))
     if forward.top is not None and forward.targets is not None:
         for row, targets in enumerate(forward.targets.to(logits.device)):  # one at a time: these are many logits
             parts.append(_logprobs(whole[:, row], targets, forward.top, vocab).flatten().unsqueeze(0))
@@ -179,7 +182,13 @@ class DecodeBatch:
             self.blocks[row] = len(blocks)
 
     def forward(
-        self, cache: KVCache, device: torch.device, sampler: TokenSampler, uniforms: Sequence[float], top: int | None
+        self,
+        cache: KVCache,
+        device: torch.device,
+        sampler: TokenSampler,
+        uniforms: Sequence[float],
+        top: int | None,
+        divisors: Tensor | None,
     ) -> Forward:
         places = self.positions[:, 0]
         slots = places[:0]
@@ -188,7 +197,10 @@ class DecodeBatch:
         table = torch.from_numpy(np.ascontiguousarray(self.table[:, : max(self.blocks)]))
         view = cache.of(torch.from_numpy(slots).to(device), table.to(device), _parts(self.blocks), self.states)
         tokens, positions = torch.from_numpy(self.tokens), torch.from_numpy(self.positions)
-        return Forward(tokens, positions, self.last.to(device), view, sampler, uniforms, top, adapters=self.adapters)
+        return Forward(
+            tokens, positions, self.last.to(device), view, sampler, uniforms, top, adapters=self.adapters,
+            divisors=divisors,
+        )  # fmt: skip
 
     def advance(self, tokens: Sequence[int]) -> None:
         """The next token of each row."""

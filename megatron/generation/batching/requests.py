@@ -22,8 +22,9 @@ class Request:
     its own random generator, so that the result depends on nothing else in the batch. stop: the text ends
     before the first of these strings. stop_token_ids: ids that end the text, None: the model's. logprobs: how
     many most likely tokens are reported beside each generated one; 0: its own log-probability alone, None:
-    nothing. prompt_logprobs: the same of the prompt's tokens. text: whether events hold text; stop strings
-    need it. minimum_tokens: generated before a stop token or stop string counts.
+    nothing. processed_logprobs: these are of the logits divided by the temperature (vLLM's word), without
+    filters and penalties. prompt_logprobs: the same of the prompt's tokens. text: whether events hold text;
+    stop strings need it. minimum_tokens: generated before a stop token or stop string counts.
     adapter: the number of its adapters among those that are served at once; 0: none.
     """
 
@@ -38,11 +39,12 @@ class Request:
     text: bool = True
     minimum_tokens: int = 0
     adapter: int = 0
+    processed_logprobs: bool = False
 
 
 class Logprob(NamedTuple):
-    """The model's own log-probability of a token (before temperature and penalties), and the most likely ones
-    with theirs, best first."""
+    """The model's own log-probability of a token (before temperature and penalties, unless
+    `Request.processed_logprobs`), and the most likely ones with theirs, best first."""
 
     token: int
     logprob: float

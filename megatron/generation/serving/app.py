@@ -26,6 +26,7 @@ from megatron.generation.serving.responses import (
     TokenTexts,
     sse_event,
 )
+from megatron.generation.serving.weight_fetch import fetched, parse_update
 
 _SLOW_CLIENT_S = 30.0  # for a client that reads slowly, after the time of its request is up
 _LOG = logging.getLogger("megatron")
@@ -33,23 +34,26 @@ _LOG = logging.getLogger("megatron")
 
 @dataclass(frozen=True)
 class Service:
-    """What the endpoints need. seconds: how long a request may take."""
+    """What the endpoints need. seconds: how long a request may take; updates: whether clients may give the
+    model other weights."""
 
     queue: RequestQueue
     access: AccessControl
     parser: RequestParser
     texts: TokenTexts
     seconds: float
+    updates: bool = False
 
 
 def build_app(service: Service) -> Starlette:
-    """The application with `/v1/completions`, `/v1/chat/completions`, `/v1/models` and `/health`."""
+    """The application with `/v1/completions`, `/v1/chat/completions`, `/v1/models`, `/v1/update_weights` and
+    `/health`."""
     parser, created = service.parser, int(time.time())
 
     def described(name: str) -> dict[str, Any]:
         model = {"id": name, "object": "model", "created": created, "owned_by": "neox"}
         model |= {"parent": parser.names[0]} if name != parser.names[0] else {}
-        return {**model, "max_model_len": parser.positions}
+        return {**model, "max_model_len": parser.positions, **_version(service.queue.weight_version)}
 
     async def list_models(request: Request) -> Response:
         service.access.check(request)
@@ -65,7 +69,21 @@ def build_app(service: Service) -> Starlette:
         """The state of the server; open to all, for monitoring."""
         load, closing = service.queue.load, service.queue.closing
         content = {"status": "shutting down" if closing else "ok", **vars(load)}
+        content |= _version(service.queue.weight_version)
         return JSONResponse(content, 503 if closing else 200)
+
+    async def update_weights(request: Request) -> Response:
+        service.access.check(request)
+        if not service.updates:
+            raise APIError(403, "this server keeps its weights; let others replace them by serve_weight_updates: true")
+        if len(parser.names) > 1:
+            raise APIError(409, "the weights below adapters that are served by name cannot be replaced (adapter)")
+        asked = parse_update(await service.access.read_body(request))
+        async with fetched(asked) as update:
+            with service.queue.submit([update]) as stream:
+                async for _ in stream.events(service.seconds):
+                    pass
+        return JSONResponse({"object": "weights", **_version(update.version)})
 
     return Starlette(
         routes=[
@@ -79,6 +97,7 @@ def build_app(service: Service) -> Starlette:
                 GenerationEndpoint(service, parser.chat_completion, ChatResponseBuilder),
                 methods=["POST"],
             ),
+            Route("/v1/update_weights", update_weights, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", get_model),
             Route("/health", health),
@@ -128,7 +147,7 @@ class GenerationEndpoint:
     async def _response(self, builder: ResponseBuilder, stream: EventStream) -> dict[str, Any]:
         async for index, event in stream.events(self.service.seconds):
             builder.add(index, event)
-        return builder.response()
+        return builder.response() | _version(stream.weight_version)
 
     async def _chunks(self, builder: ResponseBuilder, stream: EventStream) -> AsyncIterator[bytes]:
         try:
@@ -142,6 +161,11 @@ class GenerationEndpoint:
         if (usage_chunk := builder.usage_chunk()) is not None:
             yield sse_event(usage_chunk)
         yield SSE_DONE
+
+
+def _version(number: int | None) -> dict[str, int]:
+    """How answers name weights that the server was given; those that it began with have no number."""
+    return {} if number is None else {"weight_version": number}
 
 
 async def _wait_for_disconnect(request: Request) -> None:

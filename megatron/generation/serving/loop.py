@@ -7,10 +7,12 @@ from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from megatron.checkpointing import CheckpointError
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
-from megatron.generation.batching.requests import RequestError
-from megatron.generation.serving.request_queue import Load, Outcome, Rejection, StepCommands
+from megatron.generation.batching.requests import Event, Request, RequestError
+from megatron.generation.serving.request_queue import Load, Outcome, Rejection, StepCommands, Updated
+from megatron.generation.weight_updates import WeightUpdate, update_weights
 from megatron.mpu import ParallelGroups
 
 LOG_INTERVAL_S = 60.0
@@ -79,9 +81,9 @@ class Replica:
         self.request_ids: dict[int, int] = {}  # by job id
 
     def step(self, commands: StepCommands) -> StepOutcomes:
-        """Add and cancel what the commands say, then take a step. Raises CheckpointError when logits are not
-        numbers."""
-        outcomes: list[tuple[int, Outcome]] = []
+        """Load, add and cancel what the commands say, then take a step. Raises CheckpointError when logits
+        are not numbers."""
+        outcomes: list[tuple[int, Outcome]] = [(job_id, self._load(update)) for job_id, update in commands.updates]
         for job_id, request in commands.new:
             try:
                 request_id = self.batcher.add(request)
@@ -100,6 +102,14 @@ class Replica:
         batcher, blocks = self.batcher, self.batcher.blocks
         return StepOutcomes(outcomes, Load(batcher.running, batcher.waiting, blocks.free_blocks, blocks.total))
 
+    def _load(self, update: WeightUpdate) -> Outcome:
+        try:
+            update_weights(self.batcher.model, update)
+        except CheckpointError as problem:
+            return Rejection(str(problem))
+        self.batcher.blocks.forget_prefixes()
+        return Updated(update.version)
+
 
 def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSource | None) -> None:
     """Take steps until the source, which only rank 0 has, ends the loop; all ranks call it together."""
@@ -113,8 +123,8 @@ def run_serving_loop(replica: Replica, channel: RankChannel, source: CommandSour
 
 
 class Dispatcher:
-    """Rank 0's `CommandSource`: each job goes to the replica with the fewest. After `stop`, jobs that run may
-    end in time."""
+    """Rank 0's `CommandSource`: each job goes to the replica with the fewest. New weights wait until no job
+    runs, and jobs that come after them wait for them. After `stop`, jobs that run may end in time."""
 
     def __init__(
         self,
@@ -128,6 +138,8 @@ class Dispatcher:
         self.take, self.shutdown_seconds, self.log = take, shutdown_seconds, log
         self.on_outcomes: Callable[[list[tuple[int, Outcome]], Load], None] = lambda outcomes, load: None
         self.jobs_of_replica: list[set[int]] = [set() for _ in range(replicas)]
+        self.held: list[tuple[int, Request]] = []  # jobs behind new weights
+        self.updates: list[tuple[int, WeightUpdate]] = []
         self.deadline: float | None = None
         self.ended_texts = self.tokens = 0  # since the last line in the log
         self.last_log_time = time.monotonic()
@@ -140,15 +152,20 @@ class Dispatcher:
 
     def next_commands(self) -> list[StepCommands] | None:
         busy = any(self.jobs_of_replica)
-        incoming = self.take(0.0 if busy else HEARTBEAT_S)
+        incoming = self.take(0.0 if busy or self.updates or self.held else HEARTBEAT_S)
+        waiting = bool(self.updates)
+        self.updates += incoming.updates
+        jobs = [job for job in (*self.held, *incoming.new) if job[0] not in incoming.cancelled]
+        self.held = jobs if waiting else []
+        update = (self.updates.pop(0),) if waiting and not busy else ()
         new: list[list] = [[] for _ in self.jobs_of_replica]
-        for job_id, request in incoming.new:
+        for job_id, request in () if waiting else jobs:
             replica = min(range(len(self.jobs_of_replica)), key=lambda i: len(self.jobs_of_replica[i]))
             self.jobs_of_replica[replica].add(job_id)
             new[replica].append((job_id, request))
         if self.deadline is not None and (not any(self.jobs_of_replica) or time.monotonic() >= self.deadline):
             return None
-        return [StepCommands(tuple(jobs), incoming.cancelled) for jobs in new]
+        return [StepCommands(tuple(jobs), incoming.cancelled, update) for jobs in new]
 
     def deliver(self, results: Sequence[StepOutcomes]) -> None:
         outcomes = [outcome for result in results for outcome in result.outcomes]
@@ -162,7 +179,7 @@ class Dispatcher:
 
     def _log_throughput(self, outcomes: Sequence[tuple[int, Outcome]], load: Load) -> None:
         """Log a line every `LOG_INTERVAL_S` seconds in which tokens were generated."""
-        events = [outcome for _, outcome in outcomes if not isinstance(outcome, Rejection)]
+        events = [outcome for _, outcome in outcomes if isinstance(outcome, Event)]
         self.ended_texts += sum(event.finish_reason in ("stop", "length") for event in events)
         self.tokens += sum(len(event.tokens) for event in events)
         seconds = time.monotonic() - self.last_log_time

@@ -72,7 +72,8 @@ class StreamOptions(_StrictModel):
 
 class _SamplingRequest(_StrictModel):
     """The fields that both kinds of request have in common. top_k, min_p, repetition_penalty, ignore_eos,
-    min_tokens and return_token_ids are vLLM's."""
+    min_tokens, stop_token_ids and return_token_ids are vLLM's, logprobs_mode is so as an option of its
+    server."""
 
     model: str
     n: int = Field(1, ge=1, le=128)
@@ -92,6 +93,8 @@ class _SamplingRequest(_StrictModel):
     logit_bias: dict[Annotated[int, Field(strict=False)], Annotated[float, Field(ge=-100, le=100)]] = {}
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
+    stop_token_ids: list[int] = []
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
     return_token_ids: bool = False
 
     def sampling_params(self) -> SamplingParams:

@@ -83,6 +83,8 @@ class RequestParser:
     ) -> ParsedRequest:
         seed = body.seed if body.seed is not None else secrets.randbits(62)
         self._check_ids("logit_bias", body.logit_bias)
+        self._check_ids("stop_token_ids", body.stop_token_ids)
+        ends = (*(() if body.ignore_eos else stop_token_ids), *body.stop_token_ids)
         sampling = body.sampling_params()
         requests: list[Request] = []
         for prompt in prompts:
@@ -96,11 +98,12 @@ class RequestParser:
                         maximum,
                         mix_seed(seed, "sample", len(requests)),
                         tuple(body.stop),
-                        () if body.ignore_eos else stop_token_ids,
+                        ends,
                         logprobs,
                         prompt_logprobs,
                         minimum_tokens=body.min_tokens,
                         adapter=self.names.index(body.model),
+                        processed_logprobs=body.logprobs_mode == "processed_logprobs",
                     )
                 )
         return ParsedRequest(body, requests, prompt_texts)

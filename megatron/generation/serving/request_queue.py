@@ -13,6 +13,7 @@ from dataclasses import astuple, dataclass
 
 from megatron.generation.batching.requests import Event, Request
 from megatron.generation.serving.errors import APIError
+from megatron.generation.weight_updates import WeightUpdate
 
 RETRY_AFTER_S = 2
 
@@ -26,12 +27,22 @@ class Rejection:
 
 
 @dataclass(frozen=True)
+class Updated:
+    """The end of a job that gave the model other weights, which have the number `version` from now on."""
+
+    version: int
+    tokens: tuple[int, ...] = ()
+    finish_reason: str = "stop"
+
+
+@dataclass(frozen=True)
 class StepCommands:
-    """What a replica does before its next step. new: (job id, request) to add; cancelled: job ids to
-    cancel."""
+    """What a replica does before its next step. new: (job id, request) to add; cancelled: job ids to cancel;
+    updates: (job id, weights) to load."""
 
     new: tuple[tuple[int, Request], ...] = ()
     cancelled: tuple[int, ...] = ()
+    updates: tuple[tuple[int, WeightUpdate], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,15 +59,17 @@ class Load:
         return Load(*map(operator.add, astuple(self), astuple(other)))
 
 
-Outcome = Event | Rejection
+Outcome = Event | Updated | Rejection
 
 
 class EventStream:
     """The events of one HTTP request, which is one job for each text it asks for. job_ids: in the order of
-    the requests that `RequestQueue.submit` was given."""
+    the requests that `RequestQueue.submit` was given; weight_version: of the weights that the last event came
+    from, None for those that the server began with."""
 
     def __init__(self, job_ids: Sequence[int]) -> None:
         self.job_ids = list(job_ids)
+        self.weight_version: int | None = None
         self.outcomes: asyncio.Queue[tuple[int, Outcome]] = asyncio.Queue()
 
     async def events(self, seconds: float) -> AsyncIterator[tuple[int, Event]]:
@@ -77,7 +90,8 @@ class EventStream:
             if isinstance(outcome, Rejection):
                 retry = RETRY_AFTER_S if outcome.status == 503 else None
                 raise APIError(outcome.status, outcome.reason, retry_after=retry)
-            yield index_of[job_id], outcome
+            if isinstance(outcome, Event):
+                yield index_of[job_id], outcome
             if outcome.finish_reason is not None:
                 del index_of[job_id]
 
@@ -87,7 +101,7 @@ class RequestQueue:
 
     `submit`, `deliver` and `close` are called in the HTTP thread's event loop, `take` and `wake` in the main
     thread; signal handlers may call `wake` too. closing: no more requests are accepted; any thread may set
-    it.
+    it. weight_version: of the last `WeightUpdate`, None before the first.
     """
 
     def __init__(self, limit: int) -> None:
@@ -95,13 +109,15 @@ class RequestQueue:
         self.streams: dict[int, EventStream] = {}  # by job id
         self.load = Load()
         self.closing = False
+        self.weight_version: int | None = None
         self._job_ids = itertools.count()
         # A job with its request, or with None to cancel it; a bare None only wakes `take`.
-        self._inbox: queue.SimpleQueue[tuple[int, Request | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, Request | WeightUpdate | None] | None] = queue.SimpleQueue()
 
     @contextmanager
-    def submit(self, requests: Sequence[Request]) -> Iterator[EventStream]:
-        """Queue a job for each request; jobs that have not ended when the `with` block is left are cancelled.
+    def submit(self, requests: Sequence[Request | WeightUpdate]) -> Iterator[EventStream]:
+        """Queue a job for each request; those that come after a `WeightUpdate` wait for it, and it for those
+        before. Jobs that have not ended when the `with` block is left are cancelled.
 
         Raises APIError when the server shuts down (503), for more requests than `limit` (400), and when too
         many jobs wait already (429).
@@ -134,9 +150,12 @@ class RequestQueue:
         """Hand each (job id, outcome) of a step to the job's stream; those of cancelled jobs are dropped."""
         self.load = load
         for job_id, outcome in outcomes:
+            if isinstance(outcome, Updated):
+                self.weight_version = outcome.version
             stream = self.streams.get(job_id)
             if stream is None:
                 continue
+            stream.weight_version = self.weight_version
             stream.outcomes.put_nowait((job_id, outcome))
             if isinstance(outcome, Rejection) or outcome.finish_reason is not None:
                 del self.streams[job_id]
@@ -153,16 +172,19 @@ class RequestQueue:
     def take(self, seconds: float) -> StepCommands:
         """All jobs and cancellations since the last call; waits up to `seconds` for the first of them."""
         new: dict[int, Request] = {}
+        updates: list[tuple[int, WeightUpdate]] = []
         cancelled: list[int] = []
         try:
             item = self._inbox.get(timeout=seconds) if seconds > 0 else self._inbox.get_nowait()
             while True:
                 if item is not None:
                     job_id, request = item
-                    if request is not None:
+                    if isinstance(request, WeightUpdate):
+                        updates.append((job_id, request))
+                    elif request is not None:
                         new[job_id] = request
                     elif new.pop(job_id, None) is None:
                         cancelled.append(job_id)
                 item = self._inbox.get_nowait()
         except queue.Empty:
-            return StepCommands(tuple(new.items()), tuple(cancelled))
+            return StepCommands(tuple(new.items()), tuple(cancelled), tuple(updates))

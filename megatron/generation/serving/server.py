@@ -122,7 +122,8 @@ def _serve_on_rank0(
         setup.no_template_reason,
     )
     access = AccessControl(server_socket.token, args.serve_max_body_bytes, args.serve_body_timeout_s)
-    service = Service(queue, access, parser, TokenTexts(model.tokenizer), args.serve_request_timeout_s)
+    texts, updates = TokenTexts(model.tokenizer), args.serve_weight_updates
+    service = Service(queue, access, parser, texts, args.serve_request_timeout_s, updates)
     dispatcher = Dispatcher(channel.groups.size("data"), queue.take, args.serve_shutdown_timeout_s, logger.info)
 
     def stop(number: int = 0, frame: FrameType | None = None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.neox_arguments import NeoXArgs, UserError
+from megatron.operations.report.rollout_rows import GenerationRows, read_rollouts
 from megatron.operations.report.router_loads import RouterLoad, read_load
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.metrics_file import POSITION
@@ -53,7 +54,7 @@ class Run:
     """Everything that a report says of one run. rows: lines in its metrics.jsonl; args: None where no start
     has left its configuration; status, summary: status.json and training_summary.json, or {}; answers_at:
     iterations that the answers of `demo_prompts` were written at, in order; load: of experts, None where the
-    model has none."""
+    model has none; rollouts: answers of a run that is trained with rewards."""
 
     name: str
     folder: RunFolder
@@ -66,6 +67,7 @@ class Run:
     answers: Sequence[Answer]
     answers_at: tuple[int, ...]
     load: RouterLoad | None = None
+    rollouts: Sequence[GenerationRows] = ()
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -88,6 +90,7 @@ def read_run(folder: RunFolder, name: str, args: NeoXArgs | None = None) -> Run:
     return Run(
         name, folder, len(rows), series_of(rows), args or folder.args() or _saved_args(checkpoints), folder.status(),
         folder.summary(), checkpoints, answers, answers_at, read_load(folder.logs),
+        read_rollouts(folder.logs),
     )  # fmt: skip
 
 

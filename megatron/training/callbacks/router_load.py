@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.metrics_file import JsonlLogger
 from megatron.training.metrics.host_copy import HostCopy
-from megatron.training.metrics.loggers import JsonlLogger, build_load_file
+from megatron.training.metrics.loggers import build_load_file
 from megatron.training.run import Training
 
 MOST_LINES = 500

@@ -60,6 +60,7 @@ from megatron.model.init import stage_parameters
 from megatron.model.weight_map import adapter_params, is_adapter, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
@@ -101,7 +102,7 @@ class CheckpointWriter:
         self.carried = read_companion_files(folder, tokenizer.files()) if folder is not None else {}
         writes = folder is not None and groups.world_rank == 0
         self.carried_tensors = carried_writer(folder, source.is_hf) if writes and folder is not None else None
-        if args.save_hf is not None or args.save_best is not None or args.push_to_hub:
+        if args.save_hf is not None or args.save_best is not None or args.push_to_hub or rollout_servers(args):
             # Raises for a model that HuggingFace does not have, or adapters that peft has not.
             on_rank_zero(
                 groups,

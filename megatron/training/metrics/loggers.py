@@ -1,9 +1,7 @@
 """Where metrics go: metrics.jsonl, TensorBoard, Weights & Biases, Comet. All take the same rows under the
 same names, in one call a step."""
 
-import itertools
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +9,8 @@ from typing import Any, Protocol
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
-from megatron.process import LogFile, say
-from megatron.process.metrics_file import LOAD_FILE, METRICS_FILE, POSITION, read_metrics
+from megatron.process import say
+from megatron.process.metrics_file import LOAD_FILE, METRICS_FILE, POSITION, JsonlLogger
 
 MetricRow = Mapping[str, float | int]
 
@@ -27,34 +25,6 @@ class MetricLogger(Protocol):
 
     def write(self, row: MetricRow) -> None: ...
     def close(self) -> None: ...
-
-
-class JsonlLogger:
-    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once.
-
-    When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
-    of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
-    disk that is full.
-    """
-
-    def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and any(row.get("run_id") != run_id for _, row in read_metrics(path)):
-            taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
-            os.replace(path, next(name for name in taken if not name.exists()))
-        if path.exists():
-            earlier = itertools.takewhile(lambda line: line[1]["iteration"] <= iteration, read_metrics(path))
-            os.truncate(path, max((end for end, _ in earlier), default=0))
-        else:
-            path.touch()
-        self._file = LogFile(path, say)
-        self._run_id = run_id
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class TolerantTracker:

@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.callbacks import Step, StepResult
 from megatron.neox_arguments import NeoXArgs
-from megatron.process.metrics_file import read_metrics
+from megatron.process.metrics_file import JsonlLogger, read_metrics
 from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
-from megatron.training.metrics.loggers import JsonlLogger, TolerantTracker
+from megatron.training.metrics.loggers import TolerantTracker
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 

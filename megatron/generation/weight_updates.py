@@ -1,0 +1,61 @@
+"""Other weights for a model that goes on serving, as reinforcement learning makes them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.huggingface import load_hf_weights
+from megatron.checkpointing.huggingface.folder import INDEX, WEIGHTS
+from megatron.data.files import sha256
+from megatron.distributed import on_rank_zero, run_on_each_rank
+from megatron.model import Model
+from megatron.model.init import stage_parameters
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """Weights of another time of the same model.
+
+    path: their HuggingFace folder, of safetensors; version: the number by which answers name them; sha256:
+    of files of the folder by name, which are checked.
+    """
+
+    path: str
+    version: int
+    sha256: Mapping[str, str] = field(default_factory=dict)
+
+
+def update_weights(model: Model, update: WeightUpdate) -> None:
+    """Give a model that writes nothing now other weights; all ranks call it together.
+
+    Raises CheckpointError, with the weights as they were, for a folder that is not this model's.
+    """
+    groups, parameters = model.groups, stage_parameters(model.stage)
+    on_rank_zero(groups, lambda: _check(update))
+    layers = sorted({layer for layer, _, _ in parameters})
+
+    def read() -> dict[int, dict[str, Tensor]]:
+        return load_hf_weights(
+            update.path, model.args, layers=layers,
+            tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"),
+        )  # fmt: skip
+
+    weights = run_on_each_rank(groups, read)
+    with torch.no_grad():
+        for layer, name, parameter in parameters:
+            parameter.copy_(weights[layer][name])
+
+
+def _check(update: WeightUpdate) -> None:
+    folder = Path(update.path)
+    if not any((folder / name).is_file() for name in (WEIGHTS, INDEX)):
+        raise CheckpointError(f"{folder}: holds no {WEIGHTS}, nor an index of its parts; can this machine see it?")
+    for name, digest in update.sha256.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name}: missing")
+        if (found := sha256(folder / name)) != digest:
+            raise CheckpointError(f"{folder / name}: has the SHA-256 {found}, not {digest}: damaged, or replaced")

@@ -1,0 +1,77 @@
+"""Answers, and the rows of a batch that are made of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron.data import Batch
+from megatron.data.batch import RolloutValues, collate_samples
+from megatron.data.labels import MASKED
+from megatron.data.packed_dataset import TokenSample
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was written to a prompt.
+
+    prompt: its tokens. tokens: those of the answer, one that ends it among them; logprobs: of each, as it was
+    drawn; finished: whether it ended by itself, and not for want of room.
+    """
+
+    prompt: list[int]
+    tokens: list[int]
+    logprobs: list[float]
+    finished: bool
+
+
+def row_of(answer: Answer, width: int, trained: bool = True) -> TokenSample:
+    """Prompt and answer as a row of `width` + 1 places, of which the answer's are trained, or none."""
+    tokens, labels = np.zeros(width + 1, np.int64), np.full(width + 1, MASKED, np.int64)
+    start, filled = len(answer.prompt), len(answer.prompt) + len(answer.tokens)
+    tokens[:filled] = answer.prompt + answer.tokens
+    if trained:
+        labels[start:filled] = answer.tokens
+    begins = np.zeros(width + 1, bool)
+    begins[0] = begins[filled : filled + 1] = True
+    return TokenSample(tokens, labels, begins, True, None, filled)
+
+
+def at_labels(answer: Answer, values: Sequence[float], width: int) -> np.ndarray:
+    """Values of the answer's tokens where these are labels, `[width]` float32, 0 elsewhere."""
+    row = np.zeros(width, np.float32)
+    start = len(answer.prompt) - 1
+    row[start : start + len(values)] = values
+    return row
+
+
+def batch_of(
+    answers: Sequence[Answer],
+    width: int,
+    *,
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    old_logprobs: Sequence[Sequence[float]] | None = None,
+    all_places: bool = False,
+    ended_alone: bool = False,
+    seed: int = 0,
+) -> Batch:
+    """A micro-batch of answers, one a row of `width` tokens.
+
+    rewards: NaN for none. old_logprobs: of each answer's tokens by the trainer, where steps have been taken
+    since. all_places: places that are not trained go through the head too, so that products have one shape.
+    ended_alone: only answers that ended are trained.
+    """
+    rows = [row_of(answer, width, answer.finished or not ended_alone) for answer in answers]
+    batch = collate_samples(rows, seed=seed)
+    drawn = np.stack([at_labels(answer, answer.logprobs, width) for answer in answers])
+    old = None
+    if old_logprobs is not None:
+        scored = [at_labels(answer, values, width) for answer, values in zip(answers, old_logprobs, strict=True)]
+        old = torch.from_numpy(np.stack(scored))
+    known = RolloutValues(torch.tensor(list(advantages), dtype=torch.float32), torch.from_numpy(drawn), old)
+    changes = {"loss_places": None} if all_places else {}
+    return Batch(
+        **{**vars(batch), "rewards": torch.tensor(list(rewards), dtype=torch.float32), "rollout": known, **changes}
+    )

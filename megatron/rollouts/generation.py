@@ -1,0 +1,116 @@
+"""A generation of answers: all that are written with the same weights, what they are worth, and the
+micro-batches of the steps that they are shared out to."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives.advantages import beside_group, beside_history, leave_one_out
+from megatron.rollouts.answers import Answer
+
+_WIDTHS = 64  # rows are cut to multiples of so many tokens: few shapes, and products are fast in them
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How the rows of a generation are shared out: steps, of each so many micro-batches a data rank, of so
+    many rows."""
+
+    steps: int
+    accumulation: int
+    rows: int
+    data_size: int
+
+    @classmethod
+    def of(cls, args: NeoXArgs, data_size: int) -> "Shares":
+        """Those of a configuration."""
+        assert args.rollout is not None and args.train_micro_batch_size_per_gpu is not None
+        steps, accumulation = args.rollout["steps_per_generation"], args.gradient_accumulation_steps or 1
+        return cls(steps, accumulation, args.train_micro_batch_size_per_gpu, data_size)
+
+    @property
+    def of_step(self) -> int:
+        """Rows of a step, on all ranks."""
+        return self.accumulation * self.rows * self.data_size
+
+    @property
+    def total(self) -> int:
+        """Rows of the generation."""
+        return self.steps * self.of_step
+
+    def micro_batches(self, data_rank: int) -> list[range]:
+        """The rows of each micro-batch of a data rank, step after step."""
+        starts = (
+            step * self.of_step + (micro * self.data_size + data_rank) * self.rows
+            for step in range(self.steps)
+            for micro in range(self.accumulation)
+        )
+        return [range(start, start + self.rows) for start in starts]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The answers of a generation in the order of its rows, the same on every rank.
+
+    number: counted from the run's beginning; weights: that of the generation before whose first step the
+    weights were that wrote them. old_logprobs: of the trainer before the first step, of each answer's tokens;
+    None: one step takes them, and finds them itself. rewards: NaN for none. parts: of each
+    reward function, None where it gave none.
+    """
+
+    number: int
+    weights: int
+    answers: list[Answer]
+    rewards: list[float]
+    advantages: list[float]
+    old_logprobs: list[list[float]] | None
+    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` takes; numbers keep their bits."""
+        answers = [vars(answer) for answer in self.answers]
+        return {**vars(self), "answers": answers}
+
+    @classmethod
+    def from_json(cls, state: Mapping[str, Any]) -> "Generation":
+        """The generation that `as_json` described."""
+        return cls(**{**state, "answers": [Answer(**answer) for answer in state["answers"]]})
+
+
+def width_of(args: NeoXArgs, answers: Sequence[Answer]) -> int:
+    """Tokens of the rows: as many as the longest of all answers needs, in steps; seq_length where shapes must
+    stay (compiled blocks, `rollout.exact`)."""
+    assert args.rollout is not None
+    if args.compile or args.rollout["exact"]:
+        return args.seq_length
+    needed = max(len(answer.prompt) + len(answer.tokens) for answer in answers) - 1
+    step = math.lcm(_WIDTHS, args.tp) if args.sequence_parallel else _WIDTHS
+    return min(args.seq_length, -(-needed // step) * step)
+
+
+def overlong(args: NeoXArgs, answers: Sequence[Answer]) -> np.ndarray:
+    """What the length of each answer takes from its reward, `[answers]` in [0, 1] (DAPO, arXiv 2503.14476,
+    equation 13)."""
+    assert args.rollout is not None
+    lengths = np.array([len(answer.tokens) for answer in answers], np.float64)
+    if args.rl_overlong_buffer is None:
+        return np.zeros(len(answers))
+    free = args.rollout["max_completion_length"] - args.rl_overlong_buffer
+    return np.clip((lengths - free) / args.rl_overlong_buffer, 0.0, 1.0)
+
+
+def advantages_of(args: NeoXArgs, rewards: np.ndarray, history: Sequence[float]) -> list[float]:
+    """The advantages of a generation's answers. history: rewards of earlier ones, the last ones."""
+    assert args.rollout is not None
+    group = args.rollout["num_generations"]
+    if args.rl_loss_type == "rloo" or args.reinforce_leave_one_out:
+        found = leave_one_out(rewards, group)
+    elif args.rl_loss_type == "reinforce":
+        found = beside_history(rewards, history)
+    else:
+        found = beside_group(rewards, group, args.rl_scale_rewards)
+    return found.astype(np.float32).tolist()

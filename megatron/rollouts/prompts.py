@@ -1,0 +1,136 @@
+"""Prompts of reinforcement learning: the rows of JSON files, the order in which they are taken, and their
+tokens."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron.data import DataError
+from megatron.data.sampler import data_seed
+from megatron.neox_arguments import NeoXArgs
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A line of a file of prompts. prompt: a text, or messages for the chat template; columns: the other
+    fields; place: FILE:LINE."""
+
+    prompt: str | Messages
+    columns: Mapping[str, Any]
+    place: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt to be answered. number: in the order of the run; tokens: what the model reads."""
+
+    number: int
+    row: PromptRow
+    tokens: list[int]
+
+
+def read_rows(files: Sequence[str], key: str = "prompt", chat: bool = False) -> list[PromptRow]:
+    """The rows of all files. key: the field that holds the prompt; chat: texts are a user's words. Raises
+    DataError with file and line."""
+    rows = []
+    for name in files:
+        try:
+            lines = Path(name).read_text(encoding="utf-8").split("\n")  # JSON may hold other separators of lines
+        except (OSError, UnicodeDecodeError) as problem:
+            raise DataError(f"rollout.prompts: {name}: cannot be read ({problem})") from problem
+        rows += [_row(line, f"{name}:{number}", key, chat) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise DataError(f"rollout.prompts: {', '.join(files)}: holds no prompt")
+    return rows
+
+
+def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
+    try:
+        entry = json.loads(line)
+    except ValueError as problem:
+        raise DataError(f"{place}: is no JSON ({problem}); a line is one prompt") from problem
+    prompt: Any = entry.get(key) if isinstance(entry, dict) else None
+    good = isinstance(prompt, str) and prompt != ""
+    if not good and isinstance(prompt, list):
+        good = bool(prompt) and all(
+            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str | list)
+            for one in prompt
+        )
+    if not good:
+        what = f'{{"{key}": text or [{{"role": ..., "content": ...}}, ...], ...}}'
+        raise DataError(f"{place}: expected {what} (rollout.prompt_key: {key})")
+    if chat and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return PromptRow(prompt, {name: value for name, value in entry.items() if name != key}, place)
+
+
+@dataclass(frozen=True)
+class PromptOrder:
+    """Which row each prompt of a run is: all rows, in another random order in each pass."""
+
+    rows: int
+    seed: int
+    shuffle: bool
+
+    def row(self, number: int) -> int:
+        """The row of prompt `number`."""
+        epoch, place = divmod(number, self.rows)
+        if not self.shuffle:
+            return place
+        return int(_permutation(self.rows, self.seed, epoch)[place])
+
+
+@lru_cache(maxsize=2)
+def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng((seed, epoch)).permutation(rows)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run in order. tokens: of each row."""
+
+    rows: Sequence[PromptRow]
+    tokens: Sequence[list[int]]
+    order: PromptOrder
+
+    @classmethod
+    def of(cls, args: NeoXArgs, rows: Sequence[PromptRow], tokens: Sequence[list[int]]) -> "Prompts":
+        """The prompts that `rollout` asks for. tokens: as of `tokens_of`."""
+        assert args.rollout is not None
+        return cls(rows, tokens, PromptOrder(len(rows), data_seed(args), args.rollout["shuffle"]))
+
+    def __getitem__(self, number: int) -> Prompt:
+        """The prompt `number` of the run."""
+        index = self.order.row(number)
+        return Prompt(number, self.rows[index], self.tokens[index])
+
+
+def tokens_of(
+    args: NeoXArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages], list[int]]
+) -> list[list[int]]:
+    """The tokens of each row's prompt, without the beginning of one that `rollout.max_prompt_length` cuts.
+    Raises DataError for one that has no token, is too long, or that the chat template refuses."""
+    assert args.rollout is not None
+    most = args.rollout["max_prompt_length"]
+    longest, found = args.seq_length - 1 if most is None else most, []
+    for row in rows:
+        try:
+            tokens = tokenize(row.prompt)
+        except ValueError as problem:
+            raise DataError(f"{row.place}: {problem}") from problem
+        if len(tokens) > longest and most is None:
+            raise DataError(
+                f"{row.place}: the prompt has {len(tokens)} tokens, and a row of seq_length holds {longest} beside an "
+                "answer; set rollout.max_prompt_length, with which prompts lose their beginning, or a longer seq_length"
+            )
+        if not tokens:
+            raise DataError(f"{row.place}: the prompt has no token")
+        found.append(tokens[-longest:])
+    return found

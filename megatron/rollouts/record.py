@@ -1,0 +1,155 @@
+"""What is kept of rollouts: `rollouts.jsonl`, a line an answer, and the metrics of steps."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.data import DataError
+from megatron.distributed import on_rank_zero
+from megatron.neox_arguments.errors import UserError
+from megatron.objectives.advantages import HISTORY, groups_without_signal
+from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.process.metrics_file import ROLLOUTS_FILE, JsonlLogger, read_metrics
+from megatron.rollouts.answers import Answer
+from megatron.rollouts.generation import Generation
+from megatron.rollouts.rewards import Scores
+from megatron.rollouts.sampler import Asked
+
+_FAILURES_SAID = 3  # of a generation, in the log; all are in the file
+
+
+class LogprobDifferenceError(UserError):
+    """Sampler and trainer do not give the same answers the same log-probabilities."""
+
+
+class RolloutRecord(Callback):
+    """The record of a run's rollouts. history: the last rewards, in order."""
+
+    def __init__(self, run: TrainingRun, folder: Path | None, run_id: str, text_of: Callable[[Answer], str]) -> None:
+        """folder: of `rollouts.jsonl`; None: nothing is written."""
+        self.run, self.text_of = run, text_of
+        self._file: JsonlLogger | None = None
+
+        def open_file() -> list[float]:
+            if folder is None:
+                return []
+            path = folder / ROLLOUTS_FILE
+            if run.iteration > 0 and run.args.rl_loss_type == "reinforce" and not path.is_file():
+                raise DataError(f"{path}: missing; rl_loss_type reinforce goes on with the rewards that it held")
+            self._file = JsonlLogger(path, run.iteration, run_id)
+            rows = (row for _, row in read_metrics(folder / ROLLOUTS_FILE))
+            return [row["reward"] for row in rows if row.get("reward") is not None][-HISTORY:]
+
+        self.history: list[float] = on_rank_zero(run.groups, open_file)
+        self._seconds = {"sampling": 0.0, "judging": 0.0}  # since the last row of metrics
+        self._rows: list[dict[str, float]] = []  # of the generations since then
+        self._since = time.perf_counter()
+
+    def take(
+        self,
+        generation: Generation,
+        asked: Sequence[Asked],
+        scores: Scores,
+        penalised: np.ndarray,
+        sampling_s: float,
+        judging_s: float,
+    ) -> None:
+        """Note a generation. penalised: its rewards less what the KL takes of them."""
+        self._seconds["sampling"] += sampling_s
+        self._seconds["judging"] += judging_s
+        self._rows.append(self._metrics(generation, scores, penalised))
+        self.history = [*self.history, *(value for value in penalised.tolist() if not math.isnan(value))][-HISTORY:]
+        for failure in scores.failures[:_FAILURES_SAID]:
+            place = "" if failure.row is None else f"{asked[failure.row][0].row.place}: "
+            self.run.logger.warning(f"reward_functions: {failure.function}: {place}{failure.reason}")
+        if len(scores.failures) > _FAILURES_SAID:
+            self.run.logger.warning(f"reward_functions: {len(scores.failures)} failures in all, see {ROLLOUTS_FILE}")
+        if self._file is not None:
+            self._write(self._file, generation, asked, scores, penalised)
+
+    def _write(
+        self, file: JsonlLogger, generation: Generation, asked: Sequence[Asked], scores: Scores, penalised: np.ndarray
+    ) -> None:
+        failed: dict[int, dict[str, str]] = {}
+        for failure in scores.failures:
+            if failure.row is not None:
+                failed.setdefault(failure.row, {})[failure.function] = failure.reason
+        for row, ((prompt, number), answer) in enumerate(zip(asked, generation.answers, strict=True)):
+            total = float(penalised[row])
+            file.write(
+                {
+                    "iteration": self.run.iteration + 1, "generation": generation.number,
+                    "weights": generation.weights, "prompt": prompt.row.prompt,
+                    "place": prompt.row.place, "answer": number, "completion": self.text_of(answer),
+                    "prompt_tokens": len(answer.prompt), "tokens": answer.tokens, "finished": answer.finished,
+                    "reward": None if math.isnan(total) else total,
+                    "rewards": {name: values[row] for name, values in scores.parts.items()},
+                    "advantage": generation.advantages[row],
+                    **({"failures": failed[row]} if row in failed else {}),
+                }
+            )  # fmt: skip
+
+    def _metrics(self, generation: Generation, scores: Scores, penalised: np.ndarray) -> dict[str, float]:
+        assert self.run.args.rollout is not None
+        group = self.run.args.rollout["num_generations"]
+        lengths = [len(answer.tokens) for answer in generation.answers]
+        found = {
+            "reward_std": _deviation(generation.rewards),
+            "frac_reward_zero_std": groups_without_signal(penalised, group),
+            "rewards/failures": float(len(scores.failures)),
+            "completions/mean_length": float(np.mean(lengths)),
+            "completions/min_length": float(min(lengths)),
+            "completions/max_length": float(max(lengths)),
+            "completions/clipped_ratio": float(np.mean([not answer.finished for answer in generation.answers])),
+        }
+        for name, values in scores.parts.items():
+            there = [value for value in values if value is not None]
+            found[f"rewards/{name}/mean"] = float(np.mean(there)) if there else math.nan
+            found[f"rewards/{name}/std"] = _deviation(there)
+        return found
+
+    def on_step_end(self, run: TrainingRun, step: Step) -> None:
+        """Check the difference of log-probabilities, and add to the row of a logged step the means since the
+        last one. Raises LogprobDifferenceError."""
+        if step.result is None:
+            return
+        assert run.args.rollout is not None
+        bound = run.args.rollout["logprob_bound"]
+        if bound:
+            difference = float(step.result.metrics[DIFFERENCE])  # sampling waits for the step anyway
+            if difference > bound:  # NaN: no token of the step is trained
+                raise LogprobDifferenceError(
+                    f"step {step.iteration}: the log-probabilities of sampler and trainer differ by {difference:.4g} a "
+                    f"token, more than rollout.logprob_bound {bound:g}: the answers are not this model's (stale or "
+                    "other weights, another precision?); the last checkpoint is of before"
+                )
+        if step.iteration % run.args.log_interval:
+            return
+        now = time.perf_counter()
+        elapsed, self._since = max(now - self._since, 1e-9), now
+        shares = {name: seconds / elapsed for name, seconds in self._seconds.items()}
+        row = {f"time/{name}_share": share for name, share in shares.items()}
+        row["time/training_share"] = max(0.0, 1.0 - sum(shares.values()))
+        row |= _means(self._rows)
+        step.row.update({f"train/{name}": value for name, value in row.items() if not math.isnan(value)})
+        self._rows, self._seconds = [], dict.fromkeys(self._seconds, 0.0)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def _deviation(values: Sequence[float]) -> float:
+    there = [value for value in values if not math.isnan(value)]
+    return float(np.std(there, ddof=1)) if len(there) > 1 else math.nan
+
+
+def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for row in rows for name in row)
+    values = {name: [row[name] for row in rows if not math.isnan(row.get(name, math.nan))] for name in names}
+    return {name: float(np.mean(of)) for name, of in values.items() if of}

@@ -1,0 +1,90 @@
+"""The files of weight folders over HTTP, for servers that do not see the trainer's disk."""
+
+import hmac
+import http.server
+import json
+import secrets
+import shutil
+import socket
+import threading
+from collections.abc import Mapping
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron.generation.weight_updates import WeightUpdate
+from megatron.neox_arguments import NeoXArgs
+
+
+class WeightServer:
+    """A thread that answers GET /SECRET/VERSION/FILE for the files of versions it was told of, and for
+    /SECRET/VERSION/manifest.json, which names them with their SHA-256. The secret goes out with requests for
+    updates alone, so that only servers of the run know it."""
+
+    def __init__(self, args: NeoXArgs) -> None:
+        """Raises ConfigError for a port that is taken."""
+        port = args.weight_server_port
+        self._versions: dict[str, WeightUpdate] = {}
+        self._secret = secrets.token_urlsafe(24)
+        try:
+            self._server = http.server.ThreadingHTTPServer(
+                ("", port if isinstance(port, int) else port[0]), _handler(self._secret, self._versions)
+            )
+        except OSError as problem:
+            raise args.error("weight_server_port", f"{port}: {problem.strerror}; choose another") from None
+        threading.Thread(target=self._server.serve_forever, name="weights", daemon=True).start()
+
+    def offer(self, update: WeightUpdate, kept: int) -> None:
+        """Hand out the files of a version too, and no longer those of versions before the last `kept`."""
+        self._versions[str(update.version)] = update
+        for version in [name for name in self._versions if int(name) <= update.version - kept]:
+            del self._versions[version]
+
+    def url(self, version: int, server: str) -> str:
+        """Where the server at the address `server` finds a version: the address of this machine on the way
+        there."""
+        parts = urlsplit(server)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
+            towards.connect((parts.hostname, parts.port or 80))
+            host = towards.getsockname()[0]
+        return f"http://{host}:{self._server.server_port}/{self._secret}/{version}"
+
+    def close(self) -> None:
+        """Hand out nothing more."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def _handler(secret: str, versions: Mapping[str, WeightUpdate]) -> type[http.server.BaseHTTPRequestHandler]:
+    """What answers the requests. versions: by their numbers, as they are when a request comes."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        timeout = 60.0  # of a connection that stands still
+
+        def do_GET(self) -> None:
+            _, *parts = self.path.split("/")
+            known = len(parts) == 3 and hmac.compare_digest(parts[0].encode(), secret.encode())
+            update = versions.get(parts[1]) if known else None
+            if update is None:
+                self.send_error(HTTPStatus.NOT_FOUND)
+            elif parts[2] == "manifest.json":
+                content = json.dumps({"version": update.version, "sha256": dict(update.sha256)}).encode()
+                self._begin(len(content))
+                self.wfile.write(content)
+            elif parts[2] in update.sha256:
+                with (Path(update.path) / parts[2]).open("rb") as file:
+                    self._begin(Path(file.name).stat().st_size)
+                    shutil.copyfileobj(file, self.wfile, 1 << 20)
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+
+        def _begin(self, length: int) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("content-type", "application/octet-stream")
+            self.send_header("content-length", str(length))
+            self.end_headers()
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Requests hold the secret, and are not written down."""
+
+    return Handler

@@ -1,0 +1,98 @@
+"""Stand-ins for servers that are not installed here: they answer the JSON that vLLM and SGLang document, by
+a rule instead of a model, and fail as they are told."""
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+LOGPROB = -1.5
+
+
+@dataclass
+class StandIn:
+    """A server that runs. asked: (path, body) of every POST, in order. version: of its weights, as SGLang
+    has it. failures: answers of 500 that are still to come; garbage: what it answers to requests for text in
+    the place of its JSON; deaf: whether it keeps the weights it has, whatever it is told."""
+
+    address: str = ""
+    asked: list[tuple[str, Any]] = field(default_factory=list)
+    version: str = "default"
+    failures: int = 0
+    garbage: bytes | None = None
+    deaf: bool = False
+
+    def answer(self, path: str, body: Any) -> Any:
+        """The JSON of an answer; None: an empty one."""
+        if path == "/v1/models":
+            return {"object": "list", "data": [{"id": "toy", "object": "model"}]}
+        if path == "/v1/completions":  # vLLM's, with return_token_ids
+            tokens = [1 + sum(body["prompt"]) % 10, 0]
+            logprobs = {"tokens": ["x", "<eod>"], "token_logprobs": [LOGPROB] * 2, "top_logprobs": [{}, {}]}
+            choice = {"index": 0, "text": "x", "logprobs": logprobs, "finish_reason": "stop", "stop_reason": None}
+            return {"object": "text_completion", "choices": [{**choice, "token_ids": tokens}]}
+        if path == "/generate":  # SGLang's, with return_logprob
+            tokens = [1 + sum(body["input_ids"]) % 10, 0]
+            meta = {"finish_reason": {"type": "stop", "matched": 0}, "weight_version": self.version}
+            drawn = [[LOGPROB, token, None] for token in tokens]
+            return {"text": "x", "output_ids": tokens, "meta_info": {**meta, "output_token_logprobs": drawn}}
+        if path == "/update_weights_from_disk":
+            if not self.deaf:
+                self.version = body["weight_version"]
+            return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        if path == "/collective_rpc":
+            return {"results": [None]}
+        assert path == "/reset_prefix_cache", path
+        return None
+
+
+@contextmanager
+def standing_in(**changes: Any) -> Iterator[StandIn]:
+    """A stand-in behind a port of its own."""
+    server = StandIn(**changes)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._send(200, json.dumps(server.answer(self.path, None)).encode())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            server.asked.append((self.path, body))
+            of_text = self.path in ("/v1/completions", "/generate")
+            if of_text and server.failures > 0:
+                server.failures -= 1
+                self._send(500, b'{"error": {"message": "out of memory"}}')
+            elif of_text and server.garbage is not None:
+                self._send(200, server.garbage)
+            else:
+                answer = server.answer(self.path, body)
+                self._send(200, b"" if answer is None else json.dumps(answer).encode())
+
+        def _send(self, status: int, content: bytes) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    class Listener(http.server.ThreadingHTTPServer):
+        request_queue_size = 128
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A run that ends breaks what it has asked for."""
+
+    listener = Listener(("127.0.0.1", 0), Handler)
+    server.address = f"http://127.0.0.1:{listener.server_port}"
+    thread = threading.Thread(target=listener.serve_forever)
+    thread.start()
+    try:
+        yield server
+    finally:
+        listener.shutdown()
+        thread.join()
+        listener.server_close()

@@ -1,0 +1,396 @@
+"""Answers by servers: ours, over HTTP, gives the same training as the training process; vLLM and SGLang are
+stand-ins, which answer what their documentation says; and what happens where a server fails."""
+
+import http.server
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron.data.files import sha256
+from megatron.generation.weight_updates import WeightUpdate
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.values.rollouts import rollout_servers
+from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.rollouts.server_calls import Connection, ServerError
+from megatron.rollouts.weight_server import WeightServer
+from megatron.training import train
+from tests.pool import run_ranks
+from tests.rollouts.stand_ins import standing_in
+from tests.rollouts.test_rollouts import with_keys
+from tests.rollouts.toy import WORDS, Seen, rollouts_of, steps_of, whole_run, write_task
+from tests.training.runs import LLAMA, begin, bit_equal
+
+MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
+STEPS = 3
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return with_keys(write_task(tmp_path_factory.mktemp("task")), MODEL)
+
+
+@pytest.fixture(scope="module")
+def in_process(ours: str, task: dict[str, Any]) -> Seen:
+    return run_ranks(steps_of, 1, task, STEPS)[0]
+
+
+@pytest.fixture(scope="module")
+def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of our server, a process of its own, which begins with other weights."""
+    folder = tmp_path_factory.mktemp("server") / "model"
+    torch.manual_seed(5)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
+        pad_token_id=None,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(Path(task["vocab_file"]).read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port]
+    words += ["--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]
+    process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + 120
+    while not _is_up(address):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    yield address
+    process.terminate()
+    assert process.wait(30) == 0
+
+
+def _is_up(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{address}/health"):
+            return True
+    except (urllib.error.URLError, ConnectionError):
+        return False
+
+
+def with_server(task: dict[str, Any], address: str | list[str], folder: Path, **changes: Any) -> dict[str, Any]:
+    addresses = [address] if isinstance(address, str) else address
+    keys = {"rollout.servers": addresses, "rollout.sync": str(folder), "rollout.server_timeout_s": 100.0}
+    return with_keys(task, {**keys, **changes})
+
+
+def test_our_server_trains_as_the_process_itself(
+    task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path
+) -> None:
+    seen = run_ranks(steps_of, 1, with_server(task, ours, tmp_path), STEPS)[0]
+    assert seen.answers == in_process.answers
+    assert len({str(answers) for answers in seen.answers}) > 1, "weights change answers"
+    assert seen.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
+    with urllib.request.urlopen(f"{ours}/health") as reply:
+        assert json.loads(reply.read())["weight_version"] == STEPS - 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "latest"]
+
+
+def test_our_server_fetches_the_weights(task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path) -> None:
+    """Over HTTP from the trainer (serve_model_weights)."""
+    values = with_server(task, ours, tmp_path, serve_model_weights=True, weight_server_port=0)
+    seen = run_ranks(steps_of, 1, values, STEPS)[0]
+    assert seen.answers == in_process.answers and seen.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
+
+
+def post(address: str, body: Any) -> tuple[int, str]:
+    """Status and content of an update that our server is asked for."""
+    request = urllib.request.Request(
+        f"{address}/v1/update_weights", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as problem:
+        return problem.code, problem.read().decode()
+
+
+def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    for body, reason in (
+        ({"path": str(tmp_path / "nowhere"), "version": 1}, "holds no model.safetensors"),
+        ({"path": str(tmp_path), "version": 1}, "config.json: no such file"),
+        ({"path": str(tmp_path), "version": 1, "sha256": {"model.safetensors": "00"}}, "damaged, or replaced"),
+        ({"path": str(tmp_path), "version": 1, "sha256": {"../secret": "00"}}, "is no name of a file"),
+        ({"version": 1}, "give path or url"),
+        ({"url": "file:///etc", "version": 1, "sha256": {"a": "00"}}, "url: "),
+    ):
+        status, said = post(ours, body)
+        assert status == 400 and reason in said, said
+
+
+def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) -> None:
+    """By stand-ins for both."""
+    for api, text, update in (
+        ("vllm", "/v1/completions", "/collective_rpc"),
+        ("sglang", "/generate", "/update_weights_from_disk"),
+    ):
+        with standing_in() as server:
+            changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
+            seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path / api, **changes), 2)[0]
+        assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
+        paths = [path for path, _ in server.asked]
+        assert paths.count(text) == 32 and paths.count(update) == 2 and paths.index(update) < paths.index(text)
+        _, first = server.asked[paths.index(update)]
+        folder = str(tmp_path / api / "0")
+        if api == "vllm":
+            assert first["method"] == "reload_weights" and first["kwargs"] == {"weights_path": folder}
+            assert paths.count("/reset_prefix_cache") == 2
+        else:
+            assert first["model_path"] == folder and first["weight_version"] == "0" and server.version == "1"
+        _, asked = server.asked[paths.index(text)]
+        assert (asked["return_token_ids"] and asked["logprobs"] == 0) if api == "vllm" else asked["return_logprob"]
+
+
+def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
+    with standing_in(failures=2) as server:
+        changes = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
+        seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path, **changes), 1)[0]
+    assert len(seen.answers[0]) == 16
+    assert [path for path, _ in server.asked].count("/v1/completions") == 18
+
+
+@pytest.mark.parametrize(
+    "api, changes, reason",
+    [
+        ("vllm", {"garbage": b"<html>"}, "POST /v1/completions: answered no JSON"),
+        ("vllm", {"garbage": b'{"choices": []}'}, "no answer with token_ids and logprobs.*vLLM 0.10.2 or later"),
+        ("sglang", {"garbage": b'{"meta_info": {}}'}, "no answer with output_token_logprobs"),
+        ("sglang", {"deaf": True, "version": "7"}, "answers by weights 7, and was given 0"),
+        ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 2 s of trying"),
+        ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
+    ],
+    ids=["no json", "no tokens", "no log-probabilities", "other weights", "always 500", "other log-probabilities"],
+)
+def test_what_is_wrong_with_a_server_is_said(
+    api: str, changes: dict[str, Any], reason: str, task: dict[str, Any], tmp_path: Path
+) -> None:
+    with standing_in(**changes) as server:
+        keys = {"rollout.server_api": api, "rollout.server_timeout_s": 2.0}
+        said = run_ranks(outcome_of, 1, with_server(task, server.address, tmp_path, **keys))[0]
+    assert re.search(reason, said), said
+    assert server.address in said or "step 1" in said
+
+
+def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Path) -> None:
+    keys = {"rollout.server_timeout_s": 0.5}
+    said = run_ranks(outcome_of, 1, with_server(task, "http://127.0.0.1:9", tmp_path, **keys))[0]
+    assert "rollout.servers: http://127.0.0.1:9: GET /v1/models: cannot be reached" in said
+
+
+def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
+    """For the pool: how a run of one step ends."""
+    training = begin(values)
+    try:
+        rollouts = rollouts_of(training)
+        try:
+            train(training, [rollouts.record], rollouts=rollouts)
+        finally:
+            rollouts.close()
+    except UserError as problem:
+        return str(problem)
+    return "ended"
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"rollout.staleness": 1}, "rollout.staleness: is of servers"),
+        ({"serve_model_weights": True}, "serve_model_weights: no server is there"),
+        ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
+        ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
+        ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
+        ({"rollout.servers": ["http://a:1"]}, "rollout.sync: where servers find the weights"),
+        ({"rollout.servers": ["http://a:1"], "rollout.sync": "x", "rollout.exact": True}, "rollout.exact: samples by"),
+    ],
+)
+def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=re.escape(reason)):
+        NeoXArgs.from_dict(with_keys(task, changes))
+
+
+def test_gpt_neox_names_servers_by_hosts_and_ports(task: dict[str, Any]) -> None:
+    values = with_keys(task, {"rollout.sync": "x", "online_dataserver_ips": ["a", "b"]})
+    assert rollout_servers(NeoXArgs.from_dict(values)) == ("http://a:10000", "http://b:10000")
+    assert rollout_servers(NeoXArgs.from_dict(task)) == ()
+
+
+def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    """And what was damaged on the way does not come into our server."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes(name.encode())
+    files = {name: sha256(tmp_path / name) for name in ("config.json", "model.safetensors")}
+    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
+    try:
+        for version in range(3):
+            server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
+        url = server.url(2, ours)
+        with urllib.request.urlopen(f"{url}/manifest.json") as reply:
+            assert json.loads(reply.read()) == {"version": 2, "sha256": files}
+        with urllib.request.urlopen(f"{url}/config.json") as reply:
+            assert reply.read() == b"config.json"
+        secret = url.split("/")[3]
+        for other in (url.replace(secret, "x"), f"{url}/..", server.url(0, ours)):
+            with pytest.raises(urllib.error.HTTPError, match="404"):
+                urllib.request.urlopen(f"{other}/config.json")
+        (tmp_path / "model.safetensors").write_bytes(b"another")
+        status, said = post(ours, {"url": url, "version": 2, "sha256": files})
+        assert status == 400 and "damaged, or replaced" in said
+    finally:
+        server.close()
+    status, said = post(ours, {"url": url, "version": 2, "sha256": files})
+    assert status == 502 and "config.json cannot be fetched" in said
+
+
+def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    """With rollout.staleness: by weights of before, with old log-probabilities of the trainer's."""
+    keys = {"rollout.staleness": 1, "train_iters": 4, "rollout.temperature": 1.0, "rollout.logprob_bound": 0}
+    values = {
+        **with_server(task, ours, tmp_path / "sync", **keys),
+        "save": str(tmp_path / "run"),
+        "checkpoint_factor": 4,
+    }
+    seen = run_ranks(steps_of, 1, values, 4)[0]
+    first, *later = [metrics[f"{DIFFERENCE}_max"] for metrics in seen.metrics]
+    assert first < 1e-4 and min(later) > 1e-4
+    run_ranks(whole_run, 1, values)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "logs" / "rollouts.jsonl").read_text().splitlines()]
+    assert {(row["generation"], row["weights"]) for row in rows} == {(0, 0), (1, 0), (2, 1), (3, 2)}
+    with urllib.request.urlopen(f"{ours}/health") as reply:
+        assert json.loads(reply.read())["weight_version"] == 2, "nothing is asked for behind the end"
+
+
+def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Path) -> None:
+    """Two generations ahead, by a stand-in: what is asked for when, and of which weights."""
+    with standing_in() as server:
+        keys = {"rollout.server_api": "sglang", "rollout.staleness": 2, "rollout.logprob_bound": 0, "train_iters": 9}
+        values = with_server(task, server.address, tmp_path, **keys)
+        weights = run_ranks(weights_after_waiting, 1, values)[0]
+    assert weights == [0, 0, 0, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4", "latest"]
+
+
+def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
+    """For the pool: the versions of the weights of five generations; the next two are there before they are
+    needed."""
+    training = begin(values)
+    rollouts = rollouts_of(training)
+    batches, versions = iter(rollouts), []
+    for number in range(5):
+        step = next(batches)
+        assert rollouts._generation is not None and rollouts.server_sampler is not None
+        versions.append(rollouts._generation.weights)
+        assert rollouts._generation.old_logprobs is not None
+        ahead = rollouts.server_sampler._pending
+        assert sorted(ahead) == [number + 1, number + 2]
+        for future in ahead.values():
+            future.result(timeout=60)
+        training.engine.train_step(step, training.schedule(number))
+        training.progress.iteration += 1
+    rollouts.close()
+    training.engine.close()
+    return versions
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"model_parallel_size": 2},
+    "pp2": {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
+    "zero3": {"zero_optimization": {"stage": 3}},
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "dp2" else pytest.mark.more) for name in LAYOUTS]
+)
+def test_every_layout_gives_servers_the_same_weights(
+    layout: str, task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path
+) -> None:
+    seen = run_ranks(steps_of, 2, with_server(task, ours, tmp_path, **LAYOUTS[layout]), STEPS)[0]
+    assert seen.answers == in_process.answers
+    assert seen.losses == pytest.approx(in_process.losses, rel=1e-5, abs=1e-6)
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
+
+
+def test_data_ranks_share_the_servers_out(task: dict[str, Any], tmp_path: Path) -> None:
+    with standing_in() as one, standing_in() as other:
+        keys = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
+        run_ranks(steps_of, 2, with_server(task, [one.address, other.address + "/"], tmp_path, **keys), 1)
+        for server in (one, other):
+            paths = [path for path, _ in server.asked]
+            assert paths.count("/v1/completions") == 8 and paths.count("/collective_rpc") == 1
+
+
+def test_a_run_by_a_server_goes_on_bit_for_bit(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    keys = {"train_iters": 4, "checkpoint_factor": 2}
+    whole, again = (
+        {**with_server(task, ours, tmp_path / f"{name} sync", **keys), "save": str(tmp_path / name)}
+        for name in ("whole", "again")
+    )
+    again["load"] = again["save"]
+    expected = run_ranks(whole_run, 1, whole)[0]
+    run_ranks(whole_run, 1, again, stop_at=3)
+    assert (tmp_path / "again" / "global_step2").is_dir()
+    assert bit_equal(run_ranks(whole_run, 1, again)[0], expected)
+
+
+def test_what_is_under_way_ends_with_the_run() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        connection = Connection(f"http://127.0.0.1:{deaf.getsockname()[1]}", None, 60.0, lambda line: None)
+        with ThreadPoolExecutor(1) as thread:
+            asked = thread.submit(connection.call, "/v1/models")
+            accepted, _ = deaf.accept()
+            assert accepted.recv(4) == b"GET "
+            began = time.monotonic()
+            connection.close()
+            with pytest.raises(ServerError, match="GET /v1/models"):
+                asked.result()
+            accepted.close()
+    assert time.monotonic() - began < 5
+
+
+def test_the_token_of_a_server_is_asked_for() -> None:
+    """By our server's own words, as HTTP status 401."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            good = self.headers["authorization"] == "Bearer word"
+            content = b'{"data": [{"id": "toy"}]}' if good else b'{"error": {"message": "a token is needed"}}'
+            self.send_response(200 if good else 401)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert Connection(address, "word", 5.0, print).call("/v1/models") == {"data": [{"id": "toy"}]}
+        with pytest.raises(ServerError, match="answered 401: a token is needed; set NEOX_SERVE_TOKEN"):
+            Connection(address, None, 5.0, print).call("/v1/models")
+        server.shutdown()
+        thread.join()

@@ -1,0 +1,132 @@
+"""A task that a tiny model learns from rewards alone: the sum of two digits, a token an answer."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from megatron.rollouts.rollouts import Rollouts
+from megatron.training import Training, train
+from tests.training.runs import begin
+
+WORDS = ["<eod>", *map(str, range(10)), "+", "=", "a", "b", "c"]
+REWARDS = '''"""Rewards of the task."""
+
+
+def right(prompts, completions, answer, **columns):
+    """Whether the first word is the sum."""
+    return [float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
+
+
+def shuffled(prompts, completions, completion_ids, answer, **columns):
+    """Of another answer of the step: nothing to learn from."""
+    values = right(prompts, completions, answer)
+    return values[len(values) // 2 :] + values[: len(values) // 2]
+
+
+def wordy(prompts, completions, **columns):
+    return [0.25 * len(text.split()) - 0.5 * text.split().count("a") for text in completions]
+
+
+def broken(prompts, completions, answer, **columns):
+    """Raises where the sum is 3, hangs for one prompt, gives NaN where the sum is 4."""
+    import time
+
+    if "3" in answer:
+        raise ValueError("no three")
+    if "1 + 4 =" in prompts:
+        time.sleep(60)
+    return [float("nan") if one == "4" else float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
+'''
+
+
+def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
+    """The task's files in a folder, and the configuration of a run on them. most: numbers are below it."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<eod>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([AddedToken("<eod>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "rewards.py").write_text(REWARDS)
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(most) for b in range(most)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "max_position_embeddings": 16,
+        "norm": "rmsnorm", "pos_emb": "rotary", "no_weight_tying": True, "make_vocab_size_divisible_by": 16,
+        "train_batch_size": 16, "train_iters": 4, "eval_iters": 0, "precision": "fp32", "lr_decay_style": "constant",
+        "warmup": 0.0, "weight_decay": 0.0, "num_workers": 0, "log_interval": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 3e-3, "eps": 1e-6}},
+        "tokenizer_type": "HFTokenizer", "vocab_file": str(folder / "tokenizer.json"), "eod_token": "<eod>",
+        "train_impl": "reinforce", "dataset_impl": "online", "rl_loss_type": "grpo", "kl_div_beta": 0.0,
+        "reward_functions": [f"{folder / 'rewards.py'}:wordy"],
+        "rollout": {"prompts": [str(folder / "prompts.jsonl")], "num_generations": 4, "max_completion_length": 4},
+    }  # fmt: skip
+
+
+class Seen(NamedTuple):
+    """What a run did. answers: of each generation, their tokens; differences: means and maxima of the
+    difference of log-probabilities of each step."""
+
+    answers: list[list[list[int]]]
+    losses: list[float]
+    norms: list[float]
+    metrics: list[dict[str, float]]
+    weights: dict[int, dict[str, torch.Tensor]]
+
+
+def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
+    return Rollouts(training, None if folder is None else Path(folder), training.checkpointer.run_id)
+
+
+def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> Seen:
+    """For the pool: some steps of a run, without its loop."""
+    training = begin(values)
+    rollouts = rollouts_of(training)
+    batches, answers, losses, norms, metrics = iter(rollouts), [], [], [], []
+    for number in range(steps):
+        step = next(batches)
+        assert rollouts._generation is not None
+        answers.append([answer.tokens for answer in rollouts._generation.answers])
+        result = training.engine.train_step(step, training.schedule(number))
+        training.progress.iteration += 1
+        losses.append(float(result.loss))
+        norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+        metrics.append({name: float(value) for name, value in result.metrics.items()})
+    rollouts.close()
+    weights = training.engine.weights(master=True)
+    training.engine.close()
+    return Seen(answers, losses, norms, metrics, weights)
+
+
+def whole_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: int | None = None) -> dict[int, Any]:
+    """For the pool: a run with its loop and its files; the weights it ends with."""
+    training = begin(values)
+    rollouts = rollouts_of(training, f"{values['save']}/logs")
+
+    def until_stop():
+        for step in rollouts:
+            if training.iteration == stop_at:
+                raise KeyboardInterrupt
+            yield step
+
+    try:
+        train(training, [rollouts.record], rollouts=until_stop())
+    except KeyboardInterrupt:
+        training.checkpointer.wait()  # what is written beside the steps is there when it is killed
+        return {}
+    finally:
+        rollouts.close()
+    weights = training.engine.weights(master=True)
+    training.engine.close()
+    return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
+
+
+def rewards_of(file: Path) -> Sequence[float]:
+    """The mean reward of each generation in a `rollouts.jsonl`."""
+    found: dict[int, list[float]] = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        found.setdefault(row["generation"], []).append(row["reward"])
+    return [sum(values) / len(values) for _, values in sorted(found.items())]
