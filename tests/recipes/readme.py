@@ -18,7 +18,9 @@ from megatron.generation.on_policy import answers_of
 from megatron.launch import process_info
 from megatron.neox_arguments import load
 from megatron.neox_arguments.reading.command_line import parse_deepy
+from megatron.rollouts.rollouts import Rollouts
 from megatron.training import start, train
+from megatron.training.metrics.loggers import log_directory
 from tests.pool import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +29,8 @@ LINKS = ("tools", "post-training", "train.py", "deepy.py")
 SMALL: Mapping[str, Any] = {
     "seq_length": 64, "max_length": 32, "max_prompt_length": 8, "truncate_documents": 32, "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "eval_iters": 1, "exit_interval": 2,
-    "log_interval": 1, "warmup_iters": 0, "zero_optimization.stage": 0,
+    "log_interval": 1, "warmup_iters": 0, "zero_optimization.stage": 0, "rollout.num_generations": 2,
+    "rollout.max_completion_length": 4,
 }  # fmt: skip
 QUICK = ("num_workers=0", "async_save=false")
 Weights = dict[int, dict[str, Tensor]]
@@ -71,7 +74,12 @@ def run(
     with redirect_stdout(io.StringIO()):
         training = start(load(files, words), process_info())
         before = _copy(training.engine.weights(master=True))
-        train(training, (), answers_of(training))
+        if training.args.rollout is None:
+            train(training, (), answers_of(training))
+        else:
+            rollouts = Rollouts(training, log_directory(training.args), training.checkpointer.run_id)
+            train(training, [rollouts.record], rollouts=rollouts)
+            rollouts.close()
     after = _copy(training.engine.weights(master=True))
     training.close()
     training.engine.close()

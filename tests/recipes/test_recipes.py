@@ -75,6 +75,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "book.txt").write_text("\n".join(row["text"] for row in rows))
     (folder / "system.txt").write_text("Answer in few words.")
     (folder / "chats-valid.jsonl").write_text((folder / "chats.jsonl").read_text())
+    (folder / "data" / "gsm8k").mkdir(parents=True)
+    sums = [{"question": f"{i} nine coins or ten", "answer": f"in winter\n#### {i}"} for i in range(8)]
+    (folder / "data/gsm8k/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     for name in ("qa", "qa-valid"):
         parquet.write_table(Table.from_pylist(rows), folder / f"{name}.parquet")
     return folder
@@ -103,6 +106,8 @@ def checked(trained: Trained) -> Trained:
         assert [line["train/batch_type"] for line in lines if "train/batch_type" in line] == [0, 0, 1]
     assert losses[0] == pytest.approx(FIRST_LOSS.get(trained.own.get("train_impl", ""), losses[0]), abs=2e-5)
     assert any("validation/lm_loss" in line for line in lines) == bool(trained.args.eval_iters)
+    if "rollout" in trained.own:
+        return trained  # a random model is never right, and learns nothing from that
     before, after = trained.before, trained.after
     changed = {layer for layer in before if not bit_equal({layer: before[layer]}, {layer: after[layer]})}
     blocks = set(range(2, trained.args.num_layers + 2))
