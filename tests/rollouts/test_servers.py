@@ -178,7 +178,7 @@ def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp
         ("vllm", {"garbage": b'{"choices": []}'}, "no answer with token_ids and logprobs.*vLLM 0.10.2 or later"),
         ("sglang", {"garbage": b'{"meta_info": {}}'}, "no answer with output_token_logprobs"),
         ("sglang", {"deaf": True, "version": "7"}, "answers by weights 7, and was given 0"),
-        ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 2 s of trying"),
+        ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 5 s of trying"),
         ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
     ],
     ids=["no json", "no tokens", "no log-probabilities", "other weights", "always 500", "other log-probabilities"],
@@ -187,7 +187,7 @@ def test_what_is_wrong_with_a_server_is_said(
     api: str, changes: dict[str, Any], reason: str, task: dict[str, Any], tmp_path: Path
 ) -> None:
     with standing_in(**changes) as server:
-        keys = {"rollout.server_api": api, "rollout.server_timeout_s": 2.0}
+        keys = {"rollout.server_api": api, "rollout.server_timeout_s": 5.0}
         said = run_ranks(outcome_of, 1, with_server(task, server.address, tmp_path, **keys))[0]
     assert re.search(reason, said), said
     assert server.address in said or "step 1" in said

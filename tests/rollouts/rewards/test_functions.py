@@ -19,7 +19,7 @@ from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFu
 from megatron.rollouts.rewards.calls import trl_arguments
 
 FILE = Path(__file__).with_name("user_functions.py")
-TIMEOUT_S = 0.4
+TIMEOUT_S = 1.0
 Score = Callable[..., Scores]
 
 
@@ -136,7 +136,7 @@ def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     [
         ("raise", "KeyError: 'what' ({line})"),
         ("sys.exit", "SystemExit: enough ({line})"),
-        ("hang", "took longer than 0.4 s"),
+        ("hang", "took longer than 1 s"),
         ("exit", "its process ended (3)"),
         ("segfault", "its process was killed by SIGSEGV"),
         ("nan", "returned NaN"),

@@ -68,7 +68,7 @@ def only_one(completions, **kwargs):
 
 
 def slow(completions, **kwargs):
-    time.sleep(0.15 * len(completions))
+    time.sleep(0.375 * len(completions))
     return [1.0] * len(completions)
 
 
