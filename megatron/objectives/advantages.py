@@ -21,7 +21,7 @@ def _mean(values: np.ndarray) -> np.ndarray:
     return np.divide(np.nansum(values, -1, keepdims=True), count, out=np.full(count.shape, np.nan), where=count > 0)
 
 
-def _deviation(values: np.ndarray) -> np.ndarray:
+def deviation(values: np.ndarray) -> np.ndarray:
     """The standard deviation over the last axis, of a sample, of what is there; NaN of fewer than two."""
     count = (~np.isnan(values)).sum(-1, keepdims=True)
     squares = np.nansum((values - _mean(values)) ** 2, -1, keepdims=True)
@@ -34,7 +34,7 @@ def beside_group(rewards: np.ndarray, group: int, scale: Literal["group", "batch
     grouped = rewards.reshape(-1, group)
     advantages = grouped - _mean(grouped)
     if scale != "none":
-        advantages = advantages / (_deviation(grouped if scale == "group" else rewards) + _LEAST)
+        advantages = advantages / (deviation(grouped if scale == "group" else rewards) + _LEAST)
     return np.nan_to_num(advantages.ravel(), nan=0.0)
 
 
@@ -57,5 +57,5 @@ def beside_history(rewards: np.ndarray, before: Sequence[float]) -> np.ndarray:
 def groups_without_signal(rewards: np.ndarray, group: int) -> float:
     """The share of prompts whose answers all have the same reward, or too few a reward, so that nothing is
     learned from them."""
-    spread = np.nan_to_num(_deviation(rewards.reshape(-1, group)), nan=0.0)
+    spread = np.nan_to_num(deviation(rewards.reshape(-1, group)), nan=0.0)
     return float(np.isclose(spread, 0.0).mean())

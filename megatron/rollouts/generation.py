@@ -3,7 +3,7 @@ micro-batches of the steps that they are shared out to."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class Shares:
 
     @classmethod
     def of(cls, args: NeoXArgs, data_size: int) -> "Shares":
-        """Those of a configuration."""
+        """The shares of the generations of a configuration on so many data ranks."""
         assert args.rollout is not None and args.train_micro_batch_size_per_gpu is not None
         steps, accumulation = args.rollout["steps_per_generation"], args.gradient_accumulation_steps or 1
         return cls(steps, accumulation, args.train_micro_batch_size_per_gpu, data_size)
@@ -58,8 +58,7 @@ class Generation:
 
     number: counted from the run's beginning; weights: that of the generation before whose first step the
     weights were that wrote them. old_logprobs: of the trainer before the first step, of each answer's tokens;
-    None: one step takes them, and finds them itself. rewards: NaN for none. parts: of each
-    reward function, None where it gave none.
+    None: one step takes them, and finds them itself. rewards: NaN for none.
     """
 
     number: int
@@ -68,10 +67,9 @@ class Generation:
     rewards: list[float]
     advantages: list[float]
     old_logprobs: list[list[float]] | None
-    parts: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` takes; numbers keep their bits."""
+        """The generation as values of JSON, of which `from_json` makes it again; numbers keep their bits."""
         answers = [vars(answer) for answer in self.answers]
         return {**vars(self), "answers": answers}
 

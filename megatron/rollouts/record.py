@@ -11,7 +11,7 @@ from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import DataError
 from megatron.distributed import on_rank_zero
 from megatron.neox_arguments.errors import UserError
-from megatron.objectives.advantages import HISTORY, groups_without_signal
+from megatron.objectives.advantages import HISTORY, deviation, groups_without_signal
 from megatron.objectives.reinforcement import DIFFERENCE
 from megatron.process.metrics_file import ROLLOUTS_FILE, JsonlLogger, read_metrics
 from megatron.rollouts.answers import Answer
@@ -98,7 +98,7 @@ class RolloutRecord(Callback):
         group = self.run.args.rollout["num_generations"]
         lengths = [len(answer.tokens) for answer in generation.answers]
         found = {
-            "reward_std": _deviation(generation.rewards),
+            "reward_std": _spread(generation.rewards),
             "frac_reward_zero_std": groups_without_signal(penalised, group),
             "rewards/failures": float(len(scores.failures)),
             "completions/mean_length": float(np.mean(lengths)),
@@ -109,7 +109,7 @@ class RolloutRecord(Callback):
         for name, values in scores.parts.items():
             there = [value for value in values if value is not None]
             found[f"rewards/{name}/mean"] = float(np.mean(there)) if there else math.nan
-            found[f"rewards/{name}/std"] = _deviation(there)
+            found[f"rewards/{name}/std"] = _spread(there)
         return found
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -144,9 +144,8 @@ class RolloutRecord(Callback):
             self._file.close()
 
 
-def _deviation(values: Sequence[float]) -> float:
-    there = [value for value in values if not math.isnan(value)]
-    return float(np.std(there, ddof=1)) if len(there) > 1 else math.nan
+def _spread(values: Sequence[float]) -> float:
+    return float(deviation(np.asarray(values, np.float64))[0])
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

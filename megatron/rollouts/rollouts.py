@@ -103,7 +103,7 @@ class Rollouts:
     # -- a generation ----------------------------------------------------------------------------------------
 
     def _asked(self, number: int) -> list[Asked]:
-        """What a generation answers, in the order of its rows."""
+        """The prompts of a generation, and which answer to them each of its rows is, in the order of rows."""
         first = number * (self.shares.total // self.group)
         return [(self.prompts[first + row // self.group], row % self.group) for row in range(self.shares.total)]
 
@@ -128,7 +128,7 @@ class Rollouts:
         old_logprobs, kl = self._of_trainer(answers)
         penalised = rewards - overlong(self.args, answers) - (0.0 if kl is None else self.args.kl_div_beta * kl)
         advantages = advantages_of(self.args, penalised, self.record.history)
-        generation = Generation(number, version, answers, rewards.tolist(), advantages, old_logprobs, scores.parts)
+        generation = Generation(number, version, answers, rewards.tolist(), advantages, old_logprobs)
         self.record.take(generation, asked, scores, penalised, sampled - began, judged - sampled)
         if self.steps > 1:
             on_rank_zero(self.run.groups, lambda: self._write(generation))

@@ -1,6 +1,7 @@
 """Answers by the model under training: by the generation engine, or by the forward pass of training itself
 (`rollout.exact`)."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -100,8 +101,6 @@ class ExactSampler:
 
     def __call__(self, asked: Sequence[Sequence[Asked]]) -> list[list[Answer]]:
         """As of `Sampler`."""
-        import random
-
         rows = [[Answer(prompt.tokens, [], [], False) for prompt, _ in batch] for batch in asked]
         draws = [[random.Random(seed_of(self.run, one)) for one in batch] for batch in asked]
         rooms = [[room_for(self.run, prompt) for prompt, _ in batch] for batch in asked]

@@ -113,7 +113,7 @@ async def _awaited(rewards: Any) -> Any:
 
 
 def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]:
-    """What a user's function returned, as numbers."""
+    """The rewards that a user's function returned, as numbers of Python."""
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
         problem = f"returned {_short(rewards)}, no list of numbers"
         return [(None, problem)] * number

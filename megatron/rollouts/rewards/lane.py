@@ -146,7 +146,7 @@ class Lane:
             raise
 
     def _receive(self, seconds: float) -> list[Judged] | str:
-        """What the rows of a call got, or why it failed."""
+        """The rewards and failures of a call's rows, or in one line why the whole call failed."""
         assert self._worker is not None
         try:
             reply: dict[str, Any] = self._worker.receive(seconds)

@@ -1,4 +1,4 @@
-"""What is judged, and what comes of it."""
+"""Completions that reward functions judge, and their rewards and failures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
