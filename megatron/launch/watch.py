@@ -331,12 +331,13 @@ def _report_stopped(culprit: Rank, ranks: list[Rank], screen: _Screen, stop_was_
 
 
 def _show_stacks(culprit: Rank, ranks: list[Rank], screen: _Screen) -> None:
-    """Show where every rank is, or what it said last, the culprit last of all. Its own end is shown by the
-    report."""
+    """Show where every rank is, or what it said last, the culprit last of all; not of a culprit that has
+    ended, whose end is shown by the report. One that ends while it writes its stack has not."""
+    had_ended = culprit.process.poll() is not None
     _write_stacks(ranks)
     for rank in sorted(ranks, key=lambda rank: rank is culprit):
         rank.read_all()
-        if rank is culprit and rank.process.poll() is not None:
+        if rank is culprit and had_ended:
             continue
         if rank.index == 0:
             say(f"rank 0 of {rank.world_size}, where it is:" + ("" if rank.held else " its output is above"))
