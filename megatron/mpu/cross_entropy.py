@@ -75,15 +75,24 @@ def _at(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(-1, labels.clamp(min=0)[:, None]).squeeze(-1).float().masked_fill_(labels < 0, 0.0)
 
 
-def _row_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
+def _below(logits: Tensor, highest: Tensor, temperature: float) -> Tensor:
+    """logit / temperature - highest, fp32 in memory of its own; `[rows, own]`."""
+    if temperature == 1.0:
+        return logits - highest[:, None]
+    divided = logits / temperature if logits.dtype == torch.float32 else logits.float().div_(temperature)
+    return divided.sub_(highest[:, None])
+
+
+def _row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """exp(logit - highest) `[rows, own]`; and of each row the highest logit, the sum of these, the label's
-    logit, with `statistics` the sums of (logit - highest) * exp and of the logits: `[3 or 5, rows]`."""
-    highest = logits.amax(-1).float()
-    shifted = logits - highest[:, None]
-    found = [highest, highest, _at(logits, labels)]
+    logit, with `statistics` the sums of (logit - highest) * exp and of the logits: `[3 or 5, rows]`. All are
+    of logits divided by the temperature, in fp32."""
+    highest = logits.amax(-1).float() / temperature
+    shifted = _below(logits, highest, temperature)
+    found = [highest, highest, _at(logits, labels) / temperature]
     if statistics:
         exp = shifted.exp()
-        found += [shifted.mul_(exp).sum(-1), logits.sum(-1, dtype=torch.float32)]
+        found += [shifted.mul_(exp).sum(-1), logits.sum(-1, dtype=torch.float32) / temperature]
     else:
         exp = shifted.exp_()
     found[1] = exp.sum(-1)
@@ -140,9 +149,10 @@ def _put_gradient(logits: Tensor, exp: Tensor, scale: Tensor, labels: Tensor, of
 # -- what is done to the logits of a chunk: `[rows, own]`, labels local `[rows]` -----------------------------
 
 
-def row_sums(logits: Tensor, labels: Tensor, statistics: bool) -> Tensor:
-    """The sums of each row `[3 or 5, rows]` from which `_combined` makes values."""
-    return _row_sums(logits, labels, statistics)[1]
+def row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: float) -> Tensor:
+    """The sums of each row `[3 or 5, rows]` from which `_combined` makes values, of logits divided by the
+    temperature."""
+    return _row_sums(logits, labels, statistics, temperature)[1]
 
 
 def loss_rows(
@@ -180,11 +190,13 @@ def loss_rows(
     return torch.stack(found) * weights
 
 
-def put_logprob_gradient(logits: Tensor, highest: Tensor, inverse: Tensor, labels: Tensor, grad: Tensor) -> Tensor:
-    """Make the logits their gradient where that of log p(label) is `grad`, fp32 `[rows]`; highest, inverse:
-    as of `TokenValues`. Returns `grad`."""
-    exp = (logits - highest[:, None]).exp_()
-    _put_gradient(logits, exp, -grad * inverse, labels, grad)
+def put_logprob_gradient(
+    logits: Tensor, highest: Tensor, inverse: Tensor, labels: Tensor, grad: Tensor, temperature: float
+) -> Tensor:
+    """Make the logits their gradient where that of log p(label) is `grad`, fp32 `[rows]`, and p is of logits
+    divided by the temperature; highest, inverse: as of `TokenValues`. Returns `grad`."""
+    exp, of_label = _below(logits, highest, temperature).exp_(), grad / temperature
+    _put_gradient(logits, exp, -of_label * inverse, labels, of_label)
     return grad
 
 
@@ -238,10 +250,12 @@ def compiled_kernels() -> Kernels:
 # -- over all ranks ------------------------------------------------------------------------------------------
 
 
-def sums_of_ranks(logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool) -> Tensor:
+def sums_of_ranks(
+    logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float = 1.0
+) -> Tensor:
     """`row_sums` of every rank, `[3 or 5, ranks, rows]`, by one all-gather. labels: local `[rows]`."""
     if part.own:
-        sums = kernels.row_sums(logits[:, : part.own], labels, statistics)
+        sums = kernels.row_sums(logits[:, : part.own], labels, statistics, temperature)
     else:  # nothing but padding: below all others, and finite
         sums = torch.zeros(5 if statistics else 3, len(logits), device=logits.device)
         sums[0] = -1e30
@@ -249,7 +263,9 @@ def sums_of_ranks(logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kern
     return gather_from_tensor(sums, part.group).view(len(sums), ranks, -1)
 
 
-def values_of(logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool) -> TokenValues:
-    """The values of tokens from this rank's logits `[rows, vocab/T]`, the same on every tensor rank but for
-    `highest` and `inverse`. labels: local `[rows]`."""
-    return _combined(sums_of_ranks(logits, labels, part, kernels, statistics), part.rank, part.columns)
+def values_of(
+    logits: Tensor, labels: Tensor, part: VocabPart, kernels: Kernels, statistics: bool, temperature: float
+) -> TokenValues:
+    """The values of tokens from this rank's logits `[rows, vocab/T]`, which the temperature divides in fp32,
+    the same on every tensor rank but for `highest` and `inverse`. labels: local `[rows]`."""
+    return _combined(sums_of_ranks(logits, labels, part, kernels, statistics, temperature), part.rank, part.columns)

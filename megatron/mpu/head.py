@@ -9,7 +9,7 @@ knows no tensor ranks, no z-loss, no statistics and no weights of tokens, and to
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -30,29 +30,24 @@ class OutputLayer:
     """The output projection inside the forward pass of its module, where its weight is there.
 
     weight: `[vocab/T, hidden]`. product: by which it is multiplied. kernels: for the logits of a chunk.
-    softcap: c of products x whose logits are c tanh(x / c); None: they are the products. temperature: divides
-    the logits after that.
+    softcap: c of products x whose logits are c tanh(x / c); None: they are the products.
     """
 
     weight: Tensor
     product: Product
     kernels: Kernels
     softcap: float | None = None
-    temperature: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """The logits `[rows, vocab/T]` of hidden states `[rows, hidden]`, outside autograd."""
         found = self.product.output(x, self.weight)
         if self.softcap is not None:
             found.div_(self.softcap).tanh_().mul_(self.softcap)
-        return found if self.temperature == 1.0 else found.div_(self.temperature)
+        return found
 
-    def slope(self, logits: Tensor) -> Tensor | float | None:
+    def slope(self, logits: Tensor) -> Tensor | None:
         """The derivative of logits by the products that they are made of, fp32; None where it is 1."""
-        inverse = 1 / self.temperature
-        if self.softcap is None:
-            return None if inverse == 1.0 else inverse
-        return (1 - (logits.float() * (self.temperature / self.softcap)).square_()).mul_(inverse)
+        return None if self.softcap is None else 1 - (logits.float() * (1 / self.softcap)).square_()
 
 
 class HeadInput(NamedTuple):
@@ -287,12 +282,13 @@ class _Logprobs(torch.autograd.Function):
         part: VocabPart,
         statistics: bool,
         gradient: bool,
+        temperature: float,
     ) -> tuple[Tensor, ...]:
         local, kept, found = part.local(labels), list[Tensor](), list[TokenValues]()
         left = KEPT_BYTES if gradient and any(ctx.needs_input_grad[:2]) else 0
         for chunk in chunks(len(hidden), weight.shape[0] * hidden.element_size()):
             logits = layer.logits(hidden[chunk])
-            found.append(values_of(logits, local[chunk], part, layer.kernels, statistics))
+            found.append(values_of(logits, local[chunk], part, layer.kernels, statistics, temperature))
             if len(kept) + 1 == len(found) and logits.nbytes <= left:
                 kept.append(logits)
                 left -= logits.nbytes
@@ -300,7 +296,7 @@ class _Logprobs(torch.autograd.Function):
         names = ("logprobs", "highest", "inverse", *(TokenStatistics._fields if statistics else ()))
         logprobs, highest, inverse, *more = (torch.cat([getattr(one, name) for one in found]) for name in names)
         ctx.save_for_backward(hidden, weight, local, highest, inverse)
-        ctx.kept, ctx.layer, ctx.part = kept, layer, part
+        ctx.kept, ctx.layer, ctx.part, ctx.temperature = kept, layer, part, temperature
         ctx.mark_non_differentiable(*more)
         return logprobs, *more
 
@@ -319,7 +315,7 @@ class _Logprobs(torch.autograd.Function):
             slope = layer.slope(logits)
             if part.own:
                 rows = (values[chunk] for values in (highest, inverse, local, grad))
-                layer.kernels.put_logprob_gradient(logits[:, : part.own], *rows)
+                layer.kernels.put_logprob_gradient(logits[:, : part.own], *rows, ctx.temperature)
             logits[:, part.own :] = 0
             if slope is not None:
                 logits.mul_(slope)
@@ -328,7 +324,7 @@ class _Logprobs(torch.autograd.Function):
             if of_weight is not None:
                 of_weight.add(logits, x)
             del logits, slope
-        return of_hidden, None if of_weight is None else of_weight.whole(), *(None,) * 5
+        return of_hidden, None if of_weight is None else of_weight.whole(), *(None,) * 6
 
 
 def _logprobs(
@@ -343,10 +339,9 @@ def _logprobs(
     gradient = torch.is_grad_enabled()
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, ...]:
-        layer = replace(layer, temperature=temperature)
         part = VocabPart.of(layer.weight.shape[0], group, columns)
         x, of_labels = (chosen(values, places) for values in (hidden.flatten(0, -2), labels.reshape(-1)))
-        found = _Logprobs.apply(x, layer.weight, layer, of_labels, part, statistics, gradient)
+        found = _Logprobs.apply(x, layer.weight, layer, of_labels, part, statistics, gradient, temperature)
         if places is not None:
             found = tuple(one.new_zeros(labels.numel()).index_copy(0, places, one) for one in found)
         return tuple(one.view(labels.shape) for one in found)
@@ -363,8 +358,8 @@ def token_logprobs(
     temperature: float = 1.0,
 ) -> Tensor:
     """log p(label) of every token, fp32 `[seq, batch]`, the same on every tensor rank; where there are
-    `places`, 0 at all others. temperature: divides the logits; the others: as of `token_loss_sum`. One
-    backward pass is possible."""
+    `places`, 0 at all others. temperature: divides the logits, in fp32; the others: as of `token_loss_sum`.
+    One backward pass is possible."""
     return _logprobs(head, labels, group, columns, places, False, temperature)[0]
 
 
@@ -397,7 +392,6 @@ def choose_tokens(
     """
 
     def use(hidden: Tensor, layer: OutputLayer) -> tuple[Tensor, Tensor]:
-        layer = replace(layer, temperature=temperature)
         part = VocabPart.of(layer.weight.shape[0], group, columns)
         rows, found = hidden.flatten(0, -2), []
         for chunk in chunks(len(rows), layer.weight.shape[0] * hidden.element_size()):
@@ -406,8 +400,9 @@ def choose_tokens(
         logits = found[0][1].new_empty(len(places), layer.weight.shape[0])
         for inside, some in found:
             logits[inside] = some
-        tokens = choose(gather_from_tensor(logits, group)[:, : part.columns])
-        values = values_of(logits, part.local(tokens.clamp(min=0)), part, layer.kernels, False)
+        whole = gather_from_tensor(logits, group)[:, : part.columns]
+        tokens = choose(whole if temperature == 1.0 else whole.float() / temperature)
+        values = values_of(logits, part.local(tokens.clamp(min=0)), part, layer.kernels, False, temperature)
         return tokens, values.logprobs
 
     return head.use(use)

@@ -70,6 +70,25 @@ def test_values_and_gradients_are_torch_s(ranks: int) -> None:
             assert errors[0] <= max(2e-6, 1.2 * errors[1]), (run, errors)
 
 
+def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
+    """Values and gradients differ from those of the same logits in fp32 by no more than without a
+    temperature."""
+    given = case()
+    hidden, weight = given.hidden.bfloat16(), given.weight.bfloat16()
+    logits, found = (hidden @ weight.t()).double().requires_grad_(), list[float]()
+    for temperature in (1.0, 0.7):
+        mine = hidden.clone().requires_grad_()
+        logprobs = token_logprobs(head_of(mine, weight), given.labels, None, temperature=temperature)
+        exact = (logits / temperature).log_softmax(-1).gather(-1, given.labels[..., None]).squeeze(-1)
+        torch.testing.assert_close(logprobs.double(), exact, rtol=1e-5, atol=1e-5)
+        logprobs.backward(given.grad)
+        (of_logits,) = torch.autograd.grad(exact, logits, given.grad.double())
+        expected = of_logits @ weight.double()
+        assert mine.grad is not None
+        found.append(float((mine.grad.double() - expected).norm() / expected.norm()))
+    assert found[1] <= 1.1 * found[0], found
+
+
 PLACES = torch.tensor([3, 17, 64, 65, 70, 149, 0])  # of all three chunks, in no order
 
 
