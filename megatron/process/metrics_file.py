@@ -1,6 +1,7 @@
 """`metrics.jsonl`, the file of a run's metrics: its name, the fields that say where a row is, reading and
 writing it; and the names of the files beside it, of `profile_memory`, the load of experts and rollouts."""
 
+import io
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 """A line an answer of a run that is trained with rewards."""
 POSITION = ("iteration", "consumed_samples", "consumed_tokens")
 """Where the run is; everything else in a row is a metric."""
+_BLOCK = 1 << 20  # bytes that are read at a time from the end
 
 
 def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -28,12 +30,32 @@ def read_metrics(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
         for line in file:
             end += len(line)
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("iteration"), int):
+            if (row := _row(line)) is not None:
                 yield end, row
+
+
+def read_metrics_backwards(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """As of `read_metrics`, from the last row on; no more of the file is read than is asked for."""
+    with path.open("rb") as file:
+        start = end = file.seek(0, os.SEEK_END)
+        begun = b""  # a line whose beginning is not read yet
+        while start > 0:
+            size = min(_BLOCK, start)
+            start = file.seek(start - size)
+            lines = io.BytesIO(file.read(size) + begun).readlines()
+            begun = lines.pop(0) if start > 0 else b""
+            for line in reversed(lines):
+                if (row := _row(line)) is not None:
+                    yield end, row
+                end -= len(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("iteration"), int) else None
 
 
 class JsonlLogger:
@@ -46,12 +68,14 @@ class JsonlLogger:
 
     def __init__(self, path: Path, iteration: int, run_id: str, say: Callable[[str], None] = say) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and any(row.get("run_id") != run_id for _, row in read_metrics(path)):
+        if path.exists() and any(
+            row.get("run_id") != run_id for _, row in itertools.islice(read_metrics_backwards(path), 1)
+        ):
             taken = (path.with_suffix(f".{i}.jsonl") for i in itertools.count(1))
             os.replace(path, next(name for name in taken if not name.exists()))
         if path.exists():
-            earlier = itertools.takewhile(lambda line: line[1]["iteration"] <= iteration, read_metrics(path))
-            os.truncate(path, max((end for end, _ in earlier), default=0))
+            backwards = read_metrics_backwards(path)
+            os.truncate(path, next((end for end, row in backwards if row["iteration"] <= iteration), 0))
         else:
             path.touch()
         self._file = LogFile(path, say)
