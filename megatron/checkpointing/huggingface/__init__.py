@@ -22,6 +22,7 @@ from megatron.checkpointing.huggingface.importing import (
     vocab_size_from_hf,
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison
+from megatron.checkpointing.huggingface.same_tokens import reads_same_tokens
 from megatron.checkpointing.saved_config import load_checkpoint_args
 
 __all__ = [
@@ -43,5 +44,6 @@ __all__ = [
     "import_plan",
     "is_hf",
     "load_hf_weights",
+    "reads_same_tokens",
     "recover",
 ]

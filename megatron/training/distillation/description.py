@@ -1,7 +1,6 @@
 """Which model `distillation.teacher` names: its configuration in this run's layout, and whether the two
 models' vocabularies are one. Nothing is loaded yet."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
 from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf
+from megatron.checkpointing.huggingface import HFFolder, find_hf, is_hf, reads_same_tokens
 from megatron.checkpointing.layout import is_tag
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.frozen import thaw
@@ -70,7 +69,7 @@ def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
         folder = HFFolder(path)
         source = CheckpointSource(path, False, is_hf=True)
         keys: Mapping[str, Any] = from_hf(folder.config, folder.get)[0]
-        same, rows = _same_tokens(path, tokenizer), real_rows(source, tokenizer.vocab_size)
+        same, rows = reads_same_tokens(path, tokenizer), real_rows(source, tokenizer.vocab_size)
     else:
         path = Path(name) if is_tag(Path(name).name) else find_checkpoint(name)
         source, manifest = CheckpointSource(path, False), read_manifest(path)
@@ -90,26 +89,6 @@ def _describe(args: NeoXArgs, tokenizer: Tokenizer) -> TeacherDescription:
         if about.owner in _OWNERS and about.standing.startswith("honoured") and key not in _OF_RUN
     ]  # fmt: skip
     return TeacherDescription(source, {key: thaw(keys.get(key)) for key in own}, rows)
-
-
-def _same_tokens(folder: Path, tokenizer: Tokenizer) -> bool:
-    """Whether a HuggingFace folder's tokenizer gives the tokens of this one."""
-    files = tokenizer.files()
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file() and name in files:
-            theirs = (folder / name).read_bytes()
-            return theirs == files[name] or (name == "tokenizer.json" and _ids(theirs) == _ids(files[name]))
-    raise CheckpointError(
-        f"{folder}: has no tokenizer (tokenizer.json, tokenizer.model) to compare with this run's "
-        f"{type(tokenizer).__name__}, so it is not known whether both read the same tokens"
-    )
-
-
-def _ids(content: bytes) -> tuple[Any, dict[str, int]]:
-    """The vocabulary of a tokenizer.json, and the ids of its added tokens."""
-    parsed = json.loads(content)
-    added = {token["content"]: token["id"] for token in parsed.get("added_tokens", ())}
-    return parsed["model"].get("vocab"), added
 
 
 def with_common_rows(args: NeoXArgs, teacher: TeacherDescription, real: int | None, tokenizer: Tokenizer) -> NeoXArgs:
