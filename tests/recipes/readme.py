@@ -30,7 +30,7 @@ SMALL: Mapping[str, Any] = {
     "seq_length": 64, "max_length": 32, "max_prompt_length": 8, "truncate_documents": 32, "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "eval_iters": 1, "exit_interval": 2,
     "log_interval": 1, "warmup_iters": 0, "zero_optimization.stage": 0, "rollout.num_generations": 2,
-    "rollout.max_completion_length": 4,
+    "rollout.max_completion_length": 4, "rollout.max_prompt_length": 32,
 }  # fmt: skip
 QUICK = ("num_workers=0", "async_save=false")
 Weights = dict[int, dict[str, Tensor]]
@@ -55,7 +55,7 @@ def small(argv: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides of a training command, at tiny size."""
     given = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
     at = argv.index("--set") if "--set" in argv else len(argv)
-    sizes = {key: value for key, value in SMALL.items() if key.split(".")[0] in given or key in ("exit_interval",)}
+    sizes = {key: value for key, value in SMALL.items() if _says(given, key) or key == "exit_interval"}
     if "ga_dataset" in given:  # so many, until one unlearns
         sizes |= {"exit_interval": 3, "ga_interleave_ratio": 1}
     if "gradient_accumulation_steps" in given and "train_batch_size" in given:
@@ -64,6 +64,11 @@ def small(argv: list[str]) -> tuple[list[str], list[str]]:
     sizes = {key: value for key, value in sizes.items() if words.get(key, given.get(key)) not in ("null", "0", 0)}
     merged = {**words, **{key: str(value) for key, value in sizes.items()}}
     return argv[1:at], [f"{key}={value}" for key, value in merged.items()] + list(QUICK)
+
+
+def _says(given: Mapping[str, Any], key: str) -> bool:
+    section, _, name = key.rpartition(".")
+    return name in (given.get(section) or {}) if section else key in given
 
 
 def run(

@@ -76,6 +76,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "system.txt").write_text("Answer in few words.")
     (folder / "chats-valid.jsonl").write_text((folder / "chats.jsonl").read_text())
     (folder / "data" / "gsm8k").mkdir(parents=True)
+    (folder / "data" / "prompts.jsonl").write_text((folder / "pairs.jsonl").read_text())
     sums = [{"question": f"{i} nine coins or ten", "answer": f"in winter\n#### {i}"} for i in range(8)]
     (folder / "data/gsm8k/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     for name in ("qa", "qa-valid"):
@@ -106,7 +107,7 @@ def checked(trained: Trained) -> Trained:
         assert [line["train/batch_type"] for line in lines if "train/batch_type" in line] == [0, 0, 1]
     assert losses[0] == pytest.approx(FIRST_LOSS.get(trained.own.get("train_impl", ""), losses[0]), abs=2e-5)
     assert any("validation/lm_loss" in line for line in lines) == bool(trained.args.eval_iters)
-    if "rollout" in trained.own:
+    if trained.own.get("reward_functions"):
         return trained  # a random model is never right, and learns nothing from that
     before, after = trained.before, trained.after
     changed = {layer for layer in before if not bit_equal({layer: before[layer]}, {layer: after[layer]})}
@@ -123,12 +124,15 @@ def typed(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch, readme: str
         yield checked(trained)
 
 
-@pytest.mark.parametrize("recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma", "reward")])
+@pytest.mark.parametrize(
+    "recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma", "reward", "rloo")]
+)
 def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed(recipe, place, monkeypatch))
 
 
-def test_the_reward_model_is_exported_and_scores_pairs(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reward_model_is_exported_scores_pairs_and_judges(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model learns by it (rloo)."""
     from transformers import AutoModelForSequenceClassification
 
     (trained,) = typed("reward", place, monkeypatch)
@@ -140,6 +144,10 @@ def test_the_reward_model_is_exported_and_scores_pairs(place: Path, monkeypatch:
     exported = AutoModelForSequenceClassification.from_pretrained(place / "hf/reward")
     head = trained.after[8]["rm_linear.weight"]
     assert exported.config.num_labels == 1 and torch.equal(exported.score.weight, head.to(exported.dtype))
+    (learner,) = typed("rloo", place, monkeypatch)
+    answers = [json.loads(line) for line in (learner.save / "logs/rollouts.jsonl").read_text().splitlines()]
+    assert len(answers) == 8 and len({answer["rewards"]["reward_model"] for answer in answers}) == 8
+    assert learner.args.reward_model == str(trained.save) and learner.args.rl_kl_in_reward
 
 
 def test_every_file_is_in_a_command_of_its_readme() -> None:
