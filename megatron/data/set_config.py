@@ -12,7 +12,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_maps import DataState
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import sample_kind
+from megatron.neox_arguments.values.losses import sample_kind, writes_pairs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 SET_NAMES = ("train", "valid", "test")
@@ -42,7 +42,8 @@ def trains_preferences(args: NeoXArgs) -> bool:
 def rows_per_sample(args: NeoXArgs) -> int:
     """Rows of seq_length tokens in one sample: two for a pair, unless its responses are packed into one
     row."""
-    return 2 if sample_kind(args) == "pairs" and args.pack_impl != "best_fit" else 1
+    apart = sample_kind(args) == "pairs" and args.pack_impl != "best_fit"
+    return 2 if apart or writes_pairs(args) else 1
 
 
 def split_boundaries(split: str, size: int) -> tuple[int, int, int, int]:

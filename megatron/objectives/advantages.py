@@ -54,6 +54,16 @@ def beside_history(rewards: np.ndarray, before: Sequence[float]) -> np.ndarray:
     return np.nan_to_num(rewards - _mean(last), nan=0.0)
 
 
+def best_and_worst(rewards: np.ndarray, group: int) -> np.ndarray:
+    """The pair of each prompt's `group` answers: 1 for the best, -1 for the worst (of equal ones the first),
+    0 for all others; 0 for all where fewer than two have a reward, or all the same."""
+    grouped = rewards.reshape(-1, group)
+    high, low = (np.where(np.isnan(grouped), never, grouped) for never in (-np.inf, np.inf))
+    found, rows = np.zeros(grouped.shape), np.flatnonzero(high.max(1) > low.min(1))
+    found[rows, high.argmax(1)[rows]], found[rows, low.argmin(1)[rows]] = 1.0, -1.0
+    return found.ravel()
+
+
 def groups_without_signal(rewards: np.ndarray, group: int) -> float:
     """The share of prompts whose answers all have the same reward, or too few a reward, so that nothing is
     learned from them."""

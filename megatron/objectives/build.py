@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 from megatron.mpu import Divergence
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.values.losses import loss_temperature, losses_of, retains_by_divergence
+from megatron.neox_arguments.values.losses import loss_temperature, losses_of, retains_by_divergence, writes_pairs
 from megatron.objectives.distillation import distillation
 from megatron.objectives.dpo import dpo
 from megatron.objectives.kto import KtoSettings, kto
@@ -41,7 +41,9 @@ def _dpo(args: NeoXArgs) -> Objective:
     losses = losses_of(args)
     weights: dict[str, float] = dict(zip(losses, args.dpo_loss_weights or [1.0] * len(losses), strict=True))
     settings = PairSettings(args.dpo_beta, args.dpo_label_smoothing, args.discopop_tau, args.simpo_gamma)
-    return dpo(weights, settings, reference_free=args.dpo_reference_free, columns=args.softmax_rows)
+    return dpo(
+        weights, settings, reference_free=args.dpo_reference_free, columns=args.softmax_rows, sampled=writes_pairs(args)
+    )
 
 
 def _kto(args: NeoXArgs) -> Objective:

@@ -15,9 +15,11 @@ from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.objectives.objective import LossSums, Objective, loss_function
 from megatron.objectives.pair_losses import PairScores, PairSettings, log_odds
 from megatron.objectives.preference import (
+    DIFFERENCE,
     TOKEN_METRICS,
     ResponseScores,
     reference_logprobs,
+    sampler_difference,
     score_responses,
     sum_and_count,
     token_accuracy,
@@ -54,13 +56,15 @@ def dpo(
     *,
     reference_free: bool = False,
     columns: int | None = None,
+    sampled: bool = False,
 ) -> Objective:
     """The objective of pairs: a weighted sum of the losses that `weights` names.
 
     Its parts are means over pairs; with "sft" also over tokens of the chosen responses (their negative
     log-likelihood); with "orpo" also over tokens of the chosen responses and their prompts.
     reference_free: the policy's log-probabilities replace its log-ratios; ["sigmoid", "sft"] is then CPO.
-    columns: as of `token_logprobs`.
+    columns: as of `token_logprobs`. sampled: the model wrote the responses itself, and metrics compare its
+    log-probabilities with those of the sampler.
     """
     kind = _LossMix(weights, settings, reference_free or not _compares(weights))
     metrics: tuple[str, ...] = (*REWARDS, *TOKEN_METRICS, "mean_token_accuracy")
@@ -78,7 +82,10 @@ def dpo(
         assert len(matchings) == 1, "aot and aot_unpaired match a step's pairs differently"
         step_baselines = partial(pair_baselines, matching=matchings[0], reference_free=kind.reference_free)
     weight, loss_sum = partial(_weight, kind=kind), partial(_loss_sum, kind=kind, columns=columns)
-    return Objective(weight, loss_sum, metrics, differences, step_baselines)
+    maxima: tuple[str, ...] = ()
+    if sampled:
+        metrics, maxima = (*metrics, DIFFERENCE), (f"{DIFFERENCE}_max",)
+    return Objective(weight, loss_sum, metrics, differences, step_baselines, maxima)
 
 
 def _chosen(batch: Batch) -> Tensor:
@@ -138,6 +145,8 @@ def _loss_sum(
     real = _chosen(batch)[0::2]
     pairs = _pairs(responses, batch, kind, real)
     metrics = _metrics(responses, pairs, real, kind)
+    if batch.rollout is not None:
+        metrics |= sampler_difference(responses.logprobs.detach(), batch)
     losses = torch.zeros_like(pairs.gap)
     for name, weight in kind.weights.items():
         losses = losses + weight * loss_function("dpo", name)(pairs, kind.settings)

@@ -1,5 +1,5 @@
-"""What DPO and KTO share: sums over the tokens of each response, the policy's scores of responses, and TRL's
-metrics."""
+"""What the losses of answers share: sums over the tokens of each response, the policy's scores of responses,
+TRL's metrics, and how far the sampler's log-probabilities are from the trainer's."""
 
 from dataclasses import dataclass
 
@@ -85,6 +85,19 @@ def reference_logprobs(batch: Batch) -> Tensor:
     if batch.reference_logprobs is None:
         raise ValueError("this loss compares with a reference model, and the batch has no log-probabilities of one")
     return batch.reference_logprobs
+
+
+DIFFERENCE = "sampling/logp_difference"
+"""The metric of the difference between log-probabilities of sampler and trainer, a mean over tokens."""
+
+
+def sampler_difference(logprobs: Tensor, batch: Batch) -> dict[str, Tensor]:
+    """The metric `DIFFERENCE`, and with _max behind its name the largest. logprobs: the trainer's of labels,
+    `[batch, seq]`."""
+    assert batch.rollout is not None
+    trained = batch.loss_weights > 0
+    apart = torch.where(trained, logprobs - batch.rollout.sampler_logprobs, 0.0).abs()
+    return {DIFFERENCE: torch.stack([apart.sum(), trained.sum().float()]), f"{DIFFERENCE}_max": apart.max()}
 
 
 def sum_and_count(values: Tensor, chosen: Tensor) -> Tensor:

@@ -15,9 +15,7 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.mpu import Divergence, HeadInput, token_divergence_sum, token_logprobs_and_statistics
 from megatron.objectives.objective import LossSums, Objective, loss_function
-
-DIFFERENCE = "sampling/logp_difference"
-"""The metric of the difference between log-probabilities of sampler and trainer, a mean over tokens."""
+from megatron.objectives.preference import DIFFERENCE, sampler_difference
 
 
 @dataclass(frozen=True)
@@ -188,9 +186,7 @@ def reinforcement(
         if clips:
             assert ratio is not None
             metrics |= _clip_shares(ratio, answers, s, bounded_below=loss is not truncated_weights)
-        difference = apart.detach().abs()
-        metrics[DIFFERENCE] = torch.stack([difference.sum(), count])
-        metrics[f"{DIFFERENCE}_max"] = difference.max()
+        metrics |= sampler_difference(old, batch)
         return total.view(1), metrics
 
     names = ["reward", *(("kl",) if s.kl_beta else ()), "entropy"]

@@ -7,6 +7,7 @@ import torch
 
 from megatron.checkpointing import NonFiniteStateError
 from megatron.distributed import on_rank_zero
+from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.training.callbacks.status import note_failure
 from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.engine import StepResult
@@ -44,9 +45,11 @@ class StepResults:
         if untrained:
             self.untrained += 1
             if self.untrained & (self.untrained - 1) == 0:  # the 1st, 2nd, 4th, 8th, ... of this start
+                pairs = writes_pairs(self.training.args)
+                why = "no prompt gave a pair, see rollouts.jsonl" if pairs else "labels mask all of them"
                 say(
-                    f"step {step}: none of its tokens is trained (labels mask all of them), left out; {self.untrained} "
-                    f"such step{'s' * (self.untrained > 1)} so far"
+                    f"step {step}: none of its tokens is trained ({why}), left out; {self.untrained} such "
+                    f"step{'s' * (self.untrained > 1)} so far"
                 )
         elif skipped:
             self.in_a_row += 1

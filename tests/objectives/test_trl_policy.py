@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.data.batch import places_of_loss
 from megatron.neox_arguments.errors import ConfigError
 from megatron.objectives import build_objective
 from megatron.objectives.advantages import (
@@ -26,7 +25,8 @@ from megatron.objectives.advantages import (
     groups_without_signal,
     leave_one_out,
 )
-from megatron.objectives.reinforcement import DIFFERENCE, MEANS, divergence
+from megatron.objectives.preference import DIFFERENCE
+from megatron.objectives.reinforcement import MEANS, divergence
 from megatron.rollouts.answers import Answer, at_labels, batch_of
 from tests.model.stages import gradients, stage_with
 from tests.objectives.steps import step_loss
@@ -86,6 +86,7 @@ def batches_of(name: str, rows: range, all_places: bool) -> Batch:
             tokens,
             (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist(),
             True,
+            [bool(one) for one in ROLLOUTS["mask"][row]] if case.get("tools") else None,
         )
         for row, tokens in enumerate(ROLLOUTS["answers"])
     ]
@@ -99,10 +100,6 @@ def batches_of(name: str, rows: range, all_places: bool) -> Batch:
         values = [at_labels(answers[row], reference[row, : len(answers[row].tokens)], WIDTH) for row in rows]
         assert batch.rollout is not None
         batch = replace(batch, rollout=replace(batch.rollout, reference_logprobs=torch.from_numpy(np.stack(values))))
-    if case.get("tools"):
-        trained = np.stack([at_labels(answers[row], ROLLOUTS["mask"][row], WIDTH) for row in rows]).astype(np.int64)
-        places = None if all_places else places_of_loss(trained)
-        batch = replace(batch, loss_weights=torch.from_numpy(trained), loss_places=places)
     return batch
 
 

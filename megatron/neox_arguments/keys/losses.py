@@ -30,12 +30,15 @@ class Loss:
 @dataclass(frozen=True)
 class TrainImpl:
     """A value of `train_impl`. reads: what a sample is. key: the one that names its losses, "" without any;
-    options: further keys that all of them read, refused where no other entry of the table has them."""
+    options: further keys that all of them read, refused where no other entry of the table has them. online:
+    those that they read besides where the model writes the samples itself (`dataset_impl: online`); without
+    any it cannot."""
 
     reads: Literal["texts", "pairs", "answers", "rollouts"]
     key: str = ""
     losses: Mapping[str, Loss] = field(default_factory=dict)
     options: tuple[str, ...] = ()
+    online: tuple[str, ...] = ()
 
 
 FORGET_LOSSES: Mapping[str, Loss] = {
@@ -47,6 +50,7 @@ FORGET_LOSSES: Mapping[str, Loss] = {
 
 _SMOOTHED = ("dpo_label_smoothing",)
 _CLIPPED = ("rl_epsilon", "rl_epsilon_high")
+_JUDGED = ("rollout", "reward_functions", "reward_model", "reward_weights", "reward_timeout_s", "reward_workers")
 
 TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     "normal": TrainImpl(
@@ -79,6 +83,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "orpo": Loss("pair_losses.orpo"),
         },
         ("dpo_loss_weights", "dpo_reference_free", "prefix_sharing"),
+        online=_JUDGED,
     ),
     "rm": TrainImpl("pairs", options=("center_rewards_coefficient", "z_loss", "prefix_sharing")),
     "kto": TrainImpl(
@@ -102,12 +107,7 @@ TRAIN_IMPLS: Mapping[str, TrainImpl] = {
             "cispo": Loss("reinforcement.truncated_weights", (*_CLIPPED, "rl_scale_rewards")),
         },
         (
-            "rollout",
-            "reward_functions",
-            "reward_model",
-            "reward_weights",
-            "reward_timeout_s",
-            "reward_workers",
+            *_JUDGED,
             "kl_impl",
             "kl_div_beta",
             "rl_kl_in_reward",

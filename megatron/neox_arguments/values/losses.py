@@ -11,7 +11,13 @@ _SAVING_THAT_PAYS = 0.02  # of the tokens; attention, which reads prefixes where
 def sample_kind(args: ResolvedArgs) -> Literal["texts", "pairs", "answers", "rollouts"]:
     """What a sample of a run is: tokens to be predicted, two answers to a prompt, one that is judged, or one
     that the model writes itself."""
-    return TRAIN_IMPLS[args.train_impl].reads
+    impl = TRAIN_IMPLS[args.train_impl]
+    return "rollouts" if impl.online and args.dataset_impl == "online" else impl.reads
+
+
+def writes_pairs(args: ResolvedArgs) -> bool:
+    """Whether a run is trained on pairs of answers that its model writes (online DPO)."""
+    return args.train_impl == "dpo" and sample_kind(args) == "rollouts"
 
 
 def row_places(args: ResolvedArgs) -> int:
@@ -29,7 +35,7 @@ def losses_of(args: ResolvedArgs) -> dict[str, Loss]:
 
 def needs_reference(args: ResolvedArgs) -> bool:
     """Whether batches hold the log-probabilities of a reference model."""
-    if sample_kind(args) == "rollouts":
+    if args.train_impl == "reinforce":
         return args.kl_div_beta > 0.0
     among_losses = any(loss.needs_reference for loss in losses_of(args).values()) and not args.dpo_reference_free
     return among_losses or forgets_beside_reference(args) or retains_by_divergence(args)
@@ -62,12 +68,13 @@ def reference_by(args: ResolvedArgs) -> Literal["cache", "on_the_fly"]:
 def penalises_divergence(args: ResolvedArgs) -> bool:
     """Whether answers that the model writes are compared with a reference model's whole distributions
     (`kl_impl: full`)."""
-    return sample_kind(args) == "rollouts" and args.kl_div_beta > 0.0 and args.kl_impl == "full"
+    return args.train_impl == "reinforce" and args.kl_div_beta > 0.0 and args.kl_impl == "full"
 
 
 def loss_temperature(args: ResolvedArgs) -> float:
-    """What the logits of answers are divided by in the loss: by as much as the sampler did (`rollout`)."""
-    if sample_kind(args) != "rollouts" or args.rollout is None:
+    """What the logits of answers are divided by in the loss: in reinforcement learning by as much as the
+    sampler did (`rollout`)."""
+    if args.train_impl != "reinforce" or args.rollout is None:
         return 1.0
     return args.rollout["temperature"] or 1.0
 

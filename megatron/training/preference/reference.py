@@ -281,7 +281,11 @@ def _filled(
     batches = fill(lambda batch: batch.response_ids is not None, scored, batches)
     if outputs is not None:
         return fill(lambda batch: batch.role == "retain" or batch.rollout is not None, beside_distributions, batches)
-    unknown = lambda batch: batch.rollout is not None and batch.rollout.reference_logprobs is None  # noqa: E731
+
+    def unknown(batch: Batch) -> bool:
+        known = batch.rollout if batch.response_ids is None else None  # of pairs their sums are
+        return known is not None and known.reference_logprobs is None
+
     return fill(unknown, beside_tokens, batches)
 
 
