@@ -1,6 +1,7 @@
 """The training loop takes steps up to `train_iters`; the callbacks around them, listed in
 `callbacks/build.py`, decide when to save, to evaluate and to stop."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
@@ -19,7 +20,9 @@ from megatron.data import (
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments.values.unlearning import ascent_steps
 from megatron.training.callbacks.build import build_callbacks
+from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.callbacks.status import write_ending
+from megatron.training.callbacks.stopping import StopCallback
 from megatron.training.distillation.on_policy import Answer, on_policy_steps
 from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
@@ -74,7 +77,7 @@ def train(
     on policy (`distillation.lmbda`), by the model as it is then. operations: callbacks called after
     evaluations, and begun and closed also where nothing is left to do: a checkpoint may be to publish.
     rollouts: the micro-batches of this rank of each step still to do, where samples are written and not read
-    (`dataset_impl: online`).
+    (`dataset_impl: online`); they may end early for a stop signal alone.
 
     Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
     in place of storing weights or optimizer state that are not finite.
@@ -102,14 +105,18 @@ def train(
         training.watchdog.now("in the first step")
         loop.stopwatch.lap()  # steps are timed from here on
         while progress.iteration < args.train_iters and loop.stop_reason is None:
-            role, result = _train_step(training, callbacks, batches)
+            done = _train_step(training, callbacks, batches)
+            if done is None:
+                _stop_before_step(training, callbacks)
+                break
+            role, result, width = done
             results.settle()  # of the step before
             results.begin(result)
             if role == "forget":
                 progress.unlearning = after_ascent(args, progress.unlearning, result)
-            _advance(training, role)
+            _advance(training, role, width)
             training.watchdog.step_done(progress.iteration)
-            _end_step(training, callbacks, _finished_step(training, role, result))
+            _end_step(training, callbacks, _finished_step(training, role, result, width))
         loop.settle()
         with training.watchdog.phase("saving"):
             training.checkpointer.wait()
@@ -129,13 +136,26 @@ def train(
 
 def _train_step(
     training: Training, callbacks: Sequence[Callback], batches: Iterator[list[Batch]]
-) -> tuple[Role, StepResult]:
-    """The next step, with the gradients shown to the callbacks that ask for them; and what its data are."""
-    step = [next(batches)]  # popped below, so that the engine alone holds what it has moved to the device
-    role = step[0][0].role
+) -> tuple[Role, StepResult, int | None] | None:
+    """What the next step's data are, its result, with the gradients shown to the callbacks that ask for them,
+    and how many tokens its rows have where no key says so. None where there are no more steps."""
+    step = list(itertools.islice(batches, 1))  # popped, so that the engine alone holds what it moved to the device
+    if not step:
+        return None
+    role, width = step[0][0].role, None if training.args.rollout is None else step[0][0].tokens.shape[1]
     hooks = [hook for callback in callbacks if (hook := callback.on_step_start(training, step[0])) is not None]
     lr = training.schedule(training.progress.iteration) * lr_scale(training.args, role)
-    return role, training.engine.train_step(step.pop(), lr, _joined(hooks))
+    return role, training.engine.train_step(step.pop(), lr, _joined(hooks)), width
+
+
+def _stop_before_step(training: Training, callbacks: Sequence[Callback]) -> None:
+    """End the run where samples that are still to be written were given up for a stop signal."""
+    stop = next(one for one in callbacks if isinstance(one, StopCallback))
+    save = next(one for one in callbacks if isinstance(one, SaveCallback))
+    training.loop.stop_reason = stop.before_step()
+    if training.loop.stop_reason is None:
+        raise RuntimeError(f"the samples ended after {training.iteration} of {training.args.train_iters} steps")
+    save.on_step_end(training, Step(training.iteration, training.consumed_samples, 0, None))
 
 
 def _joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
@@ -148,12 +168,12 @@ def _joined(hooks: Sequence[OnGradients]) -> OnGradients | None:
     return on_gradients if hooks else None
 
 
-def _finished_step(training: Training, role: Role, result: StepResult) -> Step:
+def _finished_step(training: Training, role: Role, result: StepResult, width: int | None) -> Step:
     args, progress = training.args, training.progress
-    row = row_length(args, progress.iteration)
+    row = width or row_length(args, progress.iteration)
     sets = 2 if role == "forget" and args.gd_mode else 1  # that it read a sample of
     return Step(
-        progress.iteration, progress.consumed_samples, sets * step_length(args, progress.iteration), result,
+        progress.iteration, progress.consumed_samples, sets * (width or step_length(args, progress.iteration)), result,
         progress.consumed_tokens, row, progress.row_tokens.get(row, 0), role,
     )  # fmt: skip
 
@@ -194,7 +214,7 @@ def _close(training: Training, callbacks: Sequence[Callback]) -> None:
         history.close()
 
 
-def _advance(training: Training, role: Role) -> None:
+def _advance(training: Training, role: Role, width: int | None) -> None:
     progress = training.progress
     progress.iteration += 1
     progress.validation_loss = None
@@ -202,7 +222,7 @@ def _advance(training: Training, role: Role) -> None:
         return
     progress.consumed_samples += training.args.train_batch_size
     rows = training.args.train_batch_size * rows_per_sample(training.args)
-    tokens = rows * step_length(training.args, progress.iteration)
+    tokens = rows * (width or step_length(training.args, progress.iteration))
     progress.consumed_tokens += tokens
     if has_curriculum(training.args):
         row, following = (row_length(training.args, progress.iteration + n) for n in (0, 1))

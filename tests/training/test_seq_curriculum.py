@@ -66,7 +66,7 @@ def test_what_was_read_is_said_when_a_phase_ends() -> None:
         args=NeoXArgs.from_dict(values()), progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append)
     )
     for _ in range(8):
-        _advance(training, "train")  # type: ignore[arg-type]
+        _advance(training, "train", None)  # type: ignore[arg-type]
     assert lines == [
         "seq_curriculum: 512 tokens were read in rows of 8; rows of 16 from iteration 3 on",
         "seq_curriculum: 768 tokens were read in rows of 16; rows of 32 from iteration 6 on",

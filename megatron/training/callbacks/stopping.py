@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.distributed import run_on_all_ranks
 from megatron.mpu import ParallelGroups
 from megatron.training.run import Training
 
@@ -99,6 +100,12 @@ class StopCallback(Callback):
     def signalled(self) -> bool:
         """Whether a stop signal has come to this rank."""
         return bool(self._signals.received)
+
+    def before_step(self) -> str | None:
+        """Why the run stops before its next step: the signal that has come to some rank. All ranks
+        together."""
+        number = max(run_on_all_ranks(self.training.groups, lambda: self._signals.received))
+        return f"signal {signal.Signals(number).name}" if number else None
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         """Decide, and raise what a write beside the steps ran into."""

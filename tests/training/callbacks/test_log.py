@@ -12,7 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.callbacks import Step, StepResult
 from megatron.neox_arguments import NeoXArgs
-from megatron.process.metrics_file import JsonlLogger, read_metrics
+from megatron.process import metrics_file
+from megatron.process.metrics_file import JsonlLogger, read_metrics, read_metrics_backwards
 from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
@@ -139,7 +140,7 @@ def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
 
 
-def test_damaged_bytes_stay_where_they_are(tmp_path: Path) -> None:
+def test_damaged_bytes_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no row is no reason not to go on."""
     path = tmp_path / "metrics.jsonl"
     rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(4)]
@@ -150,6 +151,9 @@ def test_damaged_bytes_stay_where_they_are(tmp_path: Path) -> None:
     log.close()
     assert path.read_bytes().startswith(rows[0] + rows[1] + damaged + rows[2] + b'{"iteration": 3, "train/lm_loss"')
     assert [row["iteration"] for _, row in read_metrics(path)] == [0, 1, 2, 3]
+    for block in (1, 7, 64, 1 << 20):
+        monkeypatch.setattr(metrics_file, "_BLOCK", block)
+        assert list(read_metrics_backwards(path)) == list(read_metrics(path))[::-1]
 
 
 def test_a_tracker_that_cannot_write_is_said_once() -> None:
