@@ -117,20 +117,26 @@ def tokens_of(
 ) -> list[list[int]]:
     """The tokens of each row's prompt, without the beginning of one that `rollout.max_prompt_length` cuts.
     Raises DataError for one that has no token, is too long, or that the chat template refuses."""
-    assert args.rollout is not None
-    most = args.rollout["max_prompt_length"]
-    longest, found = args.seq_length - 1 if most is None else most, []
+    found = []
     for row in rows:
         try:
-            tokens = tokenize(row.prompt)
+            found.append(fitted(args, tokenize(row.prompt)))
         except ValueError as problem:
             raise DataError(f"{row.place}: {problem}") from problem
-        if len(tokens) > longest and most is None:
-            raise DataError(
-                f"{row.place}: the prompt has {len(tokens)} tokens, and a row of seq_length holds {longest} beside an "
-                "answer; set rollout.max_prompt_length, with which prompts lose their beginning, or a longer seq_length"
-            )
-        if not tokens:
-            raise DataError(f"{row.place}: the prompt has no token")
-        found.append(tokens[-longest:])
     return found
+
+
+def fitted(args: NeoXArgs, tokens: list[int]) -> list[int]:
+    """A prompt's tokens, without the beginning of one that `rollout.max_prompt_length` cuts. Raises
+    ValueError for one that has no token or is too long."""
+    assert args.rollout is not None
+    most = args.rollout["max_prompt_length"]
+    longest = args.seq_length - 1 if most is None else most
+    if len(tokens) > longest and most is None:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and a row of seq_length holds {longest} beside an answer; set "
+            "rollout.max_prompt_length, with which prompts lose their beginning, or a longer seq_length"
+        )
+    if not tokens:
+        raise ValueError("the prompt has no token")
+    return tokens[-longest:]

@@ -1,16 +1,23 @@
 """A reward model beside the model under training (`reward_model`), on the same ranks."""
 
+import math
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from megatron.callbacks import TrainingRun
 from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.huggingface import is_hf, reads_same_tokens
+from megatron.distributed import on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
 from megatron.generation.model import load_model
 from megatron.generation.scoring.reward_file import reward_model_args
 from megatron.generation.scoring.rewards import score_documents
 from megatron.rollouts.answers import Answer
+from megatron.rollouts.rewards import Failure
+
+NAME = "reward_model"  # as metrics and failures call it
 
 
 class RewardModel:
@@ -18,10 +25,14 @@ class RewardModel:
 
     def __init__(self, run: TrainingRun) -> None:
         """Load it in the run's layout. Raises ConfigError for one that cannot be read, that is a language
-        model, or that reads fewer tokens than a row of the run has."""
+        model, has another tokenizer, or reads fewer tokens than a row of the run has."""
         name, groups = str(run.args.reward_model), run.groups.with_whole_experts()
         try:
             args = reward_model_args(name, tensor=groups.size("tensor"), pipe=groups.size("pipe"))
+            folder = Path(str(args.load))  # one of ours names its tokenizer itself, which is compared as it is loaded
+            if is_hf(folder) and not on_rank_zero(groups, lambda: reads_same_tokens(folder, run.tokenizer)):
+                vocab = run.args.cite("vocab_file")
+                raise run.args.error("reward_model", f"{name} has another tokenizer than this run's vocab_file {vocab}")
             self.model = load_model(args.for_inference(groups.world_size), groups, run.tokenizer, run.logger)
         except CheckpointError as problem:
             raise run.args.error("reward_model", str(problem)) from problem
@@ -32,7 +43,13 @@ class RewardModel:
                 f"{run.args.cite('seq_length')}; lower that",
             )
 
-    def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """The score of each answer."""
+    def __call__(self, answers: Sequence[Answer]) -> tuple[list[float | None], list[Failure]]:
+        """The score of each answer, None for one that is no number, which is a failure."""
         documents = [np.array(answer.prompt + answer.tokens, np.int64) for answer in answers]
-        return score_documents(self.model, documents, forward_budget(self.model))  # of what is free now
+        found = score_documents(self.model, documents, forward_budget(self.model))  # of what is free now
+        failures = [
+            Failure(NAME, row, f"scored {'NaN' if math.isnan(score) else score}, in {self.model.args.params_dtype}")
+            for row, score in enumerate(found)
+            if not math.isfinite(score)
+        ]
+        return [score if math.isfinite(score) else None for score in found], failures

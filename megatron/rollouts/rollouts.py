@@ -1,7 +1,6 @@
-"""The steps of a run that is trained with rewards: the model answers prompts, the answers are judged, and
-micro-batches are made of them."""
+"""The steps of a run that is trained on its own answers: the model answers prompts, the answers are judged,
+and micro-batches are made of them."""
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,23 +13,26 @@ import numpy as np
 import torch
 
 from megatron.callbacks import TrainingRun
-from megatron.checkpointing import replace_file
 from megatron.checkpointing.huggingface import declared_eos_ids
-from megatron.checkpointing.layout import list_checkpoints, step_of
-from megatron.data import Batch, DataError
-from megatron.distributed import on_rank_zero, run_on_all_ranks_of, run_on_each_rank
+from megatron.data import Batch
+from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_all_ranks_of, run_on_each_rank
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.mpu import mix_seed
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.objectives.reinforcement import divergence
-from megatron.rollouts.answers import Answer, batch_of
-from megatron.rollouts.generation import Generation, Shares, advantages_of, overlong, width_of
-from megatron.rollouts.prompts import Messages, Prompts, read_rows, tokens_of
-from megatron.rollouts.record import RolloutRecord
+from megatron.rollouts.answers import Answer, as_pairs, at_tokens, batch_of
+from megatron.rollouts.conversations import ENVIRONMENT, Conversations, Speech, with_environment
+from megatron.rollouts.environments.environments import Environments
+from megatron.rollouts.generation import Generation, Shares, advantages_of, pairs_of, penalties, width_of
+from megatron.rollouts.generation_files import GenerationFiles
+from megatron.rollouts.judging import compare, second_first
+from megatron.rollouts.prompts import Prompt, Prompts, read_rows, tokens_of
+from megatron.rollouts.record import RolloutRecord, judged_by
 from megatron.rollouts.reward_model import RewardModel
 from megatron.rollouts.rewards import Completion, RewardError, RewardFunctions, Scores
-from megatron.rollouts.sampler import Asked, EngineSampler, ExactSampler, Sampler
+from megatron.rollouts.sampler import Asked, EngineSampler, ExactSampler, Sampler, SamplingStopped, Turn, turn_of
 from megatron.rollouts.servers import ServerSampler
 
 T = TypeVar("T")
@@ -47,11 +49,14 @@ class Rollouts:
         """
         args = run.args
         assert args.rollout is not None
-        self.run, self.args, self.folder = run, args, folder
+        self.run, self.args = run, args
         self.options = args.rollout
         self.shares = Shares.of(args, run.groups.size("data"))
         self.steps: int = self.shares.steps * args.rollout["num_iterations"]  # of a generation
         self.group: int = args.rollout["num_generations"]
+        self.pairs = writes_pairs(args)
+        generations = None if folder is None else folder / "generations"
+        self.files = GenerationFiles(generations, self.steps, self.shares.total, args.save_dir)
         if self.shares.total % self.group:
             raise args.error(
                 "rollout.num_generations",
@@ -61,41 +66,49 @@ class Rollouts:
         read = partial(read_rows, self.options["prompts"], self.options["prompt_key"], self.options["chat"])
         rows = on_rank_zero(run.groups, read)
         template = _template(run, any(not isinstance(row.prompt, str) for row in rows))
-
-        def tokenize(prompt: str | Messages) -> list[int]:
-            if isinstance(prompt, str):
-                return run.tokenizer.tokenize(prompt)
-            assert template is not None
-            return template.tokens(prompt)
-
-        with run.watchdog.phase("reading the prompts"):
-            tokens = on_rank_zero(run.groups, lambda: tokens_of(args, rows, tokenize))
-        self.prompts = Prompts.of(args, rows, tokens)
         ends = {run.tokenizer.eod, run.tokenizer.eos, *declared_eos_ids(run.companion_files)}
-        self.stop_token_ids = tuple(sorted(ends | set(template.stop_token_ids if template is not None else ())))
-        sampler = ExactSampler if args.rollout["exact"] else EngineSampler
-        self.sampler: Sampler = sampler(run, self.stop_token_ids)
-        servers = rollout_servers(args)
-        self.server_sampler = ServerSampler(run, servers, self.stop_token_ids, self.shares) if servers else None
+        stop_token_ids = tuple(sorted(ends | set(template.stop_token_ids if template is not None else ())))
+        self.speech = Speech(run, template, stop_token_ids)
+        with run.watchdog.phase("reading the prompts"):
+            tokens = on_rank_zero(run.groups, lambda: tokens_of(args, rows, self.speech.of_prompt))
+        self.prompts = Prompts.of(args, rows, tokens)
         self.rewards = run_on_each_rank(run.groups, lambda: _reward_functions(args))
-        if args.reward_functions:
-            columns = {name for row in rows for name in row.columns}
+        columns = {name for row in rows for name in row.columns}
+        if args.rollout["judge"] is not None:
+            on_rank_zero(run.groups, lambda: _reported(args, self.rewards.check))
+        elif args.reward_functions:
             on_rank_zero(run.groups, lambda: _reported(args, partial(self.rewards.check, columns)))
+        self.conversations = run_on_each_rank(run.groups, lambda: _conversations(args, self.speech))
+        if self.conversations is not None:
+            check = partial(self.conversations.check, columns)
+            on_rank_zero(run.groups, lambda: _reported(args, check, "rollout.environment"))
+        sampler = ExactSampler if args.rollout["exact"] else EngineSampler
+        self.sampler: Sampler = sampler(run, stop_token_ids)
+        servers = rollout_servers(args)
+        self.server_sampler = (
+            ServerSampler(run, run_id, servers, stop_token_ids, self.shares, self.conversations) if servers else None
+        )
         self.reward_model = RewardModel(run) if args.reward_model is not None else None
         self.record = RolloutRecord(run, folder, run_id, self.text_of)
         self._generation: Generation | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step still to do."""
+        """This rank's micro-batches of each step still to do; they end early where a stop signal comes while
+        answers are made, which the next start makes again."""
         while True:
             number, step = divmod(self.run.iteration, self.steps)
             if self._generation is None or self._generation.number != number:
                 self._generation = None  # before the next is made
-                self._generation = self._make(number) if step == 0 else self._read(number)
+                try:
+                    self._generation = self._make(number) if step == 0 else self._kept(number)
+                except SamplingStopped:
+                    return
             yield self._batches(self._generation, step % self.shares.steps)
 
     def close(self) -> None:
-        """End the processes of reward functions, and what asks servers."""
+        """End the processes of reward functions and environments, and what asks servers."""
+        if self.conversations is not None:
+            self.conversations.close()
         if self.server_sampler is not None:
             self.server_sampler.close()
         self.rewards.close()
@@ -108,31 +121,65 @@ class Rollouts:
         return [(self.prompts[first + row // self.group], row % self.group) for row in range(self.shares.total)]
 
     def _make(self, number: int) -> Generation:
+        self._look_for_stop()
         asked, version = self._asked(number), number
-        own = self.shares.micro_batches(self.run.groups.rank("data"))
         began = time.perf_counter()
         with self.run.watchdog.phase("sampling answers"):
             if self.server_sampler is not None:
                 answers, version = self.server_sampler(number, self._asked)
             else:
-                answers = self._from_all(self.sampler([[asked[row] for row in rows] for rows in own]))
+                answers = self._answers(asked)
+        self._look_for_stop()
         sampled = time.perf_counter()
         with self.run.watchdog.phase("judging answers"):
             scores = on_rank_zero(self.run.groups, lambda: self._judge(asked, answers))
             if self.reward_model is not None:
-                by_model: list[float | None] = [*self.reward_model(answers)]
-                scores = replace(scores, parts={**scores.parts, "reward_model": by_model})
+                by_model, failures = self.reward_model(answers)
+                parts = {**scores.parts, "reward_model": by_model}
+                scores = replace(scores, parts=parts, failures=[*scores.failures, *failures])
+            if self.conversations is not None:
+                judge = partial(with_environment, scores, answers)
+                scores = _reported(self.args, judge, "rollout.environment")
         judged = time.perf_counter()
         weights = self.args.reward_weights or [1.0] * len(scores.parts)
         rewards = np.array([math.nan if value is None else value for value in scores.total(weights)])
         old_logprobs, kl = self._of_trainer(answers)
-        penalised = rewards - overlong(self.args, answers) - (0.0 if kl is None else self.args.kl_div_beta * kl)
+        penalised = rewards - penalties(self.args, answers) - (0.0 if kl is None else self.args.kl_div_beta * kl)
+        if self.pairs:  # what failed with one of two answers is no reason to prefer the other
+            failed = [failure.row for failure in scores.failures if failure.row is not None]
+            penalised[[*failed, *(row for row, answer in enumerate(answers) if not answer.length)]] = math.nan
         advantages = advantages_of(self.args, penalised, self.record.history)
         generation = Generation(number, version, answers, rewards.tolist(), advantages, old_logprobs)
         self.record.take(generation, asked, scores, penalised, sampled - began, judged - sampled)
         if self.steps > 1:
-            on_rank_zero(self.run.groups, lambda: self._write(generation))
+            on_rank_zero(self.run.groups, lambda: self.files.write(generation, self.record.saved))
         return generation
+
+    def _answers(self, asked: Sequence[Asked]) -> list[Answer]:
+        """Answers by the training processes: a turn each, or turns until all conversations are over."""
+        if self.conversations is None:
+            return self._written([turn_of(self.run, one) for one in asked])
+        conversations, groups = self.conversations, self.run.groups
+        turns = on_rank_zero(groups, lambda: conversations.begin(asked))
+        while any(turn.room for turn in turns):
+            written = self._written(turns)
+            self._look_for_stop()
+            turns = on_rank_zero(groups, partial(conversations.take, written))
+        return on_rank_zero(groups, conversations.answers)
+
+    def _written(self, turns: Sequence[Turn]) -> list[Answer]:
+        """What the model writes in the turns of all rows, by all ranks."""
+        own = self.shares.micro_batches(self.run.groups.rank("data"))
+        return self._from_all(self.sampler([[turns[row] for row in rows] for rows in own]))
+
+    def _kept(self, number: int) -> Generation:
+        """A generation that an earlier start has made."""
+        return on_rank_zero(self.run.groups, lambda: self.files.read(number))
+
+    def _look_for_stop(self) -> None:
+        """Raises SamplingStopped once a stop signal has come to any rank."""
+        if any(run_on_all_ranks(self.run.groups, self.run.stopping)):
+            raise SamplingStopped
 
     def _from_all(self, written: Sequence[Sequence[Answer]]) -> list[Answer]:
         """The answers of all data ranks, in the order of the generation's rows."""
@@ -145,24 +192,30 @@ class Rollouts:
         return [answer for answer in found if answer is not None]
 
     def _judge(self, asked: Sequence[Asked], answers: Sequence[Answer]) -> Scores:
-        completions = [
-            Completion(prompt.row.prompt, self.text_of(answer), answer.tokens, prompt.row.columns)
-            for (prompt, _), answer in zip(asked, answers, strict=True)
-        ]
+        completions = [self._completion(prompt, answer) for (prompt, _), answer in zip(asked, answers, strict=True)]
+        if self.options["judge"] is not None:
+            order = second_first(self.args.seed, asked)
+            return _reported(self.args, lambda: compare(completions, order, self.rewards.score))
         if not self.args.reward_functions:
             return Scores({}, [], 0.0)
         return _reported(self.args, lambda: self.rewards.score(completions))
 
+    def _completion(self, prompt: Prompt, answer: Answer) -> Completion:
+        columns, held = prompt.row.columns, answer.transcript
+        if held is None:
+            return Completion(prompt.row.prompt, self.text_of(answer), answer.tokens, columns)
+        said = [str(message["content"]) for message in held.messages if message["role"] == "assistant"]
+        return Completion(held.prompt, said[-1] if said else "", answer.tokens, columns, held.messages)
+
     def text_of(self, answer: Answer) -> str:
         """The answer without the token that ends it."""
-        ended = answer.finished and answer.tokens and answer.tokens[-1] in self.stop_token_ids
-        return self.run.tokenizer.detokenize(answer.tokens[:-1] if ended else answer.tokens)
+        return self.speech.text(answer.tokens, answer.finished)
 
     def _of_trainer(self, answers: Sequence[Answer]) -> tuple[list[list[float]] | None, np.ndarray | None]:
         """The log-probabilities that the trainer gives the answers' tokens, where more than one step is taken
         on them or other weights wrote them; and of each answer the sum of its KL from the reference, where
         that is part of rewards."""
-        several = self.steps > 1 or self.options["staleness"] > 0
+        several = not self.pairs and (self.steps > 1 or self.options["staleness"] > 0)
         if not several and not self.args.rl_kl_in_reward:
             return None, None
         width, nothing = width_of(self.args, answers), [0.0] * self.shares.rows
@@ -174,9 +227,9 @@ class Rollouts:
             found = self.run.engine.step_logprobs(batches)
             compared = self.run.engine.complete(batches) if self.args.rl_kl_in_reward else []
         old = [
-            values[trained].tolist()
-            for batch, of_batch in zip(batches, found, strict=True)
-            for values, trained in zip(of_batch.cpu(), batch.loss_weights > 0, strict=True)
+            at_tokens(answers[row], torch.where(weights > 0, values, 0.0))
+            for rows, batch, of_batch in zip(own, batches, found, strict=True)
+            for row, values, weights in zip(rows, of_batch.cpu(), batch.loss_weights, strict=True)
         ]
         sums = [value for batch, of_batch in zip(compared, found, strict=False) for value in self._kl(batch, of_batch)]
         everyone = run_on_all_ranks_of(self.run.groups.group("data"), self.run.groups.size("data"), lambda: (old, sums))
@@ -201,18 +254,22 @@ class Rollouts:
     def _batches(self, generation: Generation, step: int) -> list[Batch]:
         own = self.shares.micro_batches(self.run.groups.rank("data"))
         rows_of_step = own[step * self.shares.accumulation : (step + 1) * self.shares.accumulation]
-        width, old = width_of(self.args, generation.answers), generation.old_logprobs
-        return [
+        old, advantages = generation.old_logprobs, generation.advantages
+        trained = pairs_of(advantages, self.group) if self.pairs else range(len(advantages))
+        width = width_of(self.args, [generation.answers[row] for row in trained])
+        chosen = [([row for row in trained if row in rows], rows.start) for rows in rows_of_step]
+        batches = [
             self._batch(
                 [generation.answers[row] for row in rows],
                 width,
                 [generation.rewards[row] for row in rows],
-                [generation.advantages[row] for row in rows],
+                [advantages[row] for row in rows],
                 None if old is None else [old[row] for row in rows],
-                rows.start,
+                first,
             )
-            for rows in rows_of_step
+            for rows, first in chosen
         ]
+        return [as_pairs(batch) for batch in batches] if self.pairs else batches
 
     def _batch(
         self,
@@ -229,59 +286,40 @@ class Rollouts:
             seed=mix_seed(self.args.seed, "rollout batch", self.run.iteration, first),
         )  # fmt: skip
 
-    # -- between its steps -----------------------------------------------------------------------------------
 
-    def _file(self, number: int) -> Path | None:
-        return None if self.folder is None else self.folder / "generations" / f"{number}.json"
-
-    def _write(self, generation: Generation) -> None:
-        """Keep the generation for a run that is interrupted between its steps, and those that kept
-        checkpoints may need."""
-        file = self._file(generation.number)
-        if file is None:
-            return
-        file.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(file, json.dumps(generation.as_json()).encode())
-        saved = [] if self.args.save_dir is None else list_checkpoints(self.args.save_dir)
-        first = min(map(step_of, saved), default=0) // self.steps
-        for kept in file.parent.glob("*.json"):
-            if kept.stem.isdecimal() and int(kept.stem) < first:
-                kept.unlink()
-
-    def _read(self, number: int) -> Generation:
-        file = self._file(number)
-
-        def read() -> Generation:
-            if file is None or not file.is_file():
-                raise DataError(
-                    f"{file}: missing; the run goes on between the steps of a generation, whose answers it held: set "
-                    f"iteration to a checkpoint at a multiple of {self.steps}"
-                )
-            generation = Generation.from_json(json.loads(file.read_bytes()))
-            if (generation.number, len(generation.answers)) != (number, self.shares.total):
-                raise DataError(
-                    f"{file}: holds {len(generation.answers)} answers of generation {generation.number}, not "
-                    f"{self.shares.total} of {number}: of another run; set log_dir to this run's"
-                )
-            return generation
-
-        return on_rank_zero(self.run.groups, read)
-
-
-def _reported(args: NeoXArgs, work: Callable[[], T]) -> T:
-    """What `work` gives; what it says of reward functions names the key and its place."""
+def _reported(args: NeoXArgs, work: Callable[[], T], key: str | None = None) -> T:
+    """What `work` gives; what it says of users' functions and classes names the key and its place."""
     try:
         return work()
     except RewardError as problem:
-        raise args.error("reward_functions", str(problem)) from problem
+        raise args.error(key or judged_by(args), str(problem)) from problem
 
 
 def _reward_functions(args: NeoXArgs) -> RewardFunctions:
-    functions = args.reward_functions or ()
-    if args.reward_model is not None and any(entry.endswith(":reward_model") for entry in functions):
-        raise args.error("reward_functions", "reward_model is the name of the model's part; rename the function")
-    make = partial(RewardFunctions, functions, timeout_s=args.reward_timeout_s, workers=args.reward_workers)
+    assert args.rollout is not None
+    judge = args.rollout["judge"]
+    functions = args.reward_functions or () if judge is None else (judge,)
+    others = {"reward_model": args.reward_model, ENVIRONMENT: args.rollout["environment"]}
+    for name, there in others.items():
+        if there is not None and any(entry.endswith(f":{name}") for entry in functions):
+            raise args.error("reward_functions", f"{name} is the name of another part of rewards; rename the function")
+    make = partial(
+        RewardFunctions,
+        functions,
+        timeout_s=args.reward_timeout_s,
+        workers=args.reward_workers,
+        pairwise=judge is not None,
+    )
     return _reported(args, make)
+
+
+def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
+    assert args.rollout is not None
+    entry = args.rollout["environment"]
+    if entry is None:
+        return None
+    make = partial(Environments, entry, timeout_s=args.reward_timeout_s, workers=args.rollout["environment_workers"])
+    return Conversations(speech, _reported(args, make, "rollout.environment"))
 
 
 def _template(run: TrainingRun, needed: bool) -> ChatTemplate | None:

@@ -1,9 +1,11 @@
 """Answers by the model under training: by the generation engine, or by the forward pass of training itself
 (`rollout.exact`)."""
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -17,32 +19,61 @@ from megatron.generation.complete import complete
 from megatron.generation.sampling import SamplingParams, TokenSampler
 from megatron.mpu import HeadInput, choose_tokens, mix_seed
 from megatron.neox_arguments.values.losses import loss_temperature
+from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.rollouts.answers import Answer, batch_of
 from megatron.rollouts.prompts import Prompt
+
+_LOOKS = 256  # tokens, of all answers, after which the ranks that write them look for a stop signal
 
 Asked = tuple[Prompt, int]
 """A prompt, and which of its answers is wanted."""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """What the model is to write next. tokens: before it; room: the most tokens, 0 for nothing; seed: of the
+    draws."""
+
+    tokens: list[int]
+    room: int
+    seed: int
+
+
+class SamplingStopped(Exception):
+    """A stop signal has come: the answers under way are given up, and the next start makes them again."""
+
+
 class Sampler(Protocol):
-    """What answers prompts. All ranks call it together, each data rank with its own micro-batches, as many as
+    """What writes answers. All ranks call it together, each data rank with its own micro-batches, as many as
     all others."""
 
-    def __call__(self, asked: Sequence[Sequence[Asked]]) -> list[list[Answer]]:
-        """An answer to each of the prompts of each micro-batch."""
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
+        """What the model writes in each of the turns of each micro-batch. Once a stop signal has come they
+        may be what is there of them: who asks looks for it afterwards."""
 
 
-def seed_of(run: TrainingRun, one: Asked) -> int:
-    """The seed of an answer, whatever the layout."""
+def turn_of(run: TrainingRun, one: Asked) -> Turn:
+    """The turn in which a prompt is answered, the same in every layout."""
     prompt, number = one
-    return mix_seed(run.args.seed, "rollout", prompt.number, number)
+    return Turn(prompt.tokens, room_for(run, prompt.tokens), mix_seed(run.args.seed, "rollout", prompt.number, number))
 
 
-def room_for(run: TrainingRun, prompt: Prompt) -> int:
-    """Tokens that an answer may have. The last one is only predicted, unless a reward model reads it."""
+def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
+    """Tokens that an answer may have. The last one is only predicted, unless a reward model or a server reads
+    it."""
     assert run.args.rollout is not None
-    row = run.args.seq_length + (run.args.reward_model is None)
-    return min(run.args.rollout["max_completion_length"], row - len(prompt.tokens))
+    reads_all = run.args.reward_model is not None or bool(rollout_servers(run.args))
+    row = run.args.seq_length + (not reads_all)
+    return min(run.args.rollout["max_completion_length"], row - len(prompt))
+
+
+def told_to_stop(run: TrainingRun, *axes: str) -> bool:
+    """Whether a stop signal has come to one of the ranks of a replica of the model, and of these axes, which
+    ask together."""
+    told = torch.tensor(float(run.stopping()), device=run.groups.device)
+    for axis in ("context", "tensor", "pipe", *axes):
+        run.groups.max(told, axis)
+    return bool(told)
 
 
 class EngineSampler:
@@ -52,10 +83,11 @@ class EngineSampler:
         assert run.args.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
         self.sampling = SamplingParams(temperature=run.args.rollout["temperature"])
+        self.as_drawn = loss_temperature(run.args) != 1.0  # else the loss has the log-probabilities of the model
 
-    def __call__(self, asked: Sequence[Sequence[Asked]]) -> list[list[Answer]]:
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
         """As of `Sampler`."""
-        own = [one for batch in asked for one in batch]
+        own = [turn for batch in turns for turn in batch if turn.room]
         with self.run.inference() as model:
             groups, first, everyone = model.groups, 0, own
             if model.lockstep:  # all ranks write all answers
@@ -65,29 +97,36 @@ class EngineSampler:
             tokens: list[list[int]] = [[] for _ in everyone]
             logprobs: list[list[float]] = [[] for _ in everyone]
             finished = [False] * len(everyone)
+            events = itertools.count(1)
 
             def take(event: Event) -> None:
                 tokens[event.id].extend(event.tokens)
                 logprobs[event.id].extend(one.logprob for one in event.logprobs)
                 finished[event.id] |= event.finish_reason == "stop"
+                if next(events) % _LOOKS == 0 and told_to_stop(self.run, *(("data",) if model.lockstep else ())):
+                    raise SamplingStopped
 
-            complete(
-                replace(model, columns=self.run.args.softmax_rows),  # as the loss sees them
-                [prompt.tokens for prompt, _ in everyone],
-                self.sampling,
-                maximum_tokens=[room_for(self.run, prompt) for prompt, _ in everyone],
-                seeds=[seed_of(self.run, one) for one in everyone],
-                stop_token_ids=self.stop_token_ids,
-                logprobs=0,
-                processed_logprobs=True,
-                on_event=take,
-            )
+            if everyone:
+                with suppress(SamplingStopped):
+                    complete(
+                        replace(model, columns=self.run.args.softmax_rows),  # as the loss sees them
+                        [turn.tokens for turn in everyone],
+                        self.sampling,
+                        maximum_tokens=[turn.room for turn in everyone],
+                        seeds=[turn.seed for turn in everyone],
+                        stop_token_ids=self.stop_token_ids,
+                        logprobs=0,
+                        processed_logprobs=self.as_drawn,
+                        on_event=take,
+                    )
         written = [
-            Answer(prompt.tokens, *values)
-            for (prompt, _), values in zip(everyone, zip(tokens, logprobs, finished, strict=True), strict=True)
+            Answer(turn.tokens, *values)
+            for turn, values in zip(everyone, zip(tokens, logprobs, finished, strict=True), strict=True)
         ]
         answers = iter(written[first : first + len(own)])
-        return [[next(answers) for _ in batch] for batch in asked]
+        return [
+            [next(answers) if turn.room else Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns
+        ]
 
 
 class ExactSampler:
@@ -97,13 +136,14 @@ class ExactSampler:
     def __init__(self, run: TrainingRun, stop_token_ids: tuple[int, ...]) -> None:
         assert run.args.rollout is not None
         self.run, self.stop_token_ids = run, stop_token_ids
-        self.greedy = run.args.rollout["temperature"] == 0.0
+        # What is left to divide by: the logits come as the loss has them
+        self.temperature = run.args.rollout["temperature"] / loss_temperature(run.args)
 
-    def __call__(self, asked: Sequence[Sequence[Asked]]) -> list[list[Answer]]:
+    def __call__(self, turns: Sequence[Sequence[Turn]]) -> list[list[Answer]]:
         """As of `Sampler`."""
-        rows = [[Answer(prompt.tokens, [], [], False) for prompt, _ in batch] for batch in asked]
-        draws = [[random.Random(seed_of(self.run, one)) for one in batch] for batch in asked]
-        rooms = [[room_for(self.run, prompt) for prompt, _ in batch] for batch in asked]
+        rows = [[Answer(turn.tokens, [], [], False) for turn in batch] for batch in turns]
+        draws = [[random.Random(turn.seed) for turn in batch] for batch in turns]
+        rooms = [[turn.room for turn in batch] for batch in turns]
         groups, width = self.run.groups, self.run.args.seq_length
         while True:
             open_rows = [
@@ -111,7 +151,7 @@ class ExactSampler:
                 for pair in zip(rows, rooms, strict=True)
             ]
             left = torch.tensor(float(any(map(any, open_rows))), device=groups.device)
-            if not float(groups.max(left, "data")):
+            if not float(groups.max(left, "data")) or told_to_stop(self.run, "data"):
                 return rows
             batches = []
             for batch in rows:
@@ -140,16 +180,16 @@ class ExactSampler:
         2]`."""
         args, tokenizer = self.run.args, self.run.tokenizer
         waiting = iter(zip(rows, draws, open_rows, strict=True))
-        group = self.run.groups.group("tensor")
+        group, width = self.run.groups.group("tensor"), args.seq_length
 
         def read(head: HeadInput, batch: Batch) -> Tensor:
             answers, generators, going = next(waiting)
             size = len(answers)
-            last = [len(row.prompt) + len(row.tokens) - 1 for row in answers]
+            last = [min(len(row.prompt) + len(row.tokens), width) - 1 for row in answers]  # a full row goes not on
             places = torch.tensor([at * size + row for row, at in enumerate(last)], device=batch.tokens.device)
 
             def choose(logits: Tensor) -> Tensor:
-                params = SamplingParams(0.0 if self.greedy else 1.0)  # the logits are divided already
+                params = SamplingParams(self.temperature)
                 sampler = TokenSampler([params] * size, [(0, ())] * size, tokenizer.vocab_size, logits.device)
                 uniforms = [one.random() if go else 0.0 for one, go in zip(generators, going, strict=True)]
                 return sampler.sample(

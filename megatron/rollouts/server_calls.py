@@ -96,6 +96,8 @@ class Connection:
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout_s)
         with self._lock:
+            if self._ended.is_set():
+                raise ConnectionError("the run ends")
             self._open.add(connection)
         try:
             data = None if body is None else json.dumps(body).encode()

@@ -2,21 +2,23 @@
 
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from megatron.callbacks import TrainingRun
 from megatron.distributed import on_rank_zero
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.rollouts.answers import Answer
+from megatron.rollouts.conversations import Conversations
 from megatron.rollouts.generation import Shares
-from megatron.rollouts.sampler import Asked, room_for, seed_of
+from megatron.rollouts.sampler import Asked, SamplingStopped, Turn, turn_of
 from megatron.rollouts.server_apis import ServerAPI, server_class
 from megatron.rollouts.server_calls import Connection
 from megatron.rollouts.weight_folders import WeightFolders
 from megatron.rollouts.weight_server import WeightServer
 
 _AT_ONCE = 128  # requests to a server; it lets some of them wait if it wants
+_LOOKS_S = 1.0  # seconds of waiting after which rank 0 looks for a stop signal
 _TOKEN_VARIABLE = "NEOX_SERVE_TOKEN"
 
 
@@ -29,16 +31,23 @@ class ServerSampler:
     """
 
     def __init__(
-        self, run: TrainingRun, addresses: Sequence[str], stop_token_ids: tuple[int, ...], shares: Shares
+        self,
+        run: TrainingRun,
+        run_id: str,
+        addresses: Sequence[str],
+        stop_token_ids: tuple[int, ...],
+        shares: Shares,
+        conversations: Conversations | None,
     ) -> None:
-        """Raises ServerError for a server that is not there."""
+        """run_id: the name of this run's folder in `rollout.sync`. conversations: None where there is no
+        environment. Raises ServerError for a server that is not there."""
         args = run.args
         assert args.rollout is not None and args.train_iters is not None
-        self.run, self.staleness = run, args.rollout["staleness"]
+        self.run, self.conversations, self.staleness = run, conversations, args.rollout["staleness"]
         self.last = (args.train_iters - 1) // (shares.steps * args.rollout["num_iterations"])
         self.asked_up_to = -1
         folder = args.rollout["sync"] or f"{args.save}/rollout_weights"
-        self.folders = WeightFolders(run, Path(folder).absolute(), max(2, self.staleness + 1))
+        self.folders = WeightFolders(run, Path(folder).absolute() / run_id, max(2, self.staleness + 1))
         if self.staleness:
             run.logger.info(
                 f"rollout.staleness {self.staleness}: interrupted, the run does not go on bit for bit: answers under "
@@ -71,7 +80,8 @@ class ServerSampler:
 
     def __call__(self, number: int, asked_of: Callable[[int], list[Asked]]) -> tuple[list[Answer], int]:
         """The answers of generation `number`, in the order of its rows, and the version of the weights that
-        wrote them. asked_of: what a generation answers. Raises ServerError."""
+        wrote them. asked_of: what a generation answers. Raises ServerError, and SamplingStopped where a stop
+        signal comes first."""
         wanted = range(max(number, self.asked_up_to + 1), min(number + self.staleness, self.last) + 1)
         if wanted:
             weights = self.folders.write(number)
@@ -85,7 +95,13 @@ class ServerSampler:
                     self._pending[generation] = self._in_turn.submit(self._answers, asked, weights)
 
             on_rank_zero(self.run.groups, submit)
-        return on_rank_zero(self.run.groups, lambda: self._pending.pop(number).result())
+        return on_rank_zero(self.run.groups, lambda: self._waited_for(self._pending.pop(number)))
+
+    def _waited_for(self, answers: Future[tuple[list[Answer], int]]) -> tuple[list[Answer], int]:
+        while not wait([answers], _LOOKS_S).done:
+            if self.run.stopping():
+                raise SamplingStopped
+        return answers.result()
 
     def _answers(self, asked: Sequence[Asked], weights: WeightUpdate) -> tuple[list[Answer], int]:
         """The work of the thread for a generation."""
@@ -101,17 +117,20 @@ class ServerSampler:
         return None if offered is None else offered.url(weights.version, server.connection.address)
 
     def _answer(self, row: int, one: Asked, version: int) -> Answer:
-        prompt, server = one[0], self.server_of_row[row]
-        # Servers count a place for the last token too.
-        room = min(room_for(self.run, prompt), self.run.args.seq_length - len(prompt.tokens))
-        written = self.servers[server].write(prompt.tokens, room, seed_of(self.run, one))
+        if self.conversations is not None:
+            return self.conversations.hold(one, lambda turn: self._write(row, turn, version))
+        return self._write(row, turn_of(self.run, one), version)
+
+    def _write(self, row: int, turn: Turn, version: int) -> Answer:
+        server = self.server_of_row[row]
+        written = self.servers[server].write(turn.tokens, turn.room, turn.seed)
         if written.weight_version != (version if self.servers[server].names_weights else None):
             found = "of its own" if written.weight_version is None else written.weight_version
             raise self.servers[server].connection.error(
                 f"answers by weights {found}, and was given {version}: another run, or a process beside it, gives it "
                 "weights too, or it was started again; let one run have it"
             )
-        return Answer(prompt.tokens, written.tokens, written.logprobs, written.finished)
+        return Answer(turn.tokens, written.tokens, written.logprobs, written.finished)
 
     def _of_each(self, work: Callable[[ServerAPI], None]) -> None:
         """Let all servers do something at the same time, and wait for them."""

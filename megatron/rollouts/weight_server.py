@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.neox_arguments import NeoXArgs
+from megatron.rollouts.server_calls import ServerError
 
 
 class WeightServer:
@@ -27,11 +28,13 @@ class WeightServer:
         self._versions: dict[str, WeightUpdate] = {}
         self._secret = secrets.token_urlsafe(24)
         try:
-            self._server = http.server.ThreadingHTTPServer(
+            self._server = _Listener(
                 ("", port if isinstance(port, int) else port[0]), _handler(self._secret, self._versions)
             )
-        except OSError as problem:
-            raise args.error("weight_server_port", f"{port}: {problem.strerror}; choose another") from None
+        except (OSError, OverflowError) as problem:  # the latter: no port has this number
+            reason = problem.strerror if isinstance(problem, OSError) else problem
+            raise args.error("weight_server_port", f"{port}: {reason}; choose another") from None
+        self.port: int = self._server.server_port
         threading.Thread(target=self._server.serve_forever, name="weights", daemon=True).start()
 
     def offer(self, update: WeightUpdate, kept: int) -> None:
@@ -42,17 +45,39 @@ class WeightServer:
 
     def url(self, version: int, server: str) -> str:
         """Where the server at the address `server` finds a version: the address of this machine on the way
-        there."""
+        there, IPv4 or IPv6. Raises ServerError where there is no way."""
         parts = urlsplit(server)
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:  # sends nothing
-            towards.connect((parts.hostname, parts.port or 80))
-            host = towards.getsockname()[0]
-        return f"http://{host}:{self._server.server_port}/{self._secret}/{version}"
+        try:
+            family, kind, _, _, place = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as towards:  # sends nothing
+                towards.connect(place)
+                host = towards.getsockname()[0]
+        except OSError as problem:
+            raise ServerError(
+                f"rollout.servers: {server}: no way there to hand out weights ({problem}): its name or the network is "
+                "wrong"
+            ) from None
+        host = f"[{host}]" if family == socket.AF_INET6 else host
+        return f"http://{host}:{self.port}/{self._secret}/{version}"
 
     def close(self) -> None:
         """Hand out nothing more."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Listener(http.server.ThreadingHTTPServer):
+    """Listens to IPv6 and IPv4 alike, where the machine has both."""
+
+    def __init__(self, place: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
+        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        super().__init__(place, handler)
+
+    def server_bind(self) -> None:
+        """Bind the socket, to both families."""
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 def _handler(secret: str, versions: Mapping[str, WeightUpdate]) -> type[http.server.BaseHTTPRequestHandler]:

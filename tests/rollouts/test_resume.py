@@ -1,20 +1,28 @@
 """A run that is killed goes on bit for bit, between the steps of a generation too."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.rollouts import sampler
+from megatron.training import train
 from tests.pool import run_ranks
 from tests.rollouts.test_rollouts import with_keys
-from tests.rollouts.toy import whole_run, write_task
-from tests.training.runs import bit_equal
+from tests.rollouts.toy import rollouts_of, whole_run, write_task
+from tests.training.runs import begin, bit_equal
 
 KINDS: dict[str, dict[str, Any]] = {
     "moving average": {"rl_loss_type": "reinforce", "kl_div_beta": 0.05},
     "several steps a generation": {
         "rl_loss_type": "dapo", "rollout.num_iterations": 2, "rollout.steps_per_generation": 2,
+    },
+    "conversations": {
+        "rl_loss_type": "grpo", "rollout.num_iterations": 2, "rollout.steps_per_generation": 2,
+        "rollout.max_completion_length": 12, "rollout.environment": "environments.py:Sums",
     },
 }  # fmt: skip
 
@@ -24,16 +32,119 @@ def test_bit_equal(kind: str, tmp_path: Path) -> None:
     """Saved after two steps, killed in the fourth, begun again."""
     task = write_task(tmp_path)
     values = with_keys(task, KINDS[kind], {"train_iters": 6, "checkpoint_factor": 2})
+    if "environment" in values["rollout"]:
+        values["rollout"]["environment"] = str(tmp_path / values["rollout"]["environment"])
     run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
     whole = run_ranks(whole_run, 1, run)[0]
     run_ranks(whole_run, 1, again, stop_at=3)
     assert sorted(path.name for path in (tmp_path / "again").glob("global_step*")) == ["global_step2"]
     assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
-    one, other = (
-        [json.loads(line) for line in (tmp_path / name / "logs" / "rollouts.jsonl").read_text().splitlines()]
-        for name in ("run", "again")
-    )
-    assert [{**row, "run_id": None} for row in other] == [{**row, "run_id": None} for row in one]
+    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
+    kept = sorted(path.stem for path in (tmp_path / "run" / "logs").glob("generations/*.json"))
+    assert kept == ([] if kind == "moving average" else ["0", "1"]), "saved after the second step of four"
+
+
+def test_generations_without_a_checkpoint_go(tmp_path: Path) -> None:
+    keys = {"train_iters": 6, "rollout.num_iterations": 2, "rl_loss_type": "grpo", "checkpoint_factor": 5}
+    run_ranks(whole_run, 1, with_keys(write_task(tmp_path), keys, {"save": str(tmp_path / "run")}))
+    assert [path.stem for path in (tmp_path / "run" / "logs").glob("generations/*.json")] == ["2"]
+
+
+def signalled_while_it_answers(
+    rank: int, world_size: int, values: dict[str, Any], at: int, number: signal.Signals = signal.SIGTERM, looks: int = 1
+) -> list[int]:
+    """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
+    of the answers of that generation that were there when sampling ended. looks: after how many tokens it
+    looks for signals."""
+    sampler._LOOKS = looks
+    training = begin(values)
+    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    sample, lengths = rollouts.sampler, list[int]()
+
+    def signalled(asked: Any) -> Any:
+        if training.iteration != at:
+            return sample(asked)
+        if rank == world_size - 1:
+            os.kill(os.getpid(), number)
+        answers = sample(asked)
+        lengths.extend(len(answer.tokens) for batch in answers for answer in batch)
+        return answers
+
+    rollouts.sampler = signalled  # type: ignore[assignment]
+    train(training, [rollouts.record], rollouts=rollouts)
+    rollouts.close()
+    training.engine.close()
+    return lengths
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
+        {"dp": 2},
+        pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.more),
+        pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
+    ],
+    ids=["alone", "pp2", "dp2", "zero3", "exact"],
+)
+def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing of the generation is kept, no step is taken any more, and the next start goes on bit for
+    bit."""
+    task, ranks = write_task(tmp_path), 2 if layout else 1
+    keys = {key: value for key, value in layout.items() if key != "dp"}
+    values = with_keys(task, {"train_iters": 4, "checkpoint_factor": 100}, keys)
+    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
+    lengths = run_ranks(signalled_while_it_answers, ranks, again, 2)
+    assert sum(lengths[-1]) <= 1 and (sum(lengths[0]) > 8) == ("dp" in layout), "a data rank finishes its own"
+    status = json.loads((tmp_path / "again" / "status.json").read_text())
+    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 2, "signal SIGTERM")
+    assert [path.name for path in (tmp_path / "again").glob("global_step*")] == ["global_step2"]
+    whole = run_ranks(whole_run, ranks, run)
+    assert all(map(bit_equal, run_ranks(whole_run, ranks, again), whole))
+    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
+
+
+def test_it_looks_for_signals_while_answers_are_short(tmp_path: Path) -> None:
+    values = {"train_iters": 1, "train_batch_size": 128, "checkpoint_factor": 9, "save": str(tmp_path / "run")}
+    told = with_keys(write_task(tmp_path), values)
+    (lengths,) = run_ranks(signalled_while_it_answers, 1, told, 0, looks=sampler._LOOKS)
+    assert len(lengths) == 128 and 128 < sum(lengths) <= sampler._LOOKS
+
+
+def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int) -> None:
+    """For the pool: a run that ends by SIGKILL in the middle of its step after `at` steps."""
+    training = begin(values)
+    step = training.engine.train_step
+
+    def killed(*given: Any) -> Any:
+        if training.iteration == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(*given)
+
+    training.engine.train_step = killed  # type: ignore[assignment, method-assign]
+    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    train(training, [rollouts.record], rollouts=rollouts)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+    """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
+    values = with_keys(write_task(tmp_path), KINDS[kind], {"train_iters": 10, "checkpoint_factor": 2})
+    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
+    whole = run_ranks(whole_run, 1, run)[0]
+    for breaks, *given in ((killed_in_a_step, 5), (signalled_while_it_answers, 8, signal.SIGKILL)):
+        with pytest.raises(AssertionError, match="SIGKILL|signal 9|-9"):
+            run_ranks(breaks, 1, again, *given)
+    assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
+    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
+
+
+def answers_in(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's `rollouts.jsonl` but for whose they are."""
+    lines = (folder / "logs" / "rollouts.jsonl").read_text().splitlines()
+    return [{**json.loads(line), "run_id": None} for line in lines]
 
 
 def test_without_the_answers_of_its_generation_it_says_where_it_can_go_on(tmp_path: Path) -> None:

@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from megatron.checkpointing.initial_weights import write_initial_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.objectives.preference import DIFFERENCE
 from megatron.rollouts import generation
 from megatron.rollouts.answers import Answer, batch_of
-from megatron.rollouts.generation import overlong
+from megatron.rollouts.generation import penalties
 from megatron.rollouts.record import LogprobDifferenceError
 from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training import train
 from tests.pool import run_ranks
-from tests.rollouts.toy import Seen, rollouts_of, steps_of, whole_run, write_task
+from tests.rollouts.toy import WORDS, Seen, rollouts_of, steps_of, whole_run, write_task
 from tests.training.runs import begin
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -152,15 +153,26 @@ def test_a_broken_reward_is_named_and_the_run_goes_on(task: dict[str, Any], tmp_
 
 
 def test_a_step_whose_answers_are_all_cut_off_is_no_difference(task: dict[str, Any], tmp_path: Path) -> None:
+    """Its tokens are counted all the same, those of rows as they are cut."""
     values = with_keys(task, {"rl_mask_truncated": True, "rollout.max_completion_length": 1, "train_iters": 3})
-    run_ranks(whole_run, 1, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
+    run_ranks(whole_narrow_run, 1, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
     assert (tmp_path / "run" / "global_step3").is_dir()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["consumed_tokens"] for row in rows if row["iteration"]] == [16 * 8, 32 * 8, 48 * 8]
+
+
+def whole_narrow_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    """For the pool: a run whose rows are cut to multiples of 8 tokens."""
+    generation._WIDTHS = 8
+    whole_run(rank, world_size, values)
 
 
 def test_long_answers_cost_reward_and_may_go_untrained(task: dict[str, Any]) -> None:
     args = NeoXArgs.from_dict(with_keys(task, {"rl_overlong_buffer": 2, "rl_mask_truncated": True}))
     answers = [Answer([1], [2] * length, [-0.5] * length, length != 4) for length in (1, 2, 3, 4)]
-    assert overlong(args, answers).tolist() == [0.0, 0.0, 0.5, 1.0]
+    assert penalties(args, answers).tolist() == [0.0, 0.0, 0.5, 1.0]
+    args = NeoXArgs.from_dict(with_keys(task, {"rollout.missing_eos_penalty": 0.25}))
+    assert penalties(args, answers).tolist() == [0.0, 0.0, 0.0, 0.25]
     values = [0.0] * 4
     for ended_alone, trained in ((False, [1, 2, 3, 4]), (True, [1, 2, 3, 0])):
         batch = batch_of(answers, 8, rewards=values, advantages=values, ended_alone=ended_alone)
@@ -169,21 +181,83 @@ def test_long_answers_cost_reward_and_may_go_untrained(task: dict[str, Any]) -> 
     assert all(torch.isfinite(torch.tensor([*seen.losses, *seen.norms])))
 
 
-def test_a_reward_model_judges_in_every_layout(task: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def judge(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a reward model, as it is initialised."""
     own = ("train_impl", "dataset_impl", "rl_loss_type", "kl_div_beta", "reward_functions", "rollout")
     shape = {key: value for key, value in task.items() if key not in own}
     kind = {"train_impl": "rm", "dataset_impl": "pairwise", "pack_impl": "unpacked", "max_position_embeddings": 32}
     pairs = {"pos_train_data_paths": ["pos"], "neg_train_data_paths": ["neg"]}
-    folder = tmp_path / "rm"
-    judge = NeoXArgs.from_dict({**shape, **kind, **pairs, "save": str(folder), "checkpoint_factor": 1})
-    tokenizer = build_tokenizer(judge)
-    write_initial_weights(with_vocabulary(judge, tokenizer), tokenizer.fingerprint())
-    values = with_keys(task, {"reward_model": str(folder), "reward_weights": [1.0, 0.5]})
+    folder = tmp_path_factory.mktemp("judge") / "rm"
+    args = NeoXArgs.from_dict({**shape, **kind, **pairs, "save": str(folder), "checkpoint_factor": 1})
+    tokenizer = build_tokenizer(args)
+    write_initial_weights(with_vocabulary(args, tokenizer), tokenizer.fingerprint())
+    return str(folder)
+
+
+def test_a_reward_model_judges_in_every_layout(task: dict[str, Any], judge: str) -> None:
+    values = with_keys(task, {"reward_model": judge, "reward_weights": [1.0, 0.5]})
     one = run_ranks(steps_of, 1, values, 2)[0]
     two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}), 2)[0]
     assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-6)
     alone = run_ranks(steps_of, 1, with_keys(values, {"reward_functions": None, "reward_weights": [2.0]}), 1)[0]
     assert alone.answers[0] == one.answers[0] and alone.metrics[0]["reward"] != one.metrics[0]["reward"]
+
+
+def judging(rank: int, world_size: int, values: dict[str, Any]) -> None:
+    """For the pool: a run up to its first step."""
+    training = begin(values)
+    rollouts_of(training).close()
+    training.engine.close()
+
+
+def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_path: Path) -> None:
+    """HuggingFace's, of as many tokens."""
+    config = transformers.LlamaConfig(
+        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_labels=1, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
+    tokens = json.loads(Path(task["vocab_file"]).read_text())
+    values = with_keys(task, {"reward_model": str(tmp_path), "make_vocab_size_divisible_by": 1})
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))  # the same in other bytes
+    run_ranks(judging, 1, values)
+    tokens["model"]["vocab"] |= {"a": WORDS.index("b"), "b": WORDS.index("a")}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    with pytest.raises(AssertionError, match="reward_model: .* has another tokenizer than this run's vocab_file"):
+        run_ranks(judging, 1, values)
+
+
+def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any], word: int) -> list[dict[str, Any]]:
+    """For the pool: the lines and then the metrics of two steps, whose reward model has NaN for a word."""
+    training = begin(values)
+    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    assert rollouts.reward_model is not None
+    for name, weight in rollouts.reward_model.model.stage.named_parameters():
+        if "word_embeddings" in name:
+            weight.data[word] = torch.nan
+    train(training, [rollouts.record], rollouts=rollouts)
+    rollouts.close()
+    training.engine.close()
+    logs = Path(values["save"]) / "logs"
+    return [json.loads(line) for name in ("rollouts", "metrics") for line in (logs / f"{name}.jsonl").open()]
+
+
+def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: str, tmp_path: Path) -> None:
+    keys = {"reward_model": judge, "train_iters": 2, "save": str(tmp_path / "run"), "checkpoint_factor": 2}
+    word = WORDS.index("b")
+    rows = run_ranks(judged_by_a_damaged_model, 1, with_keys(task, keys), word)[0]
+    lines, metrics = rows[:32], [row for row in rows[32:] if "train/reward" in row]
+    for line in lines:
+        failed = word in line["tokens"]
+        assert (line["rewards"]["reward_model"] is None) == failed and line["rewards"]["wordy"] is not None
+        assert line.get("failures") == ({"reward_model": "scored NaN, in fp32"} if failed else None)
+    failures = [sum("failures" in line for line in lines[first : first + 16]) for first in (0, 16)]
+    assert [row["train/rewards/failures"] for row in metrics] == failures and 0 < sum(failures) < 32
+    for row in metrics:
+        shares = [row[f"train/time/{part}_share"] for part in ("sampling", "judging", "training")]
+        assert min(shares) > 0 and sum(shares) == pytest.approx(1.0)
 
 
 def test_experts_that_are_chosen_otherwise_in_training_are_refused(task: dict[str, Any]) -> None:
@@ -192,6 +266,25 @@ def test_experts_that_are_chosen_otherwise_in_training_are_refused(task: dict[st
     topk = {"moe_num_experts": 4, "moe_router_type": "topk", "moe_top_k": 2, "rollout.exact": True}
     for metrics in run_ranks(steps_of, 1, with_keys(task, topk), 2)[0].metrics:
         assert metrics[f"{DIFFERENCE}_max"] == 0.0
+
+
+@pytest.mark.more
+def test_experts_in_two_ranks_answer_and_learn_as_in_one(task: dict[str, Any]) -> None:
+    topk = {"moe_num_experts": 4, "moe_router_type": "topk", "moe_top_k": 2, "expert_parallel_size": 2}
+    one = run_ranks(steps_of, 1, with_keys(task, topk, {"expert_parallel_size": 1}))[0]
+    for layout in ({"expert_parallel_size": 1}, {}):
+        two = run_ranks(steps_of, 2, with_keys(task, topk, layout))[0]
+        assert two.answers == one.answers
+        assert two.losses == pytest.approx(one.losses, rel=1e-5, abs=1e-6)
+        assert two.norms == pytest.approx(one.norms, rel=1e-4)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("precision", ["bfloat16", "fp16"])
+def test_sixteen_bit_runs_stay_below_the_bound(precision: str, task: dict[str, Any]) -> None:
+    values = with_keys(task, {"precision": precision, "rollout.temperature": 0.7, "kl_div_beta": 0.05})
+    found = [metrics[DIFFERENCE] for metrics in run_ranks(steps_of, 1, values, 6)[0].metrics]
+    assert 0.0 < max(found) < 0.01, "a tenth of rollout.logprob_bound"
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:

@@ -2,9 +2,12 @@
 stand-ins, which answer what their documentation says; and what happens where a server fails."""
 
 import http.server
+import itertools
 import json
+import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +29,7 @@ from megatron.generation.weight_updates import WeightUpdate
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import UserError
 from megatron.neox_arguments.values.rollouts import rollout_servers
-from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.objectives.preference import DIFFERENCE
 from megatron.rollouts.server_calls import Connection, ServerError
 from megatron.rollouts.weight_server import WeightServer
 from megatron.training import train
@@ -104,7 +107,8 @@ def test_our_server_trains_as_the_process_itself(
     assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
     with urllib.request.urlopen(f"{ours}/health") as reply:
         assert json.loads(reply.read())["weight_version"] == STEPS - 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "latest"]
+    (folder,) = tmp_path.iterdir()  # of this run alone
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "latest"]
 
 
 def test_our_server_fetches_the_weights(task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path) -> None:
@@ -112,6 +116,29 @@ def test_our_server_fetches_the_weights(task: dict[str, Any], in_process: Seen, 
     values = with_server(task, ours, tmp_path, serve_model_weights=True, weight_server_port=0)
     seen = run_ranks(steps_of, 1, values, STEPS)[0]
     assert seen.answers == in_process.answers and seen.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
+
+
+def test_conversations_by_our_server(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    keys = {"rollout.temperature": 1.0, "rollout.max_completion_length": 12, "reward_functions": None}
+    file = Path(task["vocab_file"]).with_name("environments.py")
+    values = with_keys(task, keys, {"rollout.environment": f"{file}:Sums", "rollout.logprob_bound": 1e-4})
+    seen = run_ranks(steps_of, 1, with_server(values, ours, tmp_path), STEPS)[0]
+    assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
+    asked = [WORDS.index("<eod>"), WORDS.index("c")]  # a turn ends, and the environment says the next sum
+    held = [tokens for answers in seen.answers for tokens in answers if asked in map(list, itertools.pairwise(tokens))]
+    assert 5 < len(held) < len([tokens for answers in seen.answers for tokens in answers])
+
+
+@pytest.mark.more
+def test_our_server_writes_pairs(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+    """For online DPO, also where they are asked for ahead."""
+    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    values = with_keys(own, {"train_impl": "dpo", "train_batch_size": 4, "rollout.temperature": 1.0})
+    for staleness in (0, 1):
+        asked = with_server(values, ours, tmp_path / str(staleness), **{"rollout.staleness": staleness})
+        seen = run_ranks(steps_of, 1, asked, STEPS)[0]
+        assert len(seen.answers[0]) == 16 and seen.losses[0] == pytest.approx(math.log(2.0), abs=1e-6)
+        assert seen.metrics[0][DIFFERENCE] < 1e-5 and (seen.metrics[1][DIFFERENCE] < 1e-5) == (staleness == 0)
 
 
 def post(address: str, body: Any) -> tuple[int, str]:
@@ -141,26 +168,28 @@ def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: str, tmp
 
 
 def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) -> None:
-    """By stand-ins for both."""
+    """By stand-ins for both, of two runs that share a folder of weights."""
     for api, text, update in (
         ("vllm", "/v1/completions", "/collective_rpc"),
         ("sglang", "/generate", "/update_weights_from_disk"),
     ):
         with standing_in() as server:
             changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
-            seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path / api, **changes), 2)[0]
+            seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path, **changes), 2)[0]
         assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
         paths = [path for path, _ in server.asked]
         assert paths.count(text) == 32 and paths.count(update) == 2 and paths.index(update) < paths.index(text)
         _, first = server.asked[paths.index(update)]
-        folder = str(tmp_path / api / "0")
+        folder = first["kwargs"].pop("weights_path") if api == "vllm" else first["model_path"]
+        assert Path(folder).name == "0" and Path(folder).parents[1] == tmp_path
         if api == "vllm":
-            assert first["method"] == "reload_weights" and first["kwargs"] == {"weights_path": folder}
+            assert first["method"] == "reload_weights" and not first["kwargs"]
             assert paths.count("/reset_prefix_cache") == 2
         else:
-            assert first["model_path"] == folder and first["weight_version"] == "0" and server.version == "1"
+            assert first["weight_version"] == "0" and server.version == "1"
         _, asked = server.asked[paths.index(text)]
         assert (asked["return_token_ids"] and asked["logprobs"] == 0) if api == "vllm" else asked["return_logprob"]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["0", "0", "1", "1", "latest", "latest"]
 
 
 def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
@@ -191,6 +220,33 @@ def test_what_is_wrong_with_a_server_is_said(
         said = run_ranks(outcome_of, 1, with_server(task, server.address, tmp_path, **keys))[0]
     assert re.search(reason, said), said
     assert server.address in said or "step 1" in said
+
+
+def signalled_while_it_waits(rank: int, world_size: int, values: dict[str, Any]) -> float:
+    """For the pool: the seconds that a run still takes after SIGTERM."""
+    training = begin(values)
+    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    assert rollouts.server_sampler is not None
+    wait, told = rollouts.server_sampler._waited_for, list[float]()
+
+    def signalled(answers: Any) -> Any:
+        told.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(answers)
+
+    rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
+    train(training, [rollouts.record], rollouts=rollouts)
+    rollouts.close()
+    return time.monotonic() - told[0]
+
+
+def test_a_signal_ends_waiting(task: dict[str, Any], tmp_path: Path) -> None:
+    with standing_in(failures=10_000) as server:
+        keys = {"rollout.server_api": "vllm", "save": str(tmp_path / "run"), "checkpoint_factor": 4}
+        values = with_server(task, server.address, tmp_path / "sync", **keys)
+        assert run_ranks(signalled_while_it_waits, 1, values)[0] < 10
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 0, "signal SIGTERM")
 
 
 def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Path) -> None:
@@ -233,6 +289,8 @@ def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: st
 def test_gpt_neox_names_servers_by_hosts_and_ports(task: dict[str, Any]) -> None:
     values = with_keys(task, {"rollout.sync": "x", "online_dataserver_ips": ["a", "b"]})
     assert rollout_servers(NeoXArgs.from_dict(values)) == ("http://a:10000", "http://b:10000")
+    six = with_keys(task, {"online_dataserver_ips": "::1", "save": "s", "checkpoint_factor": 1})
+    assert rollout_servers(NeoXArgs.from_dict(six)) == ("http://[::1]:10000",)
     assert rollout_servers(NeoXArgs.from_dict(task)) == ()
 
 
@@ -263,6 +321,25 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
     assert status == 502 and "config.json cannot be fetched" in said
 
 
+def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"{}")
+    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
+    try:
+        server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
+        for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
+            url = server.url(0, address)
+            assert url.startswith(f"http://{host}:{server.port}/")
+            with urllib.request.urlopen(f"{url}/config.json") as reply:
+                assert reply.read() == b"{}"
+        with pytest.raises(ServerError, match=r"rollout.servers: http://no.such.host.invalid:80: .*: its name"):
+            server.url(0, "http://no.such.host.invalid:80")
+        taken = NeoXArgs.from_dict(with_keys(task, {"weight_server_port": server.port}))
+        with pytest.raises(ConfigError, match=f"weight_server_port: {server.port}: Address already in use; choose"):
+            WeightServer(taken)
+    finally:
+        server.close()
+
+
 def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
     """With rollout.staleness: by weights of before, with old log-probabilities of the trainer's."""
     keys = {"rollout.staleness": 1, "train_iters": 4, "rollout.temperature": 1.0, "rollout.logprob_bound": 0}
@@ -277,6 +354,10 @@ def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: str, tmp_path: 
     run_ranks(whole_run, 1, values)
     rows = [json.loads(line) for line in (tmp_path / "run" / "logs" / "rollouts.jsonl").read_text().splitlines()]
     assert {(row["generation"], row["weights"]) for row in rows} == {(0, 0), (1, 0), (2, 1), (3, 2)}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    waited = [row["train/time/waiting_share"] for row in metrics if "train/reward" in row]
+    assert len(waited) == 4 and all(0.0 < share < 1.0 for share in waited)
+    assert not any("train/time/sampling_share" in row for row in metrics)
     with urllib.request.urlopen(f"{ours}/health") as reply:
         assert json.loads(reply.read())["weight_version"] == 2, "nothing is asked for behind the end"
 
@@ -288,7 +369,7 @@ def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Pa
         values = with_server(task, server.address, tmp_path, **keys)
         weights = run_ranks(weights_after_waiting, 1, values)[0]
     assert weights == [0, 0, 0, 1, 2]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "4", "latest"]
+    assert sorted(path.name for path in tmp_path.glob("*/*")) == ["2", "3", "4", "latest"]
 
 
 def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:

@@ -31,6 +31,10 @@ def wordy(prompts, completions, **columns):
     return [0.25 * len(text.split()) - 0.5 * text.split().count("a") for text in completions]
 
 
+def lengths(completion_ids, **columns):
+    return [len(ids) for ids in completion_ids]
+
+
 def broken(prompts, completions, answer, **columns):
     """Raises where the sum is 3, hangs for one prompt, gives NaN where the sum is 4."""
     import time
@@ -42,6 +46,67 @@ def broken(prompts, completions, answer, **columns):
     return [float("nan") if one == "4" else float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
 '''
 
+ENVIRONMENT = '''"""Environments of the task."""
+
+import random
+
+
+class Sums:
+    """A sum, then a word that is to be said again; half a point for each that is right."""
+
+    def reset(self, prompt, seed, answer, **columns):
+        self.answers, self.random = [answer], random.Random(seed)
+
+    def step(self, completion):
+        reward = 0.5 * (completion.split() == self.answers[-1:])
+        if len(self.answers) == 2:
+            return None, reward, True
+        self.answers.append(str(self.random.randrange(3)))
+        return f" c {self.answers[1]} =", reward, False
+
+
+class Words(Sums):
+    """Two words, of which each is to be said again."""
+
+    def reset(self, prompt, seed, **columns):
+        self.random = random.Random(seed)
+        self.answers = [str(self.random.randrange(3))]
+        return f" c {self.answers[0]} ="
+
+
+class Talk(Sums):
+    """Answers as a tool does, in a chat."""
+
+    def reset(self, prompt, seed, **columns):
+        self.turns = 0
+        return [{"role": "user", "content": "b"}]
+
+    def step(self, completion):
+        self.turns += 1
+        return [{"role": "tool", "content": str(self.turns)}], 1.0 if "1" in completion else None, False
+
+
+class Deaf(Talk):
+    """Fails whatever is said."""
+
+    def reset(self, prompt, seed, **columns):
+        self.turns = 0
+        return [{"role": "tool", "content": "1"}]
+
+
+class Broken(Sums):
+    """Raises at some words, ends its process at others."""
+
+    def step(self, completion):
+        if "7" in completion:
+            raise ValueError("seven")
+        if "8" in completion:
+            import os
+
+            os._exit(1)
+        return super().step(completion)
+'''
+
 
 def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
     """The task's files in a folder, and the configuration of a run on them. most: numbers are below it."""
@@ -50,6 +115,7 @@ def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
     tokenizer.add_special_tokens([AddedToken("<eod>", special=True)])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "rewards.py").write_text(REWARDS)
+    (folder / "environments.py").write_text(ENVIRONMENT)
     rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(most) for b in range(most)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {

@@ -18,6 +18,7 @@ from megatron.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 _ANSWER, _PLACEHOLDER = "answer", "otherwise"
+_UNIQUE = "\x02answer\x03"  # in no conversation
 _OFTEN_IGNORED: Mapping[str, Callable[[Message], bool]] = {
     "messages of role tool": lambda message: message["role"] == "tool",
     "messages of role developer": lambda message: message["role"] == "developer",
@@ -62,6 +63,18 @@ class ChatTemplate:
     def tokens(self, messages: Sequence[Message]) -> list[int]:
         """The conversation as token ids, up to where an answer begins. Raises RequestError."""
         return self.tokenizer.tokenize_bare(self.render(messages))
+
+    def tokens_after(self, messages: Sequence[Message], last: int, replies: Sequence[Message]) -> list[int]:
+        """The token ids that follow an answer to `messages`, up to where the next answer begins, when
+        `replies` come after it. last: the answer's last token, which is left out if the template ends
+        answers with it. Raises RequestError."""
+        whole = self.render([*messages, {"role": "assistant", "content": _UNIQUE}, *replies])
+        before, mark, after = whole.rpartition(_UNIQUE)
+        if not mark or _UNIQUE in before:
+            raise RequestError("the chat template does not write an answer before others once, as it stands")
+        end = self.tokenizer.special_tokens.get(last) or self.tokenizer.detokenize([last])
+        bare = after.lstrip()
+        return self.tokenizer.tokenize_bare(bare.removeprefix(end) if bare.startswith(end) else after)
 
     def check_no_message_ignored(self, messages: Sequence[Message]) -> None:
         """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or

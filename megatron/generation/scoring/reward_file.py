@@ -107,7 +107,13 @@ def score_file(model: Model, job: ScoreJob, logger: logging.Logger) -> PairRepor
             rows = on_rank_zero(groups, lambda: next(chunks))
             documents = [document for row in rows for document in row or ()]
             report = partial(progress.advance_to_share, done, len(rows))
-            scores = iter(score_documents(model, documents, budget, report))
+            found = score_documents(model, documents, budget, report)
+            if not np.isfinite(found).all():
+                raise CheckpointError(
+                    f"the model gives NaN or Inf as scores in {model.args.params_dtype}: its weights are damaged or "
+                    "precision cannot hold its activations; load another `iteration`, or set precision"
+                )
+            scores = iter(found)
             if reader is not None:
                 lines += [reader.line(row, [next(scores) for _ in row or ()]) for row in rows]
             done += len(rows)

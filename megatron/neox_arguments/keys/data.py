@@ -74,7 +74,7 @@ class DataKeys:
     dataset_impl: Literal["gpt2", "pairwise", "online"] = key(
         "gpt2",
         "Kind of dataset; pairwise: pos_..._data_paths and neg_..._data_paths, for train_impl dpo, kto and rm; online: "
-        "rollout.prompts, answered while the model trains, for train_impl reinforce",
+        "rollout.prompts, answered while the model trains, for train_impl reinforce and dpo",
     )
     allow_chopped: bool = key(
         True, "Samples of whole documents: cut those longer than seq_length + 1 tokens; false: leave them out"

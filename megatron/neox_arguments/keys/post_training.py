@@ -153,7 +153,7 @@ class PostTrainingKeys:
     kto_desirable_weight: float = key(1.0, "KTO: weight of good answers", gt=0)
     kto_undesirable_weight: float = key(1.0, "KTO: weight of bad answers", gt=0)
     rollout: Mapping[str, Any] | None = new_key(
-        None, "train_impl reinforce: the prompts, and how the model answers them while it is trained", section=Rollout
+        None, "dataset_impl online: the prompts, and how the model answers them while it is trained", section=Rollout
     )
     rl_loss_type: PolicyLoss = new_key(
         "reinforce",
@@ -203,21 +203,21 @@ class PostTrainingKeys:
     )
     reward_functions: tuple[str, ...] | None = new_key(
         None,
-        "train_impl reinforce: what judges answers, in processes of their own: FILE.py:NAME of a function as TRL calls "
+        "dataset_impl online: what judges answers, in processes of their own: FILE.py:NAME of a function as TRL calls "
         "it, or exact_match, arithmetic, expression, json, code",
     )
     reward_model: str | None = new_key(
         None,
-        "train_impl reinforce: a reward model of the same tokenizer that judges answers too, loaded beside the model; "
+        "dataset_impl online: a reward model of the same tokenizer that judges answers too, loaded beside the model; "
         "a checkpoint of train_impl: rm, or a folder of HuggingFace",
     )
     reward_weights: tuple[float, ...] | None = new_key(
-        None, "Weight of each of reward_functions, and of reward_model after them; unset: 1"
+        None, "Weight of each of reward_functions, and of reward_model and rollout.environment after them; unset: 1"
     )
     reward_timeout_s: float = new_key(
         60.0,
-        "Seconds that a function of reward_functions may take for all answers of a step, one of ours for each; those "
-        "that take longer have no reward",
+        "Seconds that a function of reward_functions, or rollout.judge, may take for all answers of a step, ours for "
+        "one, and rollout.environment for a call; those that take longer have no reward",
         gt=0,
     )
     reward_workers: int = new_key(1, "Processes that reward_functions are shared out to", ge=1)

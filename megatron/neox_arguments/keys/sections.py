@@ -131,13 +131,26 @@ class Rollout:
     )
     prompt_key: str = key("prompt", "The field that holds the prompt")
     chat: bool = key(False, "Texts are a user's words, which go through the chat template; else they stand as they are")
-    num_generations: int = key(8, "Answers to each prompt; train_batch_size counts answers", ge=1)
+    num_generations: int = key(
+        8, "Answers to each prompt; train_batch_size counts answers, with train_impl dpo prompts", ge=1
+    )
+    judge: str | None = key(
+        None,
+        "train_impl dpo, in place of rewards: FILE.py:NAME of a function that compares two answers: judge(prompts, "
+        "completions), of pairs of texts, gives for each 0 (the first is better), 1, or -1 or None (neither)",
+    )
+    missing_eos_penalty: float | None = key(
+        None, "Is taken from the reward of an answer that did not end; unset: nothing", gt=0
+    )
     max_completion_length: int = key(256, "Tokens of an answer at most; it ends with the row of seq_length too", ge=1)
     max_prompt_length: int | None = key(
         None, "Tokens that are used of a prompt; a longer one loses its beginning. Unset: it is refused", ge=1
     )
     temperature: float = key(
-        1.0, "Divides the logits, in sampling and in the loss; 0: the likeliest tokens, and 1 in the loss", ge=0
+        1.0,
+        "Divides the logits in sampling, and in the losses of train_impl reinforce; 0: the likeliest tokens, and 1 in "
+        "the loss",
+        ge=0,
     )
     steps_per_generation: int = key(
         1, "Optimizer steps that the answers written at a time are shared out to, train_batch_size a step", ge=1
@@ -151,7 +164,7 @@ class Rollout:
     logprob_bound: float = key(
         0.1,
         "The run ends when the log-probabilities of sampler and trainer differ by more than this, in the mean over the "
-        "tokens of a step; 0: never",
+        "tokens of a step, with train_impl dpo of the first step of a generation; 0: never",
         ge=0,
     )
     servers: tuple[str, ...] | None = key(
@@ -173,7 +186,7 @@ class Rollout:
     sync: str | None = key(
         None,
         "Folder, which servers see under the same name, of the weights for them, in HuggingFace's format, those of a "
-        "generation in one folder; the last ones stay. Unset: rollout_weights in save",
+        "generation in a folder RUN_ID/NUMBER of it; the last ones stay. Unset: rollout_weights in save",
     )
     staleness: int = key(
         0,
@@ -181,6 +194,13 @@ class Rollout:
         "with weights of so many generations before. rl_importance_cap weighs the difference, logprob_bound sees it",
         ge=0,
     )
+    environment: str | None = key(
+        None,
+        "FILE.py:CLASS whose instances answer the model, turn by turn, by reset(prompt, seed, **columns) and "
+        "step(completion); what they say is not trained, what they give is a part of the reward",
+    )
+    environment_workers: int = key(16, "environment: calls of reset and step that run at a time", ge=1)
+    max_turns: int = key(8, "environment: turns of the model in a conversation at most", ge=1)
     shuffle: bool = key(True, "Take the prompts in another random order in each pass; false: as they stand")
 
 

@@ -87,7 +87,10 @@ def validate_pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if pairwise and sample_kind(args) in ("texts", "rollouts"):
         problems.add("dataset_impl", f"pairs are for train_impl dpo, kto and rm, not {args.cite('train_impl')}")
     if sample_kind(args) == "pairs" and not pairwise:
-        problems.add("dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise")
+        instead = ", or online, with rollout" if args.train_impl == "dpo" else ""
+        problems.add(
+            "dataset_impl", f"train_impl {args.cite('train_impl')} reads pairs; set dataset_impl: pairwise{instead}"
+        )
     _answers(args, problems)
     if pairwise and args.pos_train_data_paths is None:
         problems.add("pos_train_data_paths", "is required by dataset_impl: pairwise, with neg_train_data_paths")
@@ -110,7 +113,8 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if sample_kind(args) in ("texts", "rollouts"):
         for key in ("max_length", "max_prompt_length"):
             if getattr(args, key) is not None:
-                problems.add(key, f"is for preferences, not train_impl {args.cite('train_impl')}; remove it")
+                problems.add(key, f"is for preferences that are read, not train_impl {args.cite('train_impl')} with "
+                             f"dataset_impl {args.cite('dataset_impl')}; remove it")  # fmt: skip
         return
     if args.pack_impl == "packed":
         problems.add("pack_impl", "answers are whole documents; set unpacked, pack_until_overflow or best_fit")

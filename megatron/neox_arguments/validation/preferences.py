@@ -4,7 +4,13 @@ from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
 from megatron.neox_arguments.resolved import ResolvedArgs
-from megatron.neox_arguments.values.losses import losses_of, needs_reference, reference_by, scores_reference
+from megatron.neox_arguments.values.losses import (
+    losses_of,
+    needs_reference,
+    reference_by,
+    sample_kind,
+    scores_reference,
+)
 from megatron.neox_arguments.values.remote_paths import is_remote
 
 
@@ -37,7 +43,7 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
     keys, chosen = keys_of(type(args)), losses_of(args)
     readers: dict[str, dict[str, list[str] | None]] = {}  # by option and train_impl, its losses; None: all
     for name, impl in TRAIN_IMPLS.items():
-        for option in (impl.key, *impl.options):
+        for option in (impl.key, *impl.options, *impl.online):
             readers.setdefault(option, {})[name] = None
         for loss, about in impl.losses.items():
             for option in about.options:
@@ -47,6 +53,10 @@ def _unread(args: ResolvedArgs, problems: ErrorCollector) -> None:
     del readers[""]
     for option, impls in readers.items():
         if getattr(args, option) == keys[option].default:
+            continue
+        if option in TRAIN_IMPLS[args.train_impl].online and args.dataset_impl != "online":
+            problems.add(option, f"only dataset_impl: online reads it, not {args.cite('dataset_impl')}; set that, or "
+                         "remove it")  # fmt: skip
             continue
         if args.train_impl not in impls:
             who = f"only train_impl: {' and '.join(impls)} {'reads' if len(impls) == 1 else 'read'}"
@@ -83,6 +93,9 @@ def _reference(args: ResolvedArgs, problems: ErrorCollector) -> None:
     if args.lora is not None and args.dpo_reference == "cache":
         problems.add("dpo_reference", "cache keeps what another model gives; with lora the reference is the model "
                                       "without its adapters, in every step: remove it")  # fmt: skip
+    if args.dpo_reference == "cache" and sample_kind(args) == "rollouts":
+        problems.add("dpo_reference", "cache is for answers that are read, and the model writes these; set on_the_fly, "
+                                      "or remove it")  # fmt: skip
     if args.kto_kl == "rotated" and reference_by(args) == "cache":
         problems.add("kto_kl", "rotated makes answers of each micro-batch, which no cache holds; set dpo_reference: "
                                "on_the_fly")  # fmt: skip

@@ -20,5 +20,6 @@ def rollout_servers(args: ResolvedArgs) -> tuple[str, ...]:
     hosts = (hosts,) if isinstance(hosts, str) else hosts
     ports = (ports,) if isinstance(ports, int) else ports
     count = max(len(hosts), len(ports))
+    hosts = tuple(f"[{host}]" if ":" in host else host for host in hosts)
     pairs = zip(hosts * (count if len(hosts) == 1 else 1), ports * (count if len(ports) == 1 else 1), strict=False)
     return tuple(f"http://{host}:{port}" for host, port in pairs)

@@ -41,7 +41,7 @@ GROUPS = (
     Group("Clipped ratios", "% of tokens or answers", ("train/clip_ratio/*",),
           {"train/clip_ratio/low_mean": 100.0, "train/clip_ratio/high_mean": 100.0}),
     Group("Time of a step", "%", ("train/time/*_share",),
-          {f"train/time/{part}_share": 100.0 for part in ("sampling", "judging", "training")}),
+          {f"train/time/{part}_share": 100.0 for part in ("sampling", "waiting", "judging", "training")}),
     Group("Preference accuracy", "share of pairs", ("*/rewards/accuracies", "*/accuracy")),
     Group("Rewards by average log-probability", "", ("*/rewards_norm/*",)),
     Group("Log-probabilities of answers", "nats", ("*/logps/*",)),

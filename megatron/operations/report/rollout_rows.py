@@ -55,14 +55,17 @@ def _generation(rows: Sequence[dict[str, Any]]) -> GenerationRows:
 
 
 def _answer(row: dict[str, Any]) -> AnswerRow:
-    prompt = row.get("prompt", "")
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else "\n".join(
-            f"{one.get('role')}: {one.get('content')}" if isinstance(one, dict) else json.dumps(one) for one in prompt
-        )
-    )
+    text = _text(row.get("prompt", ""))
     parts = row.get("rewards")
     words = [f"{name} {'none' if value is None else f'{value:g}'}" for name, value in (parts or {}).items()]
-    return AnswerRow(text, str(row.get("completion", "")), row["reward"], ", ".join(words))
+    written = _text(row["messages"] if row.get("messages") else row.get("completion", ""))
+    return AnswerRow(text, written, row["reward"], ", ".join(words))
+
+
+def _text(said: Any) -> str:
+    """A text as it is, messages a line each."""
+    if not isinstance(said, list):
+        return str(said)
+    return "\n".join(
+        f"{one.get('role')}: {one.get('content')}" if isinstance(one, dict) else json.dumps(one) for one in said
+    )

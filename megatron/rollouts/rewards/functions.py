@@ -28,8 +28,9 @@ class RewardFunctions:
     completions of a call together; the completions of a verifier are shared among all workers.
     """
 
-    def __init__(self, functions: Sequence[str], *, timeout_s: float, workers: int = 1) -> None:
-        """timeout_s: of a call of a user's function, and of a verifier for one completion.
+    def __init__(self, functions: Sequence[str], *, timeout_s: float, workers: int = 1, pairwise: bool = False) -> None:
+        """timeout_s: of a call of a user's function, and of a verifier for one completion. pairwise: the
+        functions are judges, which compare two completions and give 0 or 1, the place of the better one.
 
         Nothing is started before `check` or `score`. Raises RewardError for an entry that names nothing."""
         self._entries: dict[str, str] = {}
@@ -38,9 +39,12 @@ class RewardFunctions:
             key, file = _key(entry), entry.rpartition(":")[0]
             if key in self._entries:
                 raise RewardError(f"{entry}: {self._entries[key]} has this name already; rename one of the functions")
+            if pairwise and not file:
+                raise RewardError(f"{entry}: expected FILE.py:NAME")
             if file:
                 lane = self._lanes[len(self._entries) % len(self._lanes)]
-                lane.add(key, {"file": str(Path(file).expanduser().resolve()), "name": key})
+                kind = "judge" if pairwise else "file"
+                lane.add(key, {kind: str(Path(file).expanduser().resolve()), "name": key})
             else:
                 for lane in self._lanes:
                     lane.add(key, {"verifier": key})
@@ -78,7 +82,9 @@ class RewardFunctions:
 
     def _judge(self, completions: Sequence[Completion]) -> dict[str, dict[int, Judged]]:
         """By function and row what each completion got; ALL_ROWS is what failed for all of them together."""
-        rows = [[one.prompt, one.completion, one.completion_ids, dict(one.columns)] for one in completions]
+        rows = [
+            [one.prompt, one.completion, one.completion_ids, dict(one.columns), one.messages] for one in completions
+        ]
         message = json.dumps({"completions": rows}).encode() + b"\n"
         shares = [range(number, len(rows), len(self._lanes)) for number in range(len(self._lanes))]
         judged: dict[str, dict[int, Judged]] = {key: {} for key in self._entries}

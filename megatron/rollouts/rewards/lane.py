@@ -34,7 +34,7 @@ class Lane:
         self._closed = False
 
     def add(self, key: str, function: dict[str, str]) -> None:
-        """A function for the worker to load: `{"file", "name"}` or `{"verifier"}`."""
+        """A function for the worker to load: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier"}`."""
         self._functions[key] = function
 
     def start(self) -> None:

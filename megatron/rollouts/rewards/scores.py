@@ -7,15 +7,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to be judged.
+    """One answer to be judged, or two that are compared.
 
-    prompt: as the file of prompts has it, a string or a list of messages. columns: the other fields of the
-    prompt's row, which are values of JSON."""
+    prompt: as the file of prompts has it, a string or a list of messages. completion: a text; for a pairwise
+    judge two. columns: the other fields of the prompt's row, which are values of JSON. messages: of a
+    conversation with an environment, of which `completion` is what the model said last; None where there is
+    no environment."""
 
     prompt: str | list[dict[str, Any]]
-    completion: str
+    completion: str | tuple[str, str]
     completion_ids: list[int]
     columns: Mapping[str, Any]
+    messages: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """The worker process: loads reward functions and calls them, told to by lines of JSON.
 
 {"timeout_s": 10}                                        first
-{"load": {"file", "name"} or {"verifier"}, "key"}        is answered by {"problem": null or why}
-{"completions": [[prompt, completion, ids, columns]]}    what following calls are about; is answered by {}
+{"load": {"file", "name"} or {"verifier"}, "key"}        is answered by {"problem": null or why}; a judge
+                                                         of pairs is {"judge", "name"}
+{"completions": [[prompt, completion, ids, columns,
+                  messages]]}                            what calls are about from then on; is answered by {}
 {"call": key, "rows": [0, 1], "together": true}          is answered by {"judged": [[reward, problem]]} or by
                                                          {"raised": why}; not together: by one for each row
 """
@@ -18,12 +20,12 @@ import threading
 from functools import partial
 from typing import Any
 
-from megatron.rollouts.rewards.calls import Function, load_file, load_verifier, reason
+from megatron.rollouts.rewards.calls import Function, load_file, load_judge, load_verifier, reason
 
 _LOOKS_S = 1.0
 # What a scheduler sends to all processes of a job so that it saves and ends: the parent's matter, with which
 # this process ends. Processes that functions start take them as ever.
-_NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Worker:
@@ -53,6 +55,8 @@ class Worker:
         try:
             if "verifier" in which:
                 self._functions[key] = load_verifier(which["verifier"], self._timeout_s)
+            elif "judge" in which:
+                self._functions[key] = load_judge(which["judge"], which["name"])
             else:
                 self._functions[key] = load_file(which["file"], which["name"])
         except BaseException as problem:  # SystemExit of a script too
@@ -91,15 +95,28 @@ def _read(connection: socket.socket, parent: int, messages: "queue.Queue[dict[st
     os.killpg(0, signal.SIGKILL)
 
 
-def main() -> None:
-    parent = os.getppid()
-    connection = socket.socket(fileno=os.dup(0))  # is not handed to processes that functions start
+def take_connection() -> socket.socket:
+    """The connection to the parent, which is this process's stdin; it is not handed to processes that users'
+    code starts, and neither are the notices of schedulers ignored there."""
+    connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    for number in _NOTICES:
-        signal.signal(number, lambda *_: None)
+    ignore_notices()
+    for number in NOTICES:
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    return connection
+
+
+def ignore_notices() -> None:
+    """Go on when a scheduler tells all processes of a job to save and end."""
+    for number in NOTICES:
+        signal.signal(number, lambda *_: None)
+
+
+def main() -> None:
+    parent = os.getppid()
+    connection = take_connection()
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
     threading.Thread(target=_read, args=(connection, parent, messages), daemon=True).start()
     worker = Worker(connection)

@@ -21,34 +21,27 @@ class WorkerLost(Exception):
     """A worker did not answer in time, or has ended; the message says which."""
 
 
-class WorkerProcess:
-    """A process of `worker.py`. What it prints goes to the parent's stderr; it sees no GPU and no rank."""
+class Messages:
+    """A connection over which both sides send lines of JSON."""
 
-    def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
         self._received = b""
-        with theirs:
-            self._process = subprocess.Popen(
-                # -P: not another megatron that lies in this folder
-                [sys.executable, "-P", "-m", "megatron.rollouts.rewards.worker"],
-                stdin=theirs.fileno(), stdout=2, env=_environment(),
-                start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends it with its children
-            )  # fmt: skip
 
     def send(self, message: dict[str, Any]) -> None:
-        """Hand it a message. Raises WorkerLost if it has ended or does not read."""
+        """Hand over a message. Raises WorkerLost if the other side has ended or does not read."""
         self.send_line(json.dumps(message).encode() + b"\n")
 
     def send_line(self, line: bytes) -> None:
-        """Hand it a message that is JSON already."""
+        """Hand over a message that is JSON already."""
         self._socket.settimeout(_SEND_S)
         try:
             self._socket.sendall(line)
         except OSError:
-            raise WorkerLost(self._how_it_ended()) from None
+            raise WorkerLost(self.how_it_ended()) from None
 
     def receive(self, seconds: float) -> dict[str, Any]:
-        """Its next message. Raises WorkerLost if it has ended, or sends none in this time."""
+        """The next message. Raises WorkerLost if the other side has ended, or sends none in this time."""
         end = time.monotonic() + seconds
         while b"\n" not in self._received:
             try:
@@ -59,21 +52,57 @@ class WorkerProcess:
             except OSError:
                 part = b""
             if not part:
-                raise WorkerLost(self._how_it_ended())
+                raise WorkerLost(self.how_it_ended())
             self._received += part
         line, _, self._received = self._received.partition(b"\n")
         return json.loads(line)
 
-    def stop(self) -> None:
-        """End it at once, with all processes that it has started."""
+    def close(self) -> None:
+        """Close it."""
         self._socket.close()
+
+    def how_it_ended(self) -> str:
+        """Why the other side answers no more, in words."""
+        return "its process ended"
+
+
+class WorkerProcess(Messages):
+    """A process that runs a module of ours, such as `worker.py`. What it prints goes to the parent's stderr;
+    it sees no GPU and no rank."""
+
+    def __init__(self, module: str = "megatron.rollouts.rewards.worker") -> None:
+        ours, theirs = socket.socketpair()
+        super().__init__(ours)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module],  # -P: not another megatron that lies in this folder
+                stdin=theirs.fileno(), stdout=2, env=_environment(),
+                start_new_session=True,  # a Ctrl-C reaches the parent alone, which ends it with its children
+            )  # fmt: skip
+
+    def send_with(self, message: dict[str, Any], attached: socket.socket) -> None:
+        """Hand it a message and a socket."""
+        try:
+            socket.send_fds(self._socket, [json.dumps(message).encode() + b"\n"], [attached.fileno()])
+        except OSError:
+            raise WorkerLost(self.how_it_ended()) from None
+
+    def stop(self, grace_s: float = 0.0) -> None:
+        """End it, with the processes of its group. grace_s: how long it may take to end by itself, as it does
+        when its connection is closed."""
+        self._socket.close()
+        try:
+            self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            pass
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         self._process.wait()
 
-    def _how_it_ended(self) -> str:
+    def how_it_ended(self) -> str:
+        """Its exit code or signal."""
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:

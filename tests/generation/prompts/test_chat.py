@@ -45,6 +45,12 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     expected = hf.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert template.tokens(MESSAGES) == expected
     assert sorted(template.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
+    if len(ends) == 2:  # the template ends answers by a token, which may be the one that the model wrote
+        (end, other), before = hf.convert_tokens_to_ids(ends[::-1]), MESSAGES[:2]
+        written = [*hf(MESSAGES[2]["content"], add_special_tokens=False)["input_ids"], end]
+        after = template.tokens_after(before, end, MESSAGES[3:])
+        assert [*template.tokens(before), *written, *after] == expected
+        assert template.tokens_after(before, other, MESSAGES[3:]) == [end, *after]
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:

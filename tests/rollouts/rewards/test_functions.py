@@ -105,8 +105,10 @@ def test_trl_gives_the_same() -> None:
     rewards = trl_function("_calculate_rewards")(trainer, columns, prompts, answers, [[1], [2, 3]])
     for name in ("trainer_state", "log_extra", "log_metric"):
         del given[0][name]
-    rows = [[prompts[0], "a", [1], columns[0]], [prompts[1], "b", [2, 3], columns[1]]]
+    rows = [[prompts[0], "a", [1], columns[0], None], [prompts[1], "b", [2, 3], columns[1], None]]
     assert trl_arguments(rows) == given[0]
+    said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}, *answers[0]]
+    assert trl_arguments([[*rows[0][:4], said], rows[1]])["completions"] == [said, answers[1]]
     assert rewards[0].isnan() and rewards[1] == 0.5
 
 

@@ -1,0 +1,213 @@
+"""Environments of the user's in processes of their own: what they are given, and that no failure of one
+reaches another."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron.rollouts.environments.environments import Environment, EnvironmentFailure, Environments, Outcome
+from megatron.rollouts.rewards import RewardError
+
+FILE = Path(__file__).with_name("user_environments.py")
+Open = Callable[[str], Environment]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[dict[str, Environments]]:
+    """Environments by the name of their class, each started once for all tests."""
+    found: dict[str, Environments] = {}
+    yield found
+    for one in found.values():
+        one.close()
+
+
+@pytest.fixture
+def start(opened: dict[str, Environments]) -> Open:
+    def with_name(name: str) -> Environment:
+        if name not in opened:
+            opened[name] = Environments(f"{FILE}:{name}", timeout_s=1.0, workers=4)
+            opened[name].check()
+        return opened[name].open()
+
+    return with_name
+
+
+def is_there(process: int) -> bool:
+    """Whether it is, after a little time to go."""
+    for _ in range(100):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_conversations_share_nothing(start: Open) -> None:
+    one, other = start("Echo"), start("Echo")
+    assert one.reset("p", 1, {"steps": 3}) == " (1)"
+    assert other.reset("p", 2, {}) == " (1)", "what the module holds is each conversation's own"
+    assert one.step("a") == Outcome("a", 0.5, False)
+    assert other.step("x") == Outcome("x", 0.5, False)
+    assert one.step("b\n") == Outcome("a/b\n", 0.5, False)
+    assert other.step("y") == Outcome("x/y", 0.5, True)
+    one.close()
+    assert other.step("z").observation == "x/y/z", "one's end is not the other's"
+    other.close()
+
+
+def test_draws_are_the_seed_s(start: Open) -> None:
+    def drawn(seed: int) -> str:
+        environment = start("Draws")
+        try:
+            return str(environment.reset("p", seed, {}))
+        finally:
+            environment.close()
+
+    assert drawn(5) == drawn(5) != drawn(6)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ("raise", r"ValueError: no such move \(user_environments.py:\d+\)"),
+        ("hang", "took longer than 1 s"),
+        ("exit", r"SystemExit: 3 \(user_environments.py:\d+\)"),
+        ("die", "its process ended"),
+        ("pair", r"step returned \('a', 1.0\), not \(observation, reward, done\)"),
+        ("nan", r"step returned nan as reward, no finite number"),
+        ("text", r"step returned '1' as reward, no finite number"),
+        ("nothing", "step returned no observation, and is not done"),
+        ("set", r"step returned \{1\} as observation, no text or list of messages"),
+        ("roles", r"step returned \[\{'content': 'a'\}\] as observation, no text or list of messages"),
+        ("bytes", r"step returned '\\udcff', which is no Unicode; decode bytes with errors='replace'"),
+        ("other", r"KeyError: 'other' \(user_environments.py:\d+\)"),
+    ],
+)
+def test_a_failure_is_named_and_its_own(told: str, reason: str, start: Open) -> None:
+    bad, good = start("Misbehaves"), start("Misbehaves")
+    bad.reset("p", 1, {})
+    good.reset("p", 1, {})
+    with pytest.raises(EnvironmentFailure, match=f"^{reason}$"):
+        bad.step(told)
+    assert good.step("fine") == Outcome("a", None, False)
+    bad.close()
+    good.close()
+
+
+def test_a_failure_of_reset_and_messages_that_are_none(start: Open) -> None:
+    environment = start("Misbehaves")
+    with pytest.raises(EnvironmentFailure, match="ValueError: no such move"):
+        environment.reset("p", 1, {"starts": "raise"})
+    environment.close()
+
+
+def test_it_is_given_tokens_and_is_closed_if_it_answers(start: Open, tmp_path: Path) -> None:
+    file = tmp_path / "given"
+    environment = start("Closes")
+    environment.reset("p", 1, {"file": str(file)})
+    environment.step("a", [5, 6])
+    environment.finish()
+    environment.close()
+    assert file.read_text() == "[['a', [5, 6]]]"
+    file.unlink()
+    hanging = start("Closes")
+    hanging.reset("p", 1, {"file": str(file)})
+    with pytest.raises(EnvironmentFailure, match="took longer"):
+        hanging.step("hang", [])
+    hanging.finish()
+    hanging.close()
+    hanging.close()
+    assert not file.exists()
+
+
+def test_conversations_need_files(start: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left() -> None:
+        raise OSError(24, "Too many open files")
+
+    good = start("Echo")
+    monkeypatch.setattr(socket, "socketpair", none_left)
+    with pytest.raises(EnvironmentFailure, match="could not be started: Too many open files, see ulimit -n"):
+        start("Echo")
+    good.close()
+
+
+def test_what_it_has_started_ends_with_it(start: Open) -> None:
+    environment = start("Misbehaves")
+    environment.reset("p", 1, {})
+    child = int(str(environment.step("child").observation))
+    os.kill(child, 0)
+    environment.close()
+    assert not is_there(child)
+
+
+def test_a_host_that_is_killed_is_started_again(opened: dict[str, Environments], start: Open) -> None:
+    environment = start("Echo")
+    environment.reset("p", 1, {})
+    host = opened["Echo"]._host
+    assert host is not None
+    host._process.kill()
+    host._process.wait()
+    with pytest.raises(EnvironmentFailure, match="its process ended"):
+        environment.step("a")
+    environment.close()
+    with start("Echo")._messages._socket:  # another host answers
+        assert opened["Echo"]._host is not host
+
+
+def test_many_at_a_time(start: Open) -> None:
+    def held(number: int) -> str:
+        environment = start("Echo")
+        try:
+            environment.reset("p", number, {})
+            return str(environment.step(str(number)).observation)
+        finally:
+            environment.close()
+
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(held, range(100))) == [str(number) for number in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "reason"),
+    [
+        ("Echo", "expected FILE.py:CLASS"),
+        (f"{FILE}:Nothing", "has no class Nothing"),
+        (f"{FILE.with_name('nowhere.py')}:Echo", "no such file"),
+        (f"{FILE}:Picky", r"declare it as reset\(self, prompt, seed, \*\*columns\)"),
+        (f"{FILE}:Waits", "Waits.reset is async; call asyncio.run in it"),
+        (f"{FILE}:NoStep", r"has no method step\(self, completion\)"),
+    ],
+)
+def test_what_is_no_environment_is_refused_before_anything(entry: str, reason: str) -> None:
+    environments = None
+    try:
+        with pytest.raises(RewardError, match=reason):
+            environments = Environments(entry, timeout_s=1.0, workers=1)
+            environments.check()
+    finally:
+        if environments is not None:
+            environments.close()
+
+
+def test_fields_of_rows_may_not_have_its_names() -> None:
+    with pytest.raises(RewardError, match="rows of prompts have a field seed, .*; rename the field"):
+        Environments(f"{FILE}:Echo", timeout_s=1.0, workers=1).check({"answer", "seed"})
+
+
+def test_nothing_is_left_of_a_run(start: Open) -> None:
+    environments = Environments(f"{FILE}:Misbehaves", timeout_s=1.0, workers=1)
+    environment = environments.open()
+    environment.reset("p", 1, {})
+    child = int(str(environment.step("child").observation))
+    host = environments._host
+    assert host is not None
+    environments.close()
+    assert not is_there(child)
+    with pytest.raises(EnvironmentFailure, match="the run ends"):
+        environments.open()

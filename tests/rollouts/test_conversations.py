@@ -1,0 +1,226 @@
+"""Conversations with environments: the same in every layout, what environments say is read and not trained,
+and their failures are named."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from megatron.data.labels import MASKED
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.rollouts.answers import Answer, row_of
+from megatron.rollouts.conversations import opening
+from tests.pool import run_ranks
+from tests.rollouts.test_rollouts import with_keys
+from tests.rollouts.toy import Seen, rewards_of, steps_of, whole_run, write_task
+
+# Short turns of a model that knows nothing, so that many conversations have two of them.
+KEYS: dict[str, Any] = {
+    "seq_length": 32, "max_position_embeddings": 32, "reward_functions": None, "rollout.max_completion_length": 24,
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dp2": (2, {}),
+    "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4}),
+    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+}
+
+
+def with_environment(task: dict[str, Any], changes: dict[str, Any], name: str = "Sums") -> dict[str, Any]:
+    file = Path(task["vocab_file"]).with_name("environments.py")
+    return with_keys(task, KEYS, {"rollout.environment": f"{file}:{name}"}, changes)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return write_task(tmp_path_factory.mktemp("task"))
+
+
+@pytest.fixture(scope="module")
+def alone(task: dict[str, Any]) -> Seen:
+    return run_ranks(steps_of, 1, with_environment(task, {}))[0]
+
+
+def test_what_the_environment_says_is_a_label_nowhere() -> None:
+    row = row_of(Answer([5, 6], [1, 2, 3, 4], [0.0] * 4, True, [True, False, False, True]), 8)
+    assert row.tokens.tolist() == [5, 6, 1, 2, 3, 4, 0, 0, 0]
+    assert np.flatnonzero(row.labels != MASKED).tolist() == [2, 5]
+
+
+def test_sampler_and_trainer_agree_over_turns(alone: Seen, task: dict[str, Any]) -> None:
+    assert all(0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in alone.metrics)
+    exact = run_ranks(steps_of, 1, with_environment(task, {"rollout.exact": True}))[0]
+    assert all(metrics[f"{DIFFERENCE}_max"] == 0.0 for metrics in exact.metrics)
+    assert exact.answers == alone.answers
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=() if name == "dp2" else pytest.mark.more) for name in LAYOUTS]
+)
+def test_layouts_equal_one_process(layout: str, task: dict[str, Any], alone: Seen) -> None:
+    ranks, keys = LAYOUTS[layout]
+    ours = run_ranks(steps_of, ranks, with_environment(task, keys))[0]
+    assert ours.answers == alone.answers
+    assert ours.losses == pytest.approx(alone.losses, rel=1e-5, abs=1e-6)
+    assert ours.norms == pytest.approx(alone.norms, rel=1e-4)
+
+
+def test_a_run_and_failures_that_are_named(task: dict[str, Any], tmp_path: Path) -> None:
+    """A conversation stands in rollouts.jsonl as it was held."""
+    keys = {"train_iters": 2, "train_batch_size": 32, "save": str(tmp_path), "checkpoint_factor": 2}
+    values = with_environment(task, keys, "Broken")
+    run_ranks(whole_run, 1, values)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "rollouts.jsonl").read_text().splitlines()]
+    assert len(rows) == 64
+    words = {"raised": 0, "ended": 0, "went on": 0, "over": 0}
+    for row in rows:
+        model = [one["content"] for one in row["messages"] if one["role"] == "assistant"]
+        inserted = sum(not by_model for by_model in row["loss_mask"])
+        assert len(row["loss_mask"]) == len(row["tokens"]) and inserted == 3 * (len(row["messages"]) - len(model))
+        if "7" in " ".join(model):
+            words["raised"] += 1
+            assert row["failures"]["environment"].startswith("ValueError: seven (environments.py:")
+        elif "8" in " ".join(model):
+            words["ended"] += 1
+            assert row["failures"] == {"environment": "its process ended"}
+        elif row["finished"]:
+            words["over"] += 1
+            assert len(model) == 2 and row["reward"] == row["rewards"]["environment"]
+        assert (row["reward"] is None) == ("failures" in row)
+        words["went on"] += len(model) == 2
+    assert all(count > 2 for count in words.values()), words
+    metrics = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["train/rewards/failures"] > 0 for row in metrics if "train/lm_loss" in row)
+    assert any(1 < row["train/completions/mean_turns"] < 2 for row in metrics if "train/lm_loss" in row)
+
+
+def test_a_chat_with_a_tool(task: dict[str, Any], tmp_path: Path) -> None:
+    """Rows are the template's text of the whole conversation, where the model ends its turns; turns have a
+    limit; rewards that are None are 0, and functions judge beside the environment."""
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages %}{{ {'user': 'a', 'assistant': '=', 'tool': 'c'}[m.role] }} {{ m.content }}"
+        "{% if m.role == 'assistant' %} <eod>{% endif %} {% endfor %}{% if add_generation_prompt %}= {% endif %}"
+    )
+    (tmp_path / "beside.py").write_text(
+        "def said(prompts, completions, **columns):\n"
+        "    assert all(prompt[-1] == {'role': 'user', 'content': 'b'} for prompt in prompts)\n"
+        "    return [sum(one['role'] == 'assistant' for one in messages) for messages in completions]\n"
+    )
+    keys = {
+        "train_iters": 2, "save": str(tmp_path), "checkpoint_factor": 2, "chat_template": str(tmp_path / "chat.jinja"),
+        "rollout.chat": True, "rollout.max_turns": 2, "reward_functions": [f"{tmp_path / 'beside.py'}:said"],
+        "reward_weights": [0.5, 2.0], "train_batch_size": 32,
+    }  # fmt: skip
+    run_ranks(whole_run, 2, with_environment(task, keys, "Talk"))
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "rollouts.jsonl").read_text().splitlines()]
+    tokenizer = Tokenizer.from_file(task["vocab_file"])
+    environment = jinja2.Environment()
+    template = environment.from_string((tmp_path / "chat.jinja").read_text())
+    turns = [sum(one["role"] == "assistant" for one in row["messages"]) for row in rows]
+    assert max(turns) == 2 and min(turns) == 1
+    for row, count in zip(rows, turns, strict=True):
+        assert "failures" not in row and not row["finished"] and row["rewards"]["said"] == count
+        assert row["rewards"]["environment"] == sum(
+            "1" in one["content"] for one in row["messages"] if one["role"] == "assistant"
+        )
+        assert row["reward"] == 0.5 * count + 2.0 * row["rewards"]["environment"]
+        whole = tokenizer.encode(template.render(messages=[*row["prompt"], *row["messages"]])).ids
+        row_of_run = tokenizer.encode(template.render(messages=row["prompt"], add_generation_prompt=True)).ids
+        row_of_run += row["tokens"]
+        if "<eod>" not in "".join(one["content"] for one in row["messages"]):
+            assert whole[: len(row_of_run)] == row_of_run
+
+
+def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(
+        "{% for m in messages if m.role != 'tool' %}{{ m.content }} {% endfor %}{{ '=' if add_generation_prompt }}"
+    )
+    keys = {"chat_template": str(tmp_path / "chat.jinja"), "rollout.chat": True, "rollout.max_completion_length": 1}
+    values = with_environment(task, {**keys, "rollout.max_completion_length": 24}, "Deaf")
+    with pytest.raises(AssertionError, match="all 16 conversations failed, .* leaves out messages of role tool"):
+        run_ranks(steps_of, 1, values)
+
+
+def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
+    """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
+    file = Path(task["vocab_file"]).with_name("rewards.py")
+    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    keys = {
+        "train_impl": "dpo", "train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
+        "reward_functions": [f"{file}:lengths"],
+    }  # fmt: skip
+    values = with_environment(own, keys, "Broken")
+    run_ranks(whole_run, 1, values)
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "rollouts.jsonl").read_text().splitlines()]
+    failed = [row for row in rows if "failures" in row]
+    assert len(rows) == 64 and len(failed) > 8 and all(row["rewards"]["lengths"] is not None for row in failed)
+    assert not any(row["advantage"] for row in failed) and any(row["advantage"] == 1 for row in rows)
+    with pytest.raises(ConfigError, match="dpo_loss_type: orpo trains on prompts with their answers"):
+        NeoXArgs.from_dict({**values, "dpo_loss_type": "orpo"})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said", "expected"),
+    [
+        ("a", None, "a"),
+        ("a", "b", "ab"),
+        ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
+        ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
+         [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
+    ],
+)  # fmt: skip
+def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expected: Any) -> None:
+    assert opening(prompt, said) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user", "content": [{}]}], "b")]
+)
+def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
+    with pytest.raises(ValueError, match="return a text|return messages"):
+        opening(prompt, said)
+
+
+@pytest.mark.more
+def test_both_turns_are_learned(tmp_path: Path) -> None:
+    keys = {
+        "train_batch_size": 64, "train_iters": 120, "log_interval": 50, "num_layers": 1, "checkpoint_factor": 1000,
+        "save": str(tmp_path / "run"), "optimizer": {"type": "Adam", "params": {"lr": 4e-3}}, "seq_length": 16,
+        "max_position_embeddings": 16, "rollout.num_generations": 8, "rollout.max_completion_length": 8,
+    }  # fmt: skip
+    values = with_environment(write_task(tmp_path, 2), keys, "Words")
+    run_ranks(whole_run, 1, values, timeout=240)
+    found = rewards_of(tmp_path / "run" / "logs" / "rollouts.jsonl")
+    assert sum(found[:5]) / 5 < 0.2 and sum(found[-10:]) / 10 > 0.8, [round(value, 2) for value in found[::10]]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout.environment": None}, "reward_functions: is required by .*rollout.environment"),
+        ({"rollout.environment": None, "rollout.max_turns": 3}, "rollout.max_turns: is of rollout.environment"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights: expected 1, of .*:Sums, got 2"),
+    ],
+)
+def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        NeoXArgs.from_dict(with_environment(task, changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
+        ({"reward_functions": ["f.py:environment"]}, "environment is the name of another part of rewards"),
+    ],
+)
+def test_what_does_not_work_is_said_before_the_first_step(
+    changes: dict[str, Any], reason: str, task: dict[str, Any]
+) -> None:
+    with pytest.raises(AssertionError, match=reason):
+        run_ranks(steps_of, 1, with_environment(task, changes))

@@ -1,0 +1,271 @@
+"""Online DPO: pairs of the model's own answers, by rewards or by a judge: the same steps in every layout,
+what the judge is shown, its failures, interrupted runs, and that it learns."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data import rows_per_sample
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives.preference import DIFFERENCE
+from megatron.operations.report.rollout_rows import read_rollouts
+from megatron.rollouts.judging import compare
+from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
+from tests.pool import run_ranks
+from tests.rollouts.test_rollouts import LAYOUTS, with_keys
+from tests.rollouts.toy import Seen, steps_of, whole_run, write_task
+from tests.training.runs import bit_equal
+
+JUDGES = '''"""Judges of the task."""
+
+
+def wordier(prompts, completions):
+    """The longer answer; of answers of the same length none."""
+    lengths = [[len(text.split()) for text in two] for two in completions]
+    return [-1 if first == second else int(second > first) for first, second in lengths]
+
+
+def right(prompts, completions, answer, **columns):
+    """The answer that begins with the sum."""
+    good = [[text.split()[:1] == [one] for text in two] for two, one in zip(completions, answer)]
+    return [None if first == second else int(second) for first, second in good]
+
+
+async def first(prompts, completions):
+    return [0] * len(prompts)
+
+
+def silent(prompts, completions):
+    return [-1 if number % 2 else None for number in range(len(prompts))]
+
+
+def broken(prompts, completions):
+    if any(prompt.startswith("1") for prompt in prompts):
+        raise ValueError("no one")
+    return [7 if prompt.startswith("2") else wordier([prompt], [two])[0] for prompt, two in zip(prompts, completions)]
+
+
+def alone(prompt, completion):
+    return 0
+'''
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return of_pairs(tmp_path_factory.mktemp("task"))
+
+
+def of_pairs(folder: Path, most: int = 5) -> dict[str, Any]:
+    """The toy's task with train_impl: dpo; its file of judges lies beside."""
+    (folder / "judges.py").write_text(JUDGES)
+    made = write_task(folder, most)
+    own = {key: value for key, value in made.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    return with_keys(own, {"train_impl": "dpo", "train_batch_size": 8, "rollout.temperature": 0.7})
+
+
+def judged(task: dict[str, Any], name: str, *changes: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(task["rollout"]["prompts"][0]).parent
+    judge = {"rollout.judge": f"{folder / 'judges.py'}:{name}", "rollout.num_generations": 2, "reward_functions": None}
+    return with_keys(task, judge, *changes)
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "logs" / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(task: dict[str, Any]) -> dict[str, Seen]:
+    return {name: run_ranks(steps_of, 1, values, 4)[0] for name, values in kinds(task).items()}
+
+
+def kinds(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Four answers with rewards; two that are judged, for two steps that are taken twice, with a loss beside
+    all pairs of a step."""
+    several = {"rollout.num_iterations": 2, "rollout.steps_per_generation": 2, "dpo_loss_type": ["aot", "sft"]}
+    return {
+        "rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
+        "judge": judged(task, "wordier", several),
+    }
+
+
+@pytest.mark.parametrize(
+    "layout,kind",
+    [
+        ("dp2", "judge"),
+        ("pp2", "rewards"),
+        *(
+            pytest.param(layout, kind, marks=pytest.mark.more)
+            for layout, kind in (
+                ("tp2, sp", "rewards"),
+                ("pp2", "judge"),
+                ("zero3", "judge"),
+                ("zero1, deepspeed", "rewards"),
+                ("zero3, deepspeed", "judge"),
+            )
+        ),
+    ],
+)
+def test_layouts_equal_one_process(layout: str, kind: str, task: dict[str, Any], alone: dict[str, Seen]) -> None:
+    ranks, keys = LAYOUTS[layout]
+    small = {"train_micro_batch_size_per_gpu": 2} if "pp2" in layout else {}
+    ours, reference = run_ranks(steps_of, ranks, with_keys(kinds(task)[kind], keys, small), 4)[0], alone[kind]
+    assert len(ours.answers[0]) == 32, "answers of a generation: 8 prompts a step, four answers or two steps"
+    assert ours.answers == reference.answers
+    assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
+    assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
+    for now, then in zip(ours.metrics, reference.metrics, strict=True):
+        assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
+    assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in ours.metrics[: 1 if kind == "judge" else 4])
+
+
+@pytest.mark.more
+def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:
+    values = with_keys(task, {"lora": {"r": 4}, "rollout.num_generations": 4})
+    one = run_ranks(steps_of, 1, values)[0]
+    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}))[0]
+    assert one.losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and one.losses[2] < one.losses[0]
+    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.more
+def test_exact_sampling_differs_by_nothing(task: dict[str, Any]) -> None:
+    for metrics in run_ranks(steps_of, 1, judged(task, "wordier", {"rollout.exact": True}))[0].metrics:
+        assert metrics[f"{DIFFERENCE}_max"] == 0.0
+
+
+def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path: Path) -> None:
+    """Between the steps of a generation, after whose first the log-probabilities are others than the
+    sampler's; the file has the better of two judged answers as chosen, and a report shows it."""
+    several = {"rollout.steps_per_generation": 2, "rollout.logprob_bound": 1e-5}
+    values = judged(task, "wordier", several, {"train_iters": 4, "checkpoint_factor": 1})
+    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
+    whole = run_ranks(whole_run, 1, run)[0]
+    run_ranks(whole_run, 1, again, stop_at=3)
+    assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
+    lines = lines_of(tmp_path / "run")
+    assert [{**row, "run_id": None} for row in lines_of(tmp_path / "again")] == [
+        {**row, "run_id": None} for row in lines
+    ]
+    for first, second in zip(lines[::2], lines[1::2], strict=True):
+        more = len(first["completion"].split()) - len(second["completion"].split())
+        expected = (0, 0) if more == 0 else (1, -1) if more > 0 else (-1, 1)
+        assert (first["advantage"], second["advantage"]) == expected
+        assert (first["reward"] is None) == (more == 0)
+    assert {line["advantage"] for line in lines} == {-1, 0, 1}
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    untrained = sum(line["advantage"] == 0 for line in lines[:32]) / 32
+    assert metrics[0]["train/frac_reward_zero_std"] == pytest.approx(untrained)
+    assert metrics[0]["train/reward_margin"] == 1.0 and metrics[0]["train/reward"] == pytest.approx(0.5)
+    assert metrics[1][f"train/{DIFFERENCE}"] > 1e-5 > metrics[2][f"train/{DIFFERENCE}"]
+    kept = json.loads((tmp_path / "run" / "logs" / "generations" / "1.json").read_text())
+    assert kept["old_logprobs"] is None, "nothing reads them"
+    assert rows_per_sample(NeoXArgs.from_dict(values)) == 2
+    shown = read_rollouts(tmp_path / "run" / "logs")[0]
+    assert shown.best is not None and shown.worst is not None
+    assert (shown.best.reward, shown.mean, shown.worst.reward) == (1.0, 0.5, 0.0)
+
+
+def test_failures_of_a_judge_are_named_and_a_judge_that_likes_places_has_none(
+    task: dict[str, Any], tmp_path: Path
+) -> None:
+    """A pair on which it raises, or gives what is no verdict, is not trained, nor is any where it says
+    nothing. One that always takes the first answer is shown either first, and teaches neither place."""
+    for name in ("broken", "first", "silent"):
+        values = judged(task, name, {"train_iters": 2, "save": str(tmp_path / name), "checkpoint_factor": 2})
+        run_ranks(whole_run, 1, {**values, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16})
+    said = {"1": "ValueError: no one", "2": "returned 7, no verdict"}
+    pairs = list(zip(*[iter(lines_of(tmp_path / "broken"))] * 2, strict=True))
+    assert len(pairs) == 32
+    for first, second in pairs:
+        reason = said.get(first["prompt"][0])
+        assert (reason is None) == ("failures" not in first) and "failures" not in second
+        if reason is not None:
+            assert reason in first["failures"]["broken"]
+            assert first["reward"] is None and first["advantage"] == second["advantage"] == 0
+    assert all(line["reward"] is None and "failures" not in line for line in lines_of(tmp_path / "silent"))
+    lines = lines_of(tmp_path / "first")
+    assert 4 < sum(line["reward"] for line in lines[::2]) < 28 and all(line["reward"] in (0, 1) for line in lines)
+
+
+@pytest.fixture
+def judges(task: dict[str, Any]) -> Iterator[Any]:
+    folder, opened = Path(task["rollout"]["prompts"][0]).parent, []
+
+    def of(name: str) -> RewardFunctions:
+        opened.append(RewardFunctions([f"{folder / 'judges.py'}:{name}"], timeout_s=5.0, pairwise=True))
+        return opened[-1]
+
+    yield of
+    for one in opened:
+        one.close()
+
+
+def test_verdicts_do_not_depend_on_the_order(judges: Any) -> None:
+    """By a function of the texts alone, which is given the columns where it asks for them."""
+    texts = [("3 a", "4"), ("4", "3"), ("a", "b"), ("3 3", "3")]
+    completions = [Completion("1 + 2 =", text, [1], {"answer": "3"}) for two in texts for text in two]
+    judge = judges("right")
+    judge.check()
+    for swapped in ([False] * 4, [True] * 4, [True, False, False, True]):
+        found = compare(completions, swapped, judge.score)
+        assert found.parts == {"right": [1.0, 0.0, 0.0, 1.0, None, None, None, None]} and not found.failures
+    failed = Scores({"j": [None, 0.0, 1.0, 1.0]}, [Failure("j", 1, "why"), Failure("j", None, "all")], 0.0)
+    found = compare(completions, [False, True, False, True], lambda pairs: failed)
+    assert found.parts == {"j": [None, None, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]}
+    assert [one.row for one in found.failures] == [2, None]
+
+
+def test_a_judge_that_cannot_be_asked_is_refused(judges: Any) -> None:
+    with pytest.raises(RewardError, match=r"alone: .*declare it as alone\(prompts, completions\)"):
+        judges("alone").check()
+    with pytest.raises(RewardError, match="json: expected FILE.py:NAME"):
+        RewardFunctions(["json"], timeout_s=1.0, pairwise=True)
+
+
+@pytest.mark.parametrize(
+    "changes,said",
+    [
+        ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge .* judges answers; remove one of the two"),
+        ({"reward_functions": None}, "reward_functions: is required .* rollout.environment or rollout.judge"),
+        ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* set 2"),
+        ({"rollout.num_generations": 1}, "rollout.num_generations: an answer alone"),
+        ({"rollout.exact": True}, "rollout.num_generations: of more than two answers not all are trained"),
+        ({"rollout.temperature": 0}, "rollout.temperature: the likeliest tokens make one answer"),
+        ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: servers give log-probabilities at"),
+        ({"rl_epsilon": 0.1}, "rl_epsilon: only train_impl: reinforce reads it, not dpo"),
+        ({"kl_div_beta": 0.0}, "kl_div_beta: only train_impl: reinforce reads it, not dpo"),
+        ({"dataset_impl": "pairwise"}, "rollout: only dataset_impl: online reads it, not pairwise"),
+        ({"dpo_reference": "cache"}, "dpo_reference: cache is for answers that are read"),
+        ({"prefix_sharing": False}, "prefix_sharing: a row holds one answer"),
+        ({"train_impl": "kto"}, "dataset_impl: online is for train_impl: reinforce and dpo, not kto"),
+        ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: compares two answers"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=said):
+        NeoXArgs.from_dict(with_keys(task, {"rollout.num_generations": 4}, changes))
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("by", ["judge", "rewards"])
+def test_answers_are_better_in_the_end(by: str, tmp_path: Path) -> None:
+    """Right answers, of which the judge, or the reward, alone says what they are."""
+    task = of_pairs(tmp_path, most=2)
+    quick = {"num_layers": 1, "train_batch_size": 32, "train_iters": 80, "log_interval": 50, "checkpoint_factor": 1000}
+    learns = {"optimizer": {"type": "Adam", "params": {"lr": 4e-3}}, "save": str(tmp_path / "run")}
+    short = {"rollout.max_completion_length": 1, "rollout.temperature": 1.0}
+    if by == "judge":
+        values = judged(task, "right", quick, learns, short)
+    else:
+        functions = {"reward_functions": [f"{tmp_path / 'rewards.py'}:right"], "rollout.num_generations": 4}
+        values = with_keys(task, quick, learns, short, functions)
+    run_ranks(whole_run, 1, values, timeout=240)
+    sums = {f"{a} + {b} =": str(a + b) for a in range(2) for b in range(2)}
+    right = [line["completion"].split()[:1] == [sums[line["prompt"]]] for line in lines_of(tmp_path / "run")]
+    step = len(right) // 80
+    first, last = sum(right[: 5 * step]) / (5 * step), sum(right[-10 * step :]) / (10 * step)
+    assert first < 0.2 and last > 0.8, (first, last)
