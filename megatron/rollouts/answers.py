@@ -18,7 +18,7 @@ class Transcript:
     """A conversation with an environment (`rollout.environment`).
 
     prompt: a text or messages, with what `reset` added; messages: of both sides after it; reward: the sum of
-    what steps gave, None for none; failure: why the environment could not go on, in one line.
+    what steps gave, None where the environment failed; failure: why, in one line.
     """
 
     prompt: str | list[dict[str, Any]]

@@ -167,8 +167,8 @@ class Conversation:
 
 
 class Conversations:
-    """All conversations of a run. `hold` is by rank 0's main thread or a thread of its own for each of
-    them."""
+    """All conversations of a run, on rank 0: those of a generation turn by turn (`begin`, `take`,
+    `answers`), or one after the other or in threads, each from its beginning to its end (`hold`)."""
 
     def __init__(self, speech: Speech, environments: Environments) -> None:
         self.speech, self.environments = speech, environments

@@ -27,13 +27,18 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def of_kind(kind: str, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
+    """A run of this kind on the task's files in a folder."""
+    values = with_keys(write_task(folder), KINDS[kind], keys)
+    if "environment" in values["rollout"]:
+        values["rollout"]["environment"] = str(folder / values["rollout"]["environment"])
+    return values
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_equal(kind: str, tmp_path: Path) -> None:
     """Saved after two steps, killed in the fourth, begun again."""
-    task = write_task(tmp_path)
-    values = with_keys(task, KINDS[kind], {"train_iters": 6, "checkpoint_factor": 2})
-    if "environment" in values["rollout"]:
-        values["rollout"]["environment"] = str(tmp_path / values["rollout"]["environment"])
+    values = of_kind(kind, tmp_path, {"train_iters": 6, "checkpoint_factor": 2})
     run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
     whole = run_ranks(whole_run, 1, run)[0]
     run_ranks(whole_run, 1, again, stop_at=3)
@@ -131,7 +136,7 @@ def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
-    values = with_keys(write_task(tmp_path), KINDS[kind], {"train_iters": 10, "checkpoint_factor": 2})
+    values = of_kind(kind, tmp_path, {"train_iters": 10, "checkpoint_factor": 2})
     run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
     whole = run_ranks(whole_run, 1, run)[0]
     for breaks, *given in ((killed_in_a_step, 5), (signalled_while_it_answers, 8, signal.SIGKILL)):

@@ -39,8 +39,9 @@ def start_run(folder: Path, environment: dict[str, str], **keys: Any) -> subproc
     )  # fmt: skip
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("async_save", [False, True])
+@pytest.mark.parametrize(
+    "async_save", [pytest.param(False, marks=pytest.mark.more), pytest.param(True, marks=pytest.mark.soak)]
+)
 def test_steps_go_on_while_the_hub_hangs(
     hub: LoopbackHub, environment: dict[str, str], tmp_path: Path, async_save: bool
 ) -> None:
