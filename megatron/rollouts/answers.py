@@ -28,7 +28,7 @@ class Transcript:
 
     @property
     def turns(self) -> int:
-        """Of the model's."""
+        """The number of turns that the model had in the conversation."""
         return sum(message["role"] == "assistant" for message in self.messages)
 
 

@@ -39,7 +39,7 @@ class Speech:
         return fitted(self.run.args, self.of_prompt(prompt))
 
     def text(self, tokens: Sequence[int], finished: bool) -> str:
-        """What the model wrote, without the token that ends it."""
+        """The text of tokens that the model wrote, without the token that ends them if they are finished."""
         ended = finished and tokens and tokens[-1] in self.stop_token_ids
         return self.run.tokenizer.detokenize(tokens[:-1] if ended else tokens)
 

@@ -129,7 +129,7 @@ def _rollout(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _groups(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Of answers that are trained each: those to one prompt stand in one generation."""
+    """Check the keys of runs that train every answer by a reward of its own."""
     assert args.rollout is not None
     if args.rollout["judge"] is not None:
         problems.add("rollout.judge", "compares two answers, and train_impl "
@@ -142,7 +142,7 @@ def _groups(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _pairs(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Of answers of which two to each prompt are trained."""
+    """Check the keys of runs that train two of the answers to each prompt (online DPO)."""
     assert args.rollout is not None
     answers, temperature = args.rollout["num_generations"], args.rollout["temperature"]
     if answers != 2 and args.rollout["judge"] is not None:

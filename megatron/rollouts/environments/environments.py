@@ -13,7 +13,7 @@ from megatron.rollouts.rewards.functions import RewardError
 from megatron.rollouts.rewards.worker_process import Messages, WorkerLost, WorkerProcess
 
 Observation = str | list[dict[str, Any]] | None
-"""What an environment says: a text, messages, or nothing."""
+"""What `reset` and `step` of an environment say to the model: a text, messages, or nothing."""
 _END_S = 5.0  # for the host to end the processes of conversations
 _START_S = 300.0  # of the user's imports, on a file system that all nodes start from
 
@@ -24,7 +24,7 @@ class EnvironmentFailure(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step gave. done: the conversation is over."""
+    """What `step` of an environment returned. done: whether the conversation is over."""
 
     observation: Observation
     reward: float | None
@@ -88,7 +88,8 @@ class Environments:
         return Environment(self, host, number, Messages(ours))
 
     def call(self, messages: Messages, message: dict[str, Any]) -> dict[str, Any]:
-        """What a conversation's process answers. Raises EnvironmentFailure."""
+        """Send a message to the process of a conversation; its answer. Raises EnvironmentFailure where none
+        comes in time."""
         with self._calls:
             try:
                 messages.send(message)

@@ -13,7 +13,6 @@ A conversation's process is told, and answers so or by {"raised": why}:
 
 import inspect
 import json
-import math
 import os
 import random
 import select
@@ -24,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.rollouts.rewards.calls import NotUsable, load_module, reason
+from megatron.rollouts.rewards.calls import NotUsable, load_module, number_of, reason, short
 from megatron.rollouts.rewards.sandbox import Kernel
 from megatron.rollouts.rewards.worker import ignore_notices, take_connection
 
@@ -165,15 +164,11 @@ def _messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
 def _outcome(returned: Any) -> dict[str, Any]:
     """What `step` returned, checked. Raises NotUsable."""
     if not isinstance(returned, tuple | list) or len(returned) != 3:
-        raise NotUsable(f"step returned {_short(returned)}, not (observation, reward, done)")
+        raise NotUsable(f"step returned {short(returned)}, not (observation, reward, done)")
     observation, reward, done = returned
-    if reward is not None:
-        try:
-            reward = None if isinstance(reward, str | bytes) else float(reward)
-        except (TypeError, ValueError, OverflowError):
-            reward = None
-        if reward is None or not math.isfinite(reward):
-            raise NotUsable(f"step returned {_short(returned[1])} as reward, no finite number")
+    reward, problem = number_of(reward)
+    if problem is not None:
+        raise NotUsable(f"as reward step {problem}")
     if observation is None and not done:
         raise NotUsable("step returned no observation, and is not done")
     return {"observation": _observation(observation, "step"), "reward": reward, "done": bool(done)}
@@ -189,19 +184,16 @@ def _observation(value: Any, method: str) -> str | list[Any] | None:
         for one in messages
     )
     if not good:
-        raise NotUsable(f"{method} returned {_short(value)} as observation, no text or list of messages")
+        raise NotUsable(f"{method} returned {short(value)} as observation, no text or list of messages")
+    if method == "step" and any(one["role"] == "assistant" for one in messages):
+        raise NotUsable("step returned a message of role assistant, which is the model's")
     for one in messages:
         try:
             one["content"].encode()
         except UnicodeEncodeError:
-            problem = f"{method} returned {_short(one['content'])}, which is no Unicode"
+            problem = f"{method} returned {short(one['content'])}, which is no Unicode"
             raise NotUsable(f"{problem}; decode bytes with errors='replace'") from None
     return value
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def main() -> None:

@@ -159,15 +159,16 @@ def _verdict(value: float | None, problem: str | None) -> tuple[float | None, st
 def _checked(rewards: Any, number: int) -> list[tuple[float | None, str | None]]:
     """The rewards that a user's function returned, as numbers of Python."""
     if isinstance(rewards, str | bytes | dict) or not hasattr(rewards, "__iter__"):
-        problem = f"returned {_short(rewards)}, no list of numbers"
+        problem = f"returned {short(rewards)}, no list of numbers"
         return [(None, problem)] * number
     rewards = list(rewards)
     if len(rewards) != number:
         return [(None, f"returned {len(rewards)} values for {number} completions")] * number
-    return [_number(reward) for reward in rewards]
+    return [number_of(reward) for reward in rewards]
 
 
-def _number(reward: Any) -> tuple[float | None, str | None]:
+def number_of(reward: Any) -> tuple[float | None, str | None]:
+    """A reward as a number of Python, or why it is none; None for one that is None."""
     if reward is None:
         return None, None
     try:
@@ -175,10 +176,11 @@ def _number(reward: Any) -> tuple[float | None, str | None]:
     except (TypeError, ValueError, OverflowError):  # of a tensor with several elements too
         value = None
     if value is None:
-        return None, f"returned {_short(reward)}, no number"
+        return None, f"returned {short(reward)}, no number"
     return (value, None) if math.isfinite(value) else (None, f"returned {'NaN' if value != value else value}")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value in one line of at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -54,6 +54,7 @@ class Misbehaves:
             "pair": ("a", 1.0), "nan": ("a", float("nan"), False), "text": ("a", "1", False),
             "nothing": (None, 1.0, False), "set": ({1}, 1.0, False), "fine": ("a", None, False),
             "bytes": (b"\xff".decode(errors="surrogateescape"), None, False),
+            "model": ([{"role": "assistant", "content": "a"}], None, False),
             "roles": ([{"content": "a"}], None, False),
         }[completion]  # fmt: skip
 
