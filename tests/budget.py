@@ -1,4 +1,4 @@
-"""What `make test` and `make test-more` may cost: tests and processes started, per package of tests, in
+"""What `make test` and `make test-all` may cost: tests and processes started, per package of tests, in
 budget.toml.
 
 A plugin of pytest, loaded by tests/conftest.py. At the end of a run it prints what each package took beside

@@ -10,7 +10,9 @@ import pytest
 from tests.budget import BudgetPlugin
 from tests.pool.client import start_server, stop_server
 from tests.pool.protocol import ADDRESS_VARIABLE
+from tests.retry import RetryPlugin
 
+ON_REQUEST = ("more", "product", "soak", "real", "slurm", "browser", "install")
 SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 
@@ -24,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.fsync = lambda fd: None  # each waits for the disk, thousands of times; no test takes the power away
     config.pluginmanager.register(BudgetPlugin(), "budget")
+    config.pluginmanager.register(RetryPlugin(), "retry")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on
     # GPUs alone have no use for ranks on CPUs.
     alone = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
@@ -51,9 +54,9 @@ def _environment_is_put_back() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, more,
-    soak, real, slurm, browser and install tests unless asked for."""
-    for mark in ("more", "soak", "real", "slurm", "browser", "install"):
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, those of
+    `ON_REQUEST` unless asked for."""
+    for mark in ON_REQUEST:
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.option.markexpr:
             items[:] = [item for item in items if item not in marked]

@@ -165,7 +165,7 @@ def test_ablations_change_real_keys() -> None:
     assert changed >= 8
 
 
-@pytest.mark.soak
+@pytest.mark.product
 @pytest.mark.timeout(1200)  # three minutes on two quiet cores
 def test_rehearsal(tmp_path: Path) -> None:
     """Every part on a CPU; at tiny size those of the 7B shape are the ones of the 1.4B again."""

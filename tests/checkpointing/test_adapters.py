@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
     },
 }
 FIRST = ("gpt_neox rslora copies", "gpt_neox dora", "gpt_neox tied", "llama dora", "llama tied added tokens")
-# Of each other family one kind by `make test-more`, by turns; the other by `make soak`.
+# Of each other family one kind by `make test-all`, by turns; the other by `make test-all`.
 _BY_TURNS = [case for case in CASES if case.endswith((" lora", " dora")) and case not in FIRST]
 SOAK = [case for i, case in enumerate(_BY_TURNS) if i % 4 in (1, 2)]
 
@@ -146,7 +146,7 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
     return (ours[..., : theirs.shape[-1]] - theirs).abs().max().item()
 
 
-@pytest.mark.parametrize("name", with_more(CASES, *(CASES.keys() - {*FIRST, *SOAK}), soak=SOAK))
+@pytest.mark.parametrize("name", with_more(CASES, *(CASES.keys() - {*FIRST, *SOAK}), product=SOAK))
 def test_peft_both_ways(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     theirs = trained(tmp_path, case)

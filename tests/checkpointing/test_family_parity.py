@@ -94,7 +94,7 @@ def assert_within_bound(title: str, found: list[tuple[Model, Tensor]], layouts: 
     [
         pytest.param([(1, 1), (2, 2)], id="some"),
         pytest.param([(2, 1), (1, 2), (4, 1)], id="more", marks=pytest.mark.more),
-        pytest.param([(4, 2)], id="eight ranks", marks=pytest.mark.soak),
+        pytest.param([(4, 2)], id="eight ranks", marks=pytest.mark.product),
     ],
 )
 def test_transformers_to_ours(layouts: Layouts) -> None:
@@ -121,7 +121,7 @@ def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
 
 # What a layout cuts does not hang on where weights come from.
 @pytest.mark.parametrize(
-    "layouts", [pytest.param([(1, 1), (2, 1)], id="some"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.soak)]
+    "layouts", [pytest.param([(1, 1), (2, 1)], id="some"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.product)]
 )
 def test_ours_to_a_folder_of_transformers(layouts: Layouts, tmp_path: Path) -> None:
     exports = [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES]

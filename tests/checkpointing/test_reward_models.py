@@ -67,11 +67,11 @@ def scores_of_transformers(folder: Path) -> Tensor:
 WITHOUT_SCORES = ("granite", "cohere", "apertus", "olmoe", "mamba", "falcon mamba", "nemotron")
 SCORED = [case for case in CASES if not case.startswith(WITHOUT_SCORES)]
 IN_TEST = ("gpt_neox", "llama 3", "gemma 3")
-# The first of a class of configurations by `make test-more`: what its others change is not of the head.
+# The first of a class of configurations by `make test-all`: what its others change is not of the head.
 FIRST = {CASES[case][0]: case for case in (*reversed(SCORED), *IN_TEST)}.values()
 
 
-@pytest.mark.parametrize("case", with_more(SCORED, *(set(FIRST) - set(IN_TEST)), soak=set(SCORED) - {*FIRST, *IN_TEST}))
+@pytest.mark.parametrize("case", with_more(SCORED, *(set(FIRST) - set(IN_TEST)), product=set(SCORED) - {*FIRST, *IN_TEST}))
 def test_scores_are_equal_and_there_and_back_changes_no_bit(case: str, tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "hf", case)
     path, parity = import_hf(HFFolder(folder), tmp_path / "neox", tensor=2)

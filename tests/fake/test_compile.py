@@ -44,7 +44,7 @@ CASES: dict[str, Case] = {
 
 @pytest.mark.parametrize(
     "name",
-    with_more(CASES, "tp2", "packed window dropout", "recompute", soak=["one", "window", "window fp32"]),
+    with_more(CASES, "tp2", "packed window dropout", "recompute", product=["one", "window", "window fp32"]),
 )
 def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
@@ -55,7 +55,7 @@ def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
         assert seen["kernels"]["_c10d_functional.wait_tensor"] > 0
 
 
-@pytest.mark.parametrize("name", with_more(["one", "tp2", "tp2 sp"], "tp2 sp", soak=["one", "tp2"]))
+@pytest.mark.parametrize("name", with_more(["one", "tp2", "tp2 sp"], "tp2 sp", product=["one", "tp2"]))
 def test_twenty_packed_steps_with_validation_between(name: str, fake_cuda: FakeCuda) -> None:
     layout: dict[str, Any] = {"one": {}, "tp2": TP2, "tp2 sp": SP2}[name]
     """However documents lie, and although every batch is validated after its step: the first step's graph."""

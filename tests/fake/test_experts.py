@@ -62,13 +62,13 @@ def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:
     assert kept + least <= seen["peak"] <= kept + least + made, (seen["peak"] - kept - least) / made
 
 
-@pytest.mark.parametrize("rank", with_more([0, 3, 6], soak=[0, 6]))
+@pytest.mark.parametrize("rank", with_more([0, 3, 6], product=[0, 6]))
 def test_shared_out_over_eight_gpus(rank: int, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(Case(TP * DP, rank, {**QWEN, **SHARED_OUT, "num_layers": 3}, native=True))
     assert_step(seen, rank, 3)
 
 
-@pytest.mark.soak
+@pytest.mark.product
 @pytest.mark.timeout(1200)
 def test_30b_over_eight_gpus(fake_cuda: FakeCuda) -> None:
     """The whole model; other ranks see the same (by the layers of the test above)."""
@@ -92,7 +92,7 @@ COMPILED: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", with_more(COMPILED, "capacity", "ZeRO 3", soak=["one", "sinkhorn"]))
+@pytest.mark.parametrize("name", with_more(COMPILED, "capacity", "ZeRO 3", product=["one", "sinkhorn"]))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(COMPILED[name])
     assert_clean(seen)

@@ -30,12 +30,12 @@ CASES: dict[str, Case] = {
 }
 
 
-# Of each kind of attention one by `make test-more`, compiled or by itself.
+# Of each kind of attention one by `make test-all`, compiled or by itself.
 MORE = ("windows", "rows, by itself", "capped logits", "sinks, by itself", "shared prompts, by itself")
 MORE += ("shared prompts, recomputed",)
 
 
-@pytest.mark.parametrize("name", with_more(CASES, *MORE, soak=CASES.keys() - {"documents", *MORE}))
+@pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {"documents", *MORE}))
 def test_blocks_of_flex_attention(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
     seen = fake_cuda.run(case)

@@ -100,7 +100,7 @@ COMPILED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(
-    "name", with_more(COMPILED, "rowwise", "mxfp8", "te, tp2 sp", soak=["tensorwise", "te", "te, recompute"])
+    "name", with_more(COMPILED, "rowwise", "mxfp8", "te, tp2 sp", product=["tensorwise", "te", "te, recompute"])
 )
 def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
     """One for blocks in bf16, one for those in FP8, whose scales are its inputs, and that of the logits (over

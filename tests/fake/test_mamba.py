@@ -47,7 +47,7 @@ def derived() -> Counter[tuple[Any, ...]]:
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("name", with_more(CASES, "tp2", "packed", soak=["ZeRO 3"]))  # half a minute each
+@pytest.mark.parametrize("name", with_more(CASES, "tp2", "packed", product=["ZeRO 3"]))  # half a minute each
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(CASES[name])
     assert_clean(seen)

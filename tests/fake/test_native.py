@@ -98,7 +98,7 @@ COMPILED: dict[str, Case] = {
 
 
 @pytest.mark.parametrize(
-    "name", with_more(COMPILED, "ZeRO 1", "ZeRO 2, tp8", "ZeRO 3, recompute", soak=["ZeRO 0", "ZeRO 2", "ZeRO 3, tp8"])
+    "name", with_more(COMPILED, "ZeRO 1", "ZeRO 2, tp8", "ZeRO 3, recompute", product=["ZeRO 0", "ZeRO 2", "ZeRO 3, tp8"])
 )
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     """`fully_shard` gathers weights outside of the graph, which has all of a block in it (and that of the

@@ -90,7 +90,7 @@ def written(
 
 
 @pytest.mark.parametrize(
-    "name", with_more(["one process", "tp2", "pp2", "tp2 x pp2"], "tp2 x pp2", soak=["tp2", "pp2"])
+    "name", with_more(["one process", "tp2", "pp2", "tp2 x pp2"], "tp2 x pp2", product=["tp2", "pp2"])
 )
 def test_greedy_text_equals_transformers(name: str, references: dict[str, Reference]) -> None:
     ranks, layout = LAYOUTS[name]

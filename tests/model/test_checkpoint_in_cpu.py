@@ -34,7 +34,7 @@ def test_gradients_are_the_same(changes: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.mark.parametrize("name", with_more(["zero3", "pp2", "tp2"], "tp2", soak=["pp2"]))
+@pytest.mark.parametrize("name", with_more(["zero3", "pp2", "tp2"], "tp2", product=["pp2"]))
 def test_layouts_train_the_same(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     common = config(LLAMA, ADAMW, layout, RECOMPUTE, train_micro_batch_size_per_gpu=2, hidden_dropout=0.1)

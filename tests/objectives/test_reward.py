@@ -101,7 +101,7 @@ def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
         torch.testing.assert_close(values.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.soak
+@pytest.mark.product
 def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", "tests.objectives.trl_reward", str(tmp_path)], check=True)

@@ -197,7 +197,7 @@ def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
     assert float((gradient - their_gradient).norm() / their_gradient.norm()) == pytest.approx(0.133, abs=1e-3)
 
 
-@pytest.mark.soak
+@pytest.mark.product
 def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", "tests.objectives.trl_reference", str(tmp_path)], check=True)

@@ -100,7 +100,7 @@ def test_answers_without_a_pair_change_nothing() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.soak
+@pytest.mark.product
 def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", "tests.objectives.trl_online_dpo", str(tmp_path)], check=True)

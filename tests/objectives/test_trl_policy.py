@@ -215,7 +215,7 @@ def test_a_moving_average() -> None:
     np.testing.assert_array_equal(beside_history(np.full(3, math.nan), []), np.zeros(3))
 
 
-@pytest.mark.soak
+@pytest.mark.product
 def test_trl_still_gives_these_numbers(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", "tests.objectives.trl_policy", str(tmp_path)], check=True)

@@ -39,7 +39,7 @@ def rewards(folder: Path, function: str, keys: dict[str, Any], most: int = 2) ->
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.more if name in ("grpo", "rloo", "reinforce") else pytest.mark.soak)
+        pytest.param(name, marks=pytest.mark.more if name in ("grpo", "rloo", "reinforce") else pytest.mark.product)
         for name in LEARNERS
     ],
 )

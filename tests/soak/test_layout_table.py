@@ -8,7 +8,7 @@ from tests.pool import run_ranks
 from tests.training.runs import curves, furthest, whole
 from tests.training.test_layouts import LAYOUTS, MODELS, OPTIMIZERS, cell_config
 
-pytestmark = pytest.mark.soak
+pytestmark = pytest.mark.product
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

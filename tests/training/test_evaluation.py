@@ -35,7 +35,7 @@ SOME = ("dp2 x pp2", "tp2 x pp2 +sp", "dp2 zero1", "dp2 zero3")
 MORE = ("tp2+sp", "pp4", "dp4 zero2", "dp2 x tp2 +sp zero3", "dp4 zero3 by twos")
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, soak=LAYOUTS.keys() - {*SOME, *MORE}))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=LAYOUTS.keys() - {*SOME, *MORE}))
 def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationResult]]) -> None:
     ranks, layout = LAYOUTS[name]
     model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)

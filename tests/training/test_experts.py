@@ -143,14 +143,14 @@ MORE = {
     "ep2 selective": [("topk", PLAIN)],
     "tp2 zero3 selective": [("options", PLAIN)],
 }
-"""What `make test-more` trains: every layout, every model in each kind of parallelism and at each ZeRO stage,
+"""What `make test-all` trains: every layout, every model in each kind of parallelism and at each ZeRO stage,
 each of both packed and not."""
 EVERYWHERE = ("topk", "options")  # the other models where something of theirs is cut
 _SOME = ("ep2 dp4 zero2", "ep4 dp4 zero1", "ep2 tp2 sp zero3", "tp2 cut sp", "pp2", "dp2 deepspeed", "ep2 dp2 zero0")
 
 
 def is_trained(layout: str, model: str, packed: bool) -> bool:
-    """Whether `make soak` trains it, where nothing else does."""
+    """Whether `make test-all` trains it, where nothing else does."""
     if model == "muon" and (layout == "pp2" or "deepspeed" in layout):
         return False  # it is the native engine's
     if model == "options" and layout == "dp2 deepspeed zero3":
@@ -162,7 +162,7 @@ CASES = [
     *(pytest.param(layout, *case) for layout, case in AT_ONCE.items()),
     *(pytest.param(layout, *case, marks=pytest.mark.more) for layout, cases in MORE.items() for case in cases),
     *(
-        pytest.param(layout, model, packed, marks=pytest.mark.soak)
+        pytest.param(layout, model, packed, marks=pytest.mark.product)
         for layout in MORE for model in MODELS for packed in (PLAIN, PACKED)
         if is_trained(layout, model, packed) and (model, packed) not in (AT_ONCE.get(layout), *MORE[layout])
     ),

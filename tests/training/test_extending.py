@@ -47,7 +47,7 @@ def windows(name: str, save: Path) -> list[int]:
     return ends
 
 
-@pytest.mark.parametrize("layout", with_more(["plain", "pp2", "zero1"], "pp2", soak=["zero1"]))
+@pytest.mark.parametrize("layout", with_more(["plain", "pp2", "zero1"], "pp2", product=["zero1"]))
 def test_a_run_is_extended_over_the_end_of_its_epoch(layout: str, tmp_path: Path) -> None:
     """Three steps of the first epoch, then to twelve: the rest of that epoch, and whole ones behind it."""
     ranks, keys = LAYOUTS[layout]

@@ -125,11 +125,11 @@ def test_files_in_layouts(tmp_path):
 
 
 AS_COMMANDS = KINDS[::7]
-"""Of each layout two; the others by `make soak`."""
+"""Of each layout two; the others by `make test-all`."""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", with_more(KINDS, *AS_COMMANDS, soak=set(KINDS) - set(AS_COMMANDS)))
+@pytest.mark.parametrize("name", with_more(KINDS, *AS_COMMANDS, product=set(KINDS) - set(AS_COMMANDS)))
 def test_typed_as_a_command(name, tmp_path):
     """In one of the layouts, by turns, with the losses that the file has alone."""
     path = written(tmp_path, name, FILES[name])

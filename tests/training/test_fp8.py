@@ -165,11 +165,11 @@ CELLS = [
     ("te", "tp2+sp", "native"),
     ("tensorwise", "zero3", "native"),
     *(pytest.param(recipe, "tp2", "native", marks=pytest.mark.more) for recipe in ("rowwise", "mxfp8")),
-    *(pytest.param(recipe, "tp2", "native", marks=pytest.mark.soak) for recipe in ("tensorwise", "te")),
+    *(pytest.param(recipe, "tp2", "native", marks=pytest.mark.product) for recipe in ("tensorwise", "te")),
     pytest.param("te", "pp2", "deepspeed", marks=pytest.mark.more),
     pytest.param("te", "zero3", "deepspeed", marks=pytest.mark.more),
-    pytest.param("te", "zero3", "native", marks=pytest.mark.soak),
-    pytest.param("te", "zero1", "deepspeed", marks=pytest.mark.soak),
+    pytest.param("te", "zero3", "native", marks=pytest.mark.product),
+    pytest.param("te", "zero1", "deepspeed", marks=pytest.mark.product),
 ]
 
 

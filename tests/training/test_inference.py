@@ -107,7 +107,7 @@ def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict
     return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, soak=["one process", "dp2", "dp2 zero1 bf16", "ep2"]))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=["one process", "dp2", "dp2 zero1 bf16", "ep2"]))
 def test_a_run_does_not_notice(name: str) -> None:
     ranks, layout, model = LAYOUTS[name]
     everyone = run_ranks(run, ranks, values_of(model, layout, ranks), timeout=120)

@@ -37,7 +37,7 @@ ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for
 LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
 ENGINES["dp4 zero3 by twos"] = ("native",)
 IN_TABLE = [f"{name}, native" for name in ("dp4", "dp4 zero1", "dp4 zero2", "dp2 x tp2 zero2")]
-"""Those that the table of `make soak` has alone."""
+"""Those that the table of `make test-all` has alone."""
 ROWS = [row for name in LAYOUTS for engine in ENGINES[name] if (row := f"{name}, {engine}") not in IN_TABLE]
 MORE_ROWS = [
     "tp2+sp, native", "tp2+sp, deepspeed", "tp2 x pp2, deepspeed", "dp2 x tp2 zero1, native",
@@ -52,7 +52,7 @@ SOAK_ROWS = [
 MODELS, OPTIMIZERS = {"neox": NEOX, "llama": LLAMA, "rpe": RPE}, {"sgd": SGD, "adamw": ADAMW}
 STEPS = 10
 # Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and
-# untied; `make test-more` adds other cells in some layouts, `make soak` runs all 36 in every layout.
+# untied; `make test-all` adds other cells in some layouts, `make test-all` runs all 36 in every layout.
 CELLS = [(1, "neox", "sgd", False), (4, "llama", "adamw", False), (2, "rpe", "adamw", True)]
 MORE_CELLS = [
     (1, "llama", "adamw", True),
@@ -83,7 +83,7 @@ def references() -> dict[tuple[str, str, bool], Curve]:
     return curves_by_cell
 
 
-@pytest.mark.parametrize("row", with_more(ROWS, *MORE_ROWS, soak=SOAK_ROWS))
+@pytest.mark.parametrize("row", with_more(ROWS, *MORE_ROWS, product=SOAK_ROWS))
 def test_layout_equals_one_process(
     row: str, references: dict[tuple[str, str, bool], Curve], capsys: pytest.CaptureFixture[str]
 ) -> None:

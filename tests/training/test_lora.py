@@ -80,7 +80,7 @@ def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
         assert moved == {key for key in before if is_adapter(key[1])}, model
 
 
-@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), soak=SOAK))
+@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), product=SOAK))
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     configs = [values(model, keys) for model in MODELS]
@@ -100,7 +100,7 @@ def traced_curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", with_more(["plain", "tp2 +sp"], "tp2 +sp", soak=["plain"]))
+@pytest.mark.parametrize("layout", with_more(["plain", "tp2 +sp"], "tp2 +sp", product=["plain"]))
 def test_compiled_and_recomputed(layout: str) -> None:
     """With dropout, whose masks are functions of seeds."""
     ranks, keys = {**TABLE, "plain": LAYOUTS["plain"]}[layout]

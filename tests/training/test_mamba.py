@@ -92,11 +92,11 @@ MORE = {
     "dp2 deepspeed zero2": "first", "dp2 deepspeed zero3": "other", "tp2 dp2 zero3": "first", "recompute": "other",
     "tp2 sp selective": "first",
 }  # fmt: skip
-"""What `make test-more` trains; `make soak` has the rest."""
+"""What `make test-all` trains; `make test-all` has the rest."""
 CASES = [
     pytest.param(layout, half, marks=() if AT_ONCE.get(layout) == half else mark)
     for layout, in_more in MORE.items() for half in HALVES
-    for mark in [pytest.mark.more if half == in_more else pytest.mark.soak]
+    for mark in [pytest.mark.more if half == in_more else pytest.mark.product]
 ]  # fmt: skip
 
 

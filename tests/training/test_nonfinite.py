@@ -57,7 +57,7 @@ MORE = {("plain", "fp32"), ("zero1", "bfloat16"), ("zero2", "fp32"), ("pp2", "bf
         pytest.param(
             name, precision,
             marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
-            pytest.mark.soak,
+            pytest.mark.product,
         )
         for name in LAYOUTS for precision in ("fp32", "bfloat16")
     ],
@@ -103,9 +103,9 @@ KEPT_AND_CUT = ("input_layernorm.weight", "mlp.linear1.weight")
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make soak`
+    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make test-all`
     [
-        pytest.param(name, *stage, marks=pytest.mark.soak if (i + j) % 2 else pytest.mark.more if j % 3 else ())
+        pytest.param(name, *stage, marks=pytest.mark.product if (i + j) % 2 else pytest.mark.more if j % 3 else ())
         for i, name in enumerate(KEPT_AND_CUT) for j, stage in enumerate(STAGES)
     ],
 )  # fmt: skip
@@ -201,7 +201,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "zero2", soak=["plain"]))
+@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "zero2", product=["plain"]))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)

@@ -142,7 +142,7 @@ PREFERENCES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.soak
+@pytest.mark.product
 def test_the_first_losses_are_those_of_trls_trainers(model: Path, tmp_path: Path) -> None:
     """SFTTrainer's, CPOTrainer's and DPOTrainer's on the model as it came, with its 600 rows."""
     pytest.importorskip("trl", reason="pip install trl==1.16.0")

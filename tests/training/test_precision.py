@@ -23,7 +23,7 @@ def fp32() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "name", with_more([name for name in LAYOUTS if name != "dp2"], "pp2", "zero3", soak=["plain", "zero1", "zero2"])
+    "name", with_more([name for name in LAYOUTS if name != "dp2"], "pp2", "zero3", product=["plain", "zero1", "zero2"])
 )
 def test_bf16_beside_fp32(name: str, fp32: list[float]) -> None:
     ranks, layout = LAYOUTS[name]

@@ -68,7 +68,7 @@ def alone() -> dict[str, Curve]:
     return {model: whole([part], given) for model, part, given in zip(MODELS, parts, configs, strict=True)}
 
 
-@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), soak=SOAK))
+@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), product=SOAK))
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     configs = [values(model, keys) for model in MODELS]

@@ -148,7 +148,7 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize(
     "layout",  # "tp2 x pp2 +sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    with_more(LAYOUTS_HERE, "pp2", "zero2", "zero2, deepspeed", soak=["tp2", "plain, deepspeed"]),
+    with_more(LAYOUTS_HERE, "pp2", "zero2", "zero2, deepspeed", product=["tp2", "plain, deepspeed"]),
 )
 def test_trains_as_torch_and_leaves_the_rest(
     layout: str, references: dict[str, Curve], capsys: pytest.CaptureFixture[str]

@@ -185,7 +185,7 @@ def alone() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    with_more(LAYOUTS, "tp2 sp", "zero3", "zero2, offloaded", "tp2, pp2", soak=["dp2", "zero1", "zero3, deepspeed"]),
+    with_more(LAYOUTS, "tp2 sp", "zero3", "zero2, offloaded", "tp2, pp2", product=["dp2", "zero1", "zero3, deepspeed"]),
 )
 def test_every_layout_equals_one_process(name: str, alone: dict[str, Any]) -> None:
     ranks, layout = LAYOUTS[name]

@@ -61,7 +61,7 @@ def test_every_verdict_is_datatrove_s() -> None:
     compare(documents(200, seed=1), {"gopher-repetition": 6, "gopher-quality": 5, "c4": 3, "fineweb": 4})
 
 
-@pytest.mark.soak
+@pytest.mark.product
 @pytest.mark.parametrize("seed", range(10, 18))
 def test_on_twenty_thousand_documents(seed: int) -> None:
     compare(documents(2500, seed), LEAST)

@@ -40,12 +40,12 @@ IN_TEST = (
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 
 
-# By `make test-more` the last of each other class of configurations; the rest differ in what other tests see.
+# By `make test-all` the last of each other class of configurations; the rest differ in what other tests see.
 _LAST = {kind: case for case, (kind, _) in CASES.items()}
 MORE = {case for kind, case in _LAST.items() if kind not in {CASES[case][0] for case in IN_TEST}}
 
 
-@pytest.mark.parametrize("case", with_more(CASES, *MORE, soak=CASES.keys() - {*IN_TEST, *MORE}))
+@pytest.mark.parametrize("case", with_more(CASES, *MORE, product=CASES.keys() - {*IN_TEST, *MORE}))
 def test_against_transformers(case: str) -> None:
     theirs = random_model(case)
     config, tensors = on_disk(theirs)

@@ -101,7 +101,7 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    "lost", [pytest.param(0, id="master", marks=pytest.mark.soak), pytest.param(2, id="worker", marks=pytest.mark.more)]
+    "lost", [pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more)]
 )
 def test_a_lost_pod_comes_back_and_the_run_goes_on(
     lost: int, documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path

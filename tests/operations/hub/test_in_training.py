@@ -40,7 +40,7 @@ def start_run(folder: Path, environment: dict[str, str], **keys: Any) -> subproc
 
 
 @pytest.mark.parametrize(
-    "async_save", [pytest.param(False, marks=pytest.mark.more), pytest.param(True, marks=pytest.mark.soak)]
+    "async_save", [pytest.param(False, marks=pytest.mark.more), pytest.param(True, marks=pytest.mark.product)]
 )
 def test_steps_go_on_while_the_hub_hangs(
     hub: LoopbackHub, environment: dict[str, str], tmp_path: Path, async_save: bool

@@ -56,7 +56,7 @@ def read(save: Path, name: str) -> Any:
     return json.loads((save / f"training_{name}.json").read_text())
 
 
-@pytest.mark.parametrize("layout", with_more(["pp2", "zero1"], soak=["zero1"]))
+@pytest.mark.parametrize("layout", with_more(["pp2", "zero1"], product=["zero1"]))
 def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)

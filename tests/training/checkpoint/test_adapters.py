@@ -63,7 +63,7 @@ def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [pytest.param("tp2", "pp2", marks=pytest.mark.more), pytest.param("zero3", "tp2", marks=pytest.mark.soak)],
+    [pytest.param("tp2", "pp2", marks=pytest.mark.more), pytest.param("zero3", "tp2", marks=pytest.mark.product)],
 )
 def test_on_another_layout(first: str, then: str, base: Path, through: Path, tmp_path: Path) -> None:
     engine = {"engine": "deepspeed" if then == "pp2" else "native"}

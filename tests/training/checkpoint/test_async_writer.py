@@ -63,7 +63,7 @@ def train_slowly(
     return seen
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", soak=["plain"]))
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", product=["plain"]))
 def test_same_files_though_the_steps_go_on(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}

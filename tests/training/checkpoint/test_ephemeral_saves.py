@@ -26,7 +26,7 @@ def run(given: dict[str, Any], ranks: int = 1) -> Any:
     return run_ranks(run_to_end, ranks, given)[0][1]
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero1", "zero3", "pp2"], "pp2", soak=["plain", "zero1"]))
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "zero3", "pp2"], "pp2", product=["plain", "zero1"]))
 def test_no_optimizer_state_is_written(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}
@@ -45,7 +45,7 @@ def test_no_optimizer_state_is_written(name: str, tmp_path: Path) -> None:
     assert Manifest.from_json(json.dumps(raw)).optimizer, "older ones do not say"
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero2"], soak=["plain"]))
+@pytest.mark.parametrize("name", with_more(["plain", "zero2"], product=["plain"]))
 def test_going_on_without_is_refused_unless_told(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     less = values(tmp_path / "less", layout, no_save_optim=True)

@@ -309,7 +309,7 @@ def sums(save: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", soak=["plain"]))
+@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", product=["plain"]))
 def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     """A save every step, of which each but the first begins while the one before is still written, by copies
     that arrive late; beside ordinary copies, each waited for."""

@@ -38,11 +38,11 @@ CELLS = [
     ("tp2 x pp2", "one process", "rpe", "fp32"),
     pytest.param("dp4 zero3", "dp4 zero1", "neox", "fp32", marks=pytest.mark.more),
     pytest.param("tp2 x pp2", "tp4", "neox", "fp32", marks=pytest.mark.more),
-    pytest.param("dp4 zero1", "dp4 zero3", "neox", "fp32", marks=pytest.mark.soak),
+    pytest.param("dp4 zero1", "dp4 zero3", "neox", "fp32", marks=pytest.mark.product),
     pytest.param("tp2 x pp2", "dp4", "neox", "fp32", marks=pytest.mark.more),
     pytest.param("tp2 x pp2", "pp4", "rpe", "fp32", marks=pytest.mark.more),
     *(
-        pytest.param(*cell, marks=pytest.mark.soak)
+        pytest.param(*cell, marks=pytest.mark.product)
         for cell in (
             ("dp4 zero3", "tp2 x pp2", "neox", "fp32"),
             ("dp2 zero2", "dp2 x tp2 zero3", "neox", "bfloat16"),

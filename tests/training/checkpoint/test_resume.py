@@ -27,14 +27,14 @@ RESUMED = [
     pytest.param(
         name, precision, "auto",
         marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
-        pytest.mark.soak,
+        pytest.mark.product,
     )
     for name in LAYOUTS if name != "dp2" for precision in ("fp32", "bfloat16")
 ]  # fmt: skip
 BY_DEEPSPEED = [  # pipelines run on it above, the others on the native engine
     pytest.param(
         name, precision, "deepspeed",
-        marks=pytest.mark.soak if name == "plain" else pytest.mark.more,
+        marks=pytest.mark.product if name == "plain" else pytest.mark.more,
     )
     for name, precision in (("plain", "fp32"), ("tp2", "fp32"), *((f"zero{i}", "bfloat16") for i in (1, 2, 3)))
 ]  # fmt: skip
@@ -73,7 +73,7 @@ HYBRID = {
     ("layout", "engine"),
     [
         ("zero2", "native"),
-        pytest.param("plain", "native", marks=pytest.mark.soak),
+        pytest.param("plain", "native", marks=pytest.mark.product),
         *(pytest.param(name, "native", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2")),
         *(pytest.param(name, "deepspeed", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2", "pp2")),
     ],

@@ -168,9 +168,9 @@ DAMAGES = ("a byte", "the end", "the file")
 
 
 @pytest.mark.parametrize(
-    ("name", "damage"),  # each file in one way, the others by `make soak`
+    ("name", "damage"),  # each file in one way, the others by `make test-all`
     [
-        pytest.param(name, damage, marks=() if i % 3 == j else pytest.mark.soak)
+        pytest.param(name, damage, marks=() if i % 3 == j else pytest.mark.product)
         for i, name in enumerate(FILES) for j, damage in enumerate(DAMAGES)
     ],
 )  # fmt: skip

@@ -92,7 +92,7 @@ names_of_cases = pytest.mark.parametrize(
     [
         pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
         pytest.param(
-            [name for name in CASES if name not in OF_TORCH], id="compiled", marks=[pytest.mark.soak, needs_compiler]
+            [name for name in CASES if name not in OF_TORCH], id="compiled", marks=[pytest.mark.product, needs_compiler]
         ),
     ],
 )
@@ -153,7 +153,7 @@ def test_resumes_bit_for_bit(names: list[str], tmp_path: Path, request: pytest.F
             assert bit_equal(resumed.weights, through.weights), name
 
 
-@pytest.mark.soak
+@pytest.mark.product
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
     """Out of memory at step 3: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""

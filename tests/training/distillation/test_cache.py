@@ -51,7 +51,7 @@ def counts(text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", "pp2", "zero3", soak=["dp2"]))
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", "pp2", "zero3", product=["dp2"]))
 def test_cached_equals_on_the_fly(layout: str, teacher: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     runs = [student(teacher, kind, keys, **TOP) for kind in KINDS.values()]

@@ -51,7 +51,7 @@ def alone(teacher: str) -> list[Curve]:
 @pytest.mark.parametrize(
     "name",
     with_more(
-        LAYOUTS, "zero3", "zero2, offloaded", "tp2, pp2", "zero1, deepspeed", soak=["dp2", "zero1", "zero3, deepspeed"]
+        LAYOUTS, "zero3", "zero2, offloaded", "tp2, pp2", "zero1, deepspeed", product=["dp2", "zero1", "zero3, deepspeed"]
     ),
 )
 def test_every_layout_equals_one_process(name: str, alone: list[Curve], teacher: str) -> None:

@@ -71,7 +71,7 @@ def test_the_student_answers_the_prompts_of_the_step(teacher: str, alone: list[A
 
 
 @pytest.mark.parametrize(
-    "name", with_more(LAYOUTS, "tp2, sp", "zero3", soak=["dp2", "zero1, deepspeed", "zero3, deepspeed"])
+    "name", with_more(LAYOUTS, "tp2, sp", "zero3", product=["dp2", "zero1, deepspeed", "zero3, deepspeed"])
 )
 def test_every_layout_equals_one_process(name: str, teacher: str, alone: list[Any]) -> None:
     ranks, layout = LAYOUTS[name]

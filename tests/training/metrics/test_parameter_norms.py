@@ -54,7 +54,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, st
     return rows_by_case
 
 
-@pytest.mark.parametrize("name", with_more(CELLS, "tp2", "pp2", "zero3", "dp2 x pp2", soak=["dp2", "zero1", "zero2"]))
+@pytest.mark.parametrize("name", with_more(CELLS, "tp2", "pp2", "zero3", "dp2 x pp2", product=["dp2", "zero1", "zero2"]))
 def test_same_in_every_layout(name: str, one_process: dict[Any, list[dict[str, float]]], tmp_path: Path) -> None:
     ranks, layout = CELLS[name]
     layout = {"no_weight_tying": True, "precision": "fp32", **layout}

@@ -26,7 +26,7 @@ def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, A
     return plain, ours, {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
 
 
-@pytest.mark.parametrize("stage", with_more([1, 2, 3], 2, soak=[1]))
+@pytest.mark.parametrize("stage", with_more([1, 2, 3], 2, product=[1]))
 def test_compiled_blocks(stage: int) -> None:
     layout = {"zero_optimization": {"stage": stage}, "precision": "bfloat16", "engine": "native"}
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=2)

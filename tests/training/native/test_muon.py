@@ -137,7 +137,7 @@ def given_gradients(rank: int, world_size: int, layouts: list[dict[str, Any]]) -
     return results
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 sp", "dp4 zero3 by twos", soak=["dp2", "dp2 zero1"]))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 sp", "dp4 zero3 by twos", product=["dp2", "dp2 zero1"]))
 def test_the_same_gradients_give_the_same_bits(name: str) -> None:
     """Gathered whole, a matrix is what one process has."""
     ranks, layout = LAYOUTS[name]
@@ -155,7 +155,7 @@ def references() -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    "name", with_more(LAYOUTS, "dp2 x tp2 zero2", "dp4 zero3 by twos", soak=["dp2", "dp2 zero1", "tp2 sp"])
+    "name", with_more(LAYOUTS, "dp2 x tp2 zero2", "dp4 zero3 by twos", product=["dp2", "dp2 zero1", "tp2 sp"])
 )
 def test_layouts(name: str, references: list[Any]) -> None:
     """Gradients that differ in their last bits are rounded to other bf16 numbers: weights are as near as lr

@@ -90,7 +90,7 @@ def test_another_optimizers_state_is_refused(before: str, after: str, tmp_path: 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tensor", with_more([1, 2], 1, soak=[2]))
+@pytest.mark.parametrize("tensor", with_more([1, 2], 1, product=[2]))
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     ranks, zero = 4 * tensor, {"stage": 3, "zero_hpz_partition_size": 2}

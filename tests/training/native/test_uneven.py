@@ -14,7 +14,7 @@ FIVE: dict[str, Any] = {
 }  # 8 rows of a table: two on four ranks, one has none
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), pytest.param(2, marks=pytest.mark.more), 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.product), pytest.param(2, marks=pytest.mark.more), 3])
 def test_five_ranks_are_as_one(stage: int) -> None:
     one = config(RPE, ADAMW, FIVE, train_micro_batch_size_per_gpu=10)
     five = config(RPE, ADAMW, FIVE, train_micro_batch_size_per_gpu=1, zero_optimization={"stage": stage})

@@ -114,12 +114,12 @@ def single() -> dict[tuple[str, bool], Run]:
     return {look: run_ranks(run, 1, [{}], *look)[0][0] for look in looks}
 
 
-# One objective in all layouts, the others by `make test-more`, each in one look, and in the other one by
-# `make soak`; both looks of all in one process, below.
+# One objective in all layouts, the others by `make test-all`, each in one look, and in the other one by
+# `make test-all`; both looks of all in one process, below.
 _LOOKS = {"dpo": "packed", "sigmoid": "padded", "unpaired": "packed", "orpo": "packed", "kto": "padded"}
 _MARKS = {name: () if name == "dpo" else pytest.mark.more for name in OBJECTIVES}
 AGREEING = [
-    pytest.param(name, look, marks=_MARKS[name] if look == _LOOKS[name] else pytest.mark.soak)
+    pytest.param(name, look, marks=_MARKS[name] if look == _LOOKS[name] else pytest.mark.product)
     for name in OBJECTIVES for look in LOOK
 ]  # fmt: skip
 

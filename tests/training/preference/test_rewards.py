@@ -67,7 +67,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return values, curve
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, soak=LAYOUTS.keys() - {*IN_TEST, *MORE}))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=LAYOUTS.keys() - {*IN_TEST, *MORE}))
 def test_layout_equals_one_process(name: str, one_process: tuple[dict[str, Any], Curve]) -> None:
     values, expected = one_process
     ranks, layout = LAYOUTS[name]
@@ -97,8 +97,8 @@ def test_padded_pairs_and_shared_prompts_train_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "ranks, layout",
     [(1, {}), *(pytest.param(2, layout, marks=mark) for layout, mark in (
-        (TP2, pytest.mark.more), (PP2, pytest.mark.soak),
-        ({"zero_optimization": {"stage": 1}, "precision": "bfloat16", "engine": "deepspeed"}, pytest.mark.soak),
+        (TP2, pytest.mark.more), (PP2, pytest.mark.product),
+        ({"zero_optimization": {"stage": 1}, "precision": "bfloat16", "engine": "deepspeed"}, pytest.mark.product),
         ({"zero_optimization": {"stage": 3}, "precision": "bfloat16"}, pytest.mark.more),
     ))],
 )  # fmt: skip
