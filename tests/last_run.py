@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("last_full_run.json")
-EXPENSIVE_S = 1.0
+EXPENSIVE_S = 2.0
 
 
 @dataclass(frozen=True)
