@@ -24,15 +24,16 @@ SAVE := checkpoints/quickstart
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
 
+# --no-compile: Python compiles the modules that are used, as they are used; all of them take pip 1.5 minutes.
 env: $(ENV)  ## create .venv with the versions of constraints.txt and torch for this machine's driver
 
 $(VENV)/installed: constraints.txt pyproject.toml setup.py
 	$(PY) -c 'import sys; sys.exit("make: Python 3.11 or newer is needed, PY=$(PY) is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/bin/python || $(PY) -m venv $(VENV)
 	torch=$$($(VENV)/bin/python -I megatron/launch/torch_builds.py $(BUILD)) && \
-		$(VENV)/bin/python -m pip install --quiet $$torch && \
+		$(VENV)/bin/python -m pip install --quiet --no-compile $$torch && \
 		sed "s/^torch==.*/$${torch%% *}/" constraints.txt > $(VENV)/constraints.txt
-	$(VENV)/bin/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev]'
+	$(VENV)/bin/python -m pip install --quiet --no-compile -c $(VENV)/constraints.txt -e '.[dev]'
 	$(VENV)/bin/python -m pip check
 	touch $@
 
