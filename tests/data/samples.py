@@ -1,7 +1,9 @@
 """Golden files and small datasets for the tests of this room."""
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +17,30 @@ INDEXMAPS = GOLDEN / "indexmaps"
 TOKENIZER = DATASET / "tokenizer.json"
 
 
+def write_rows(prefix: Path, rows: Sequence[Any], dtype: type = np.int32) -> str:
+    """A dataset with a document of each row; its prefix."""
+    with IndexedDatasetWriter(prefix, dtype) as writer:
+        for row in rows:
+            writer.add_document(np.asarray(row, dtype))
+    return str(prefix)
+
+
+def rows_of(prefix: Path | str) -> list[list[Any]]:
+    """What the documents of a dataset hold."""
+    dataset = IndexedDataset(prefix)
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def pair(prefix: Path | str) -> tuple[bytes, bytes]:
+    """The bytes of both files of a dataset."""
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def golden_json(name: str) -> dict:
     return json.loads((INDEXMAPS / name).read_text())
 
@@ -26,7 +52,5 @@ def golden_maps(case: str) -> IndexMaps:
 def write_dataset(prefix: Path, lengths: list[int], seed: int = 0, dtype: type = np.uint16) -> IndexedDataset:
     """A dataset of random tokens below 100 with documents of these lengths."""
     random = np.random.default_rng(seed)
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for length in lengths:
-            writer.add_document(random.integers(0, 100, length).astype(dtype))
+    write_rows(prefix, [random.integers(0, 100, length) for length in lengths], dtype)
     return IndexedDataset(prefix)

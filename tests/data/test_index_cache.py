@@ -90,9 +90,9 @@ def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path)
 def test_other_ranks_wait_for_the_file(tmp_path: Path):
     writer = threading.Timer(0.3, ensure_cached, (tmp_path, BUILDERS))
     writer.start()
-    assert len(load_cached(tmp_path, BUILDERS, wait=10).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
+    assert len(load_cached(tmp_path, BUILDERS, wait=100).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
     writer.join()
-    with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
+    with pytest.raises(DataError, match="index_cache_dir.*node"):
         load_cached(tmp_path, [replace(KEY, seed=3)], wait=0)
 
 
@@ -136,11 +136,13 @@ def test_a_damaged_file_is_said_and_made_again(damage: Callable[[Path], None], t
     whole = _file(tmp_path).read_bytes()
     damage(_file(tmp_path))
     assert _file(tmp_path).read_bytes() != whole
+    with pytest.raises(DataError, match=r"\.maps: damaged.*delete"):  # of a rank that only maps
+        load_cached(tmp_path, BUILDERS, wait=0)
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path, BUILDERS)
     (warning,) = caplog.messages
-    assert warning.startswith(f"{_file(tmp_path)}: damaged (") and warning.endswith("these index maps are made again")
-    assert _file(tmp_path).read_bytes() == whole and "\n" not in warning
+    assert warning.startswith(f"{_file(tmp_path)}: damaged (") and "\n" not in warning
+    assert _file(tmp_path).read_bytes() == whole
 
 
 def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
@@ -148,19 +150,11 @@ def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
     ensure_cached(tmp_path / "b", {KEY: _maps})
     expected = _file(tmp_path / "a").read_bytes()
     _file(tmp_path / "a").write_bytes(_file(tmp_path / "b").read_bytes())
-    with pytest.raises(DataError, match=r"damaged index maps \(it holds other maps\); delete this file"):
+    with pytest.raises(DataError, match=r"damaged.*other maps.*delete"):
         load_cached(tmp_path / "a", BUILDERS, wait=0)
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path / "a", BUILDERS)
     assert "it holds other maps" in caplog.text and _file(tmp_path / "a").read_bytes() == expected
-
-
-def test_ranks_that_only_map_refuse_a_file_without_an_end(tmp_path: Path):
-    ensure_cached(tmp_path, {KEY: _maps})
-    file = _file(tmp_path)
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"\.maps: damaged index maps.*delete this file"):
-        load_cached(tmp_path, [KEY], wait=0)
 
 
 def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):

@@ -3,7 +3,7 @@
 import gc
 import multiprocessing
 import os
-import time
+import signal
 import weakref
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,6 @@ import torch
 from megatron.data import (
     DataError,
     IndexedDataset,
-    IndexedDatasetWriter,
     build_blend,
     build_packed,
     collation,
@@ -27,15 +26,9 @@ from megatron.data.batch import collate, collate_samples
 from megatron.data.blending import BlendedDataset
 from megatron.data.loader import micro_batch_seed
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import write_dataset
+from tests.data.samples import write_dataset, write_rows
 
 SEQ = 8
-
-
-@pytest.fixture
-def dataset(tmp_path: Path) -> PackedDataset:
-    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, SEQ, 3), SEQ)
 
 
 def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
@@ -150,27 +143,25 @@ def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
 
 @pytest.mark.parametrize("end", ["close", "drop", "exhaust"])
 def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, end: str):
+    before = multiprocessing.active_children()
     loader = train_loader(dataset, make_args(workers=2), data_rank=0, data_size=1)
-    workers = multiprocessing.active_children()
+    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
     assert len(workers) == 2
     if end == "exhaust":
         list(loader)
     else:
         next(loader)
-    start = time.monotonic()
     if end == "close":
         loader.close()  # type: ignore[attr-defined]
     del loader
     assert not [worker for worker in workers if worker.is_alive()]
-    assert time.monotonic() - start < 3
 
 
 def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDataset):
-    import signal
-
+    before = multiprocessing.active_children()
     loader = train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1)
     next(loader)
-    [worker] = multiprocessing.active_children()
+    [worker] = [worker for worker in multiprocessing.active_children() if worker not in before]
     for number in (signal.SIGINT, signal.SIGUSR1):
         assert worker.pid is not None
         os.kill(worker.pid, number)
@@ -195,7 +186,7 @@ def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset
         train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
 
 
-@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (1000, 2, 4)])
+@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (0, 2, 2), (1000, 2, 4)])
 def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
     ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1
@@ -221,10 +212,7 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
     """Ten documents of 20 tokens below 100, but token 15 of document 7 is `token`."""
     rows = np.random.default_rng(0).integers(0, 100, (10, 20)).astype(np.int32)
     rows[7, 15] = token
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for row in rows:
-            writer.add_document(row)
-    indexed = IndexedDataset(prefix)
+    indexed = IndexedDataset(write_rows(prefix, rows))
     return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 10, 24, SEQ, 3), SEQ, vocab_size=100)
 
 
@@ -233,10 +221,7 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
 def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path, token: int, workers: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
     [first] = [i for i in range(24) if _refused(dataset, i)][:1]
-    message = (
-        rf"^{tmp_path}/x\.bin: document 7 holds token id {token} \(its token 15\), but the vocabulary has 100 entries "
-        r"\(padded_vocab_size\).*set vocab_file to that one, or preprocess the text again with this one$"
-    )
+    message = rf"^{tmp_path}/x\.bin: document 7 .*{token} .* 15\b.* 100 .*padded_vocab_size.*vocab_file.*$"
     loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
     for _ in range(first // 8):
         next(loader)

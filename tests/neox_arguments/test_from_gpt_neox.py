@@ -1,4 +1,4 @@
-"""docs/from-gpt-neox.md: what it lists as refused, not built yet or acting differently is so, and all is listed."""
+"""docs/from-gpt-neox.md: what it lists as refused, not built or acting differently is so, and is all."""
 
 import inspect
 import re

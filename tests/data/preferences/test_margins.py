@@ -14,9 +14,9 @@ from tests.data.preferences.test_preference_sets import (
     build,
     configuration,
     random_pairs,
-    write,
     write_pairs,
 )
+from tests.data.samples import write_rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -27,7 +27,7 @@ def test_each_pair_has_its_margin_and_its_last_token(layout: str, tmp_path: Path
     pairs[7] = ([431], [432] * (size - 1), [433] * (size - 1))
     margins = np.random.default_rng(0).normal(size=PAIRS).astype(np.float32)
     paths = write_pairs(tmp_path, pairs)
-    paths["train_reward_data_paths"] = (write(tmp_path / "margin", margins[:, None].tolist(), np.float32),)
+    paths["train_reward_data_paths"] = (write_rows(tmp_path / "margin", margins[:, None].tolist(), np.float32),)
     changes = {"train_impl": "rm", "pack_impl": layout, "prefix_sharing": False if layout == "best_fit" else "auto"}
     args = configuration(tmp_path, **changes, **paths)
     seen = set()

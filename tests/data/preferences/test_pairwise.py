@@ -1,7 +1,6 @@
 """Preference pairs against GPT-NeoX's samples and TRL's implicit prompt."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +10,8 @@ from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.blending import BlendedDataset
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets
-from tests.data.samples import DATASET, INDEXMAPS, golden_maps
+from tests.data.samples import DATASET, INDEXMAPS, golden_maps, write_rows
+from tests.data.test_text_sets import make_args as text_args
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
 LABELS = {name: str(DATASET / f"pairs_{name}_label_document") for name in ("chosen", "rejected")}
@@ -25,17 +25,11 @@ def make_args(**changes):
     values = {
         **sets, "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
         "pos_train_label_data_paths": (LABELS["chosen"],), "neg_train_label_data_paths": (LABELS["rejected"],),
-        "precompute_model_name": None, "prefix_sharing": "auto", "hidden_dropout": 0.0,
-        "attention_dropout": 0.0, "data_impl": "infer", "seq_length": 128, "seed": 1234, "data_seed": None,
-        "pack_impl": "unpacked", "allow_chopped": True, "truncate_documents": None, "drop_last": None,
-        "compat_group_texts_batch": None, "compat_pack_impl": False, "padded_vocab_size": 380,
-        "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
-        "weight_by_num_documents": False, "weight_by": None, "weighted_sampler_alpha": 1.0,
-        "compat_weight_by_num_documents": False, "train_impl": "dpo", "dataset_impl": "pairwise", "max_length": None,
-        "max_prompt_length": None, "limit_samples": None, "train_iters": 1, "eval_interval": 1, "eval_iters": 0,
-        "index_cache_dir": None, "save": None, "rotates_by_length": False, "mamba_blocks": (),
+        "precompute_model_name": None, "prefix_sharing": "auto", "hidden_dropout": 0.0, "attention_dropout": 0.0,
+        "seq_length": 128, "pack_impl": "unpacked", "train_impl": "dpo", "dataset_impl": "pairwise", "train_iters": 1,
+        "eval_interval": 1, "eval_iters": 0, "rotates_by_length": False, "mamba_blocks": (),
     }  # fmt: skip
-    return SimpleNamespace(**values | changes)
+    return text_args(**values | changes)
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +40,17 @@ def cache(tmp_path_factory):
 CACHE: dict[str, str] = {}
 
 
-def build(samples: int = 40, **changes):
+def built(samples: int, **changes):
     args = make_args(**CACHE, **changes)
-    return build_preference_sets(args, samples, lambda work: work(), None, DataState()).train
+    return build_preference_sets(args, samples, lambda work: work(), None, DataState())
+
+
+def build(samples: int = 40, **changes):
+    return built(samples, **changes).train
 
 
 def notes(**changes):
-    args = make_args(**CACHE, **changes)
-    return build_preference_sets(args, 4, lambda work: work(), None, DataState()).log_lines
+    return built(4, **changes).log_lines
 
 
 def test_order_and_samples_equal_neox_with_its_error():
@@ -127,15 +124,8 @@ def test_too_long_pairs_are_cut_or_left_out():
     assert set(kept.maps.doc_idx.tolist()) == set(np.flatnonzero(longest <= 101).tolist()) != set(range(24))
 
 
-def write(prefix: Path, documents: list[list[float]], dtype: type = np.int32) -> str:
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, dtype))
-    return str(prefix)
-
-
 def sides(tmp_path: Path, pos: list[list[int]], neg: list[list[int]]) -> dict:
-    paths = (write(tmp_path / "p", pos),), (write(tmp_path / "n", neg),)
+    paths = (write_rows(tmp_path / "p", pos),), (write_rows(tmp_path / "n", neg),)
     return {"pos_train_data_paths": paths[0], "neg_train_data_paths": paths[1],
             "pos_train_label_data_paths": None, "neg_train_label_data_paths": None}  # fmt: skip
 
@@ -158,8 +148,8 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
 
 def test_references_of_answers_that_share_a_prompt(tmp_path: Path):
     args = sides(tmp_path, [[9, 8, 8, 1, 2]], [[9, 8, 8, 4]]) | {"seq_length": 8, "pack_impl": "best_fit"}
-    write(tmp_path / "p_base", [[7, 7, 7, -1.5, -2.5]], np.float32)
-    write(tmp_path / "n_base", [[7, 7, 7, -4.5]], np.float32)
+    write_rows(tmp_path / "p_base", [[7, 7, 7, -1.5, -2.5]], np.float32)
+    write_rows(tmp_path / "n_base", [[7, 7, 7, -4.5]], np.float32)
     sample = build(1, precompute_model_name="base", **args)[0]
     assert sample.prefix_lengths.tolist() == [0, 2] and sample.reference_logprobs.tolist() == [-4, -4.5]
     assert sample.rows[0].tokens.tolist() == [9, 8, 8, 1, 2, 8, 4, 0, 0]
@@ -168,10 +158,10 @@ def test_references_of_answers_that_share_a_prompt(tmp_path: Path):
 def test_references_for_tokens_and_sums(tmp_path: Path):
     args = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]]) | {"seq_length": 8}
     assert build(2, **args)[0].reference_logprobs is None
-    write(tmp_path / "p_base", [[7, -1.5, -2.5], [7, -3.5]], np.float32)
-    write(tmp_path / "n_base", [[7, -4.5], [7, -5.5, -6.5, -7.5]], np.float32)
-    write(tmp_path / "p_sums", [[-4], [-3.5]], np.float32)
-    write(tmp_path / "n_sums", [[-4.5], [-19.5]], np.float32)
+    write_rows(tmp_path / "p_base", [[7, -1.5, -2.5], [7, -3.5]], np.float32)
+    write_rows(tmp_path / "n_base", [[7, -4.5], [7, -5.5, -6.5, -7.5]], np.float32)
+    write_rows(tmp_path / "p_sums", [[-4], [-3.5]], np.float32)
+    write_rows(tmp_path / "n_sums", [[-4.5], [-19.5]], np.float32)
     for pack_impl in ("unpacked", "best_fit", "pack_until_overflow"):
         for name in ("base", "sums"):
             dataset = build(2, precompute_model_name=name, pack_impl=pack_impl, **args)
@@ -200,8 +190,8 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
 )
 def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
     two = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
-    write(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)
-    write(tmp_path / "p_base", reference, dtype)
+    write_rows(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)
+    write_rows(tmp_path / "p_base", reference, dtype)
     with pytest.raises(DataError, match=message):
         build(2, precompute_model_name="base", **two)
 
