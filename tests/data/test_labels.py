@@ -144,8 +144,8 @@ def test_rewards_keep_their_fractions(tmp_path: Path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 has 2 labels, but .*text\.bin has 3 tokens of it \(1 such"),
-        ([[1, 2, 3]], r"label\.bin: labels of 1 documents, but .*text\.bin has 2: document 1 is only in one"),
+        ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
+        ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
     ],
 )
 def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: str, tmp_path: Path):
@@ -157,14 +157,14 @@ def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: s
 
 def test_what_can_be_no_label_or_reward_is_refused(tmp_path: Path):
     text = write_dataset(tmp_path / "text", [3, 3])
-    with pytest.raises(DataError, match=r"text\.bin: holds uint16, but labels are int32"):
+    with pytest.raises(DataError, match=r"text\.bin: .*uint16.*int32"):
         open_labels(str(tmp_path / "text"), text)
     for bad in (float("nan"), float("inf")):
         path = write_rows(tmp_path / "r", [[1.0], [bad]], np.float32)
-        with pytest.raises(DataError, match=r"r\.bin: document 1 has no finite reward"):
+        with pytest.raises(DataError, match=r"r\.bin: document 1 .*finite reward"):
             open_rewards(path, text)
     floats = write_rows(tmp_path / "f", [[1.0] * 40], np.float32)
-    with pytest.raises(DataError, match=r"f\.bin .*holds float32, but tokens are integers"):
+    with pytest.raises(DataError, match=r"f\.bin .*float32.*tokens"):
         build(labelled_args(tmp_path, (floats, floats), train_label_data_paths=None, seq_length=8))
 
 
@@ -172,7 +172,7 @@ def test_labels_outside_the_vocabulary_end_training(tmp_path: Path):
     text = write_rows(tmp_path / "text", [[1, 2, 3, 4]])
     label = write_rows(tmp_path / "label", [[-100, 2, 70, 4]])
     samples = train(labelled_args(tmp_path, (text, label), seq_length=3, padded_vocab_size=64))
-    with pytest.raises(DataError, match=r"label\.bin: document 0 holds token id 70 \(its token 2\)"):
+    with pytest.raises(DataError, match=r"label\.bin: document 0 .*70 .*token 2"):
         samples[0]
 
 
@@ -183,22 +183,20 @@ def test_no_sample_at_all_is_refused(tmp_path: Path):
         {"pack_impl": "unpacked", "train_label_data_paths": None, "allow_chopped": False, "seq_length": 1},
         {"drop_last": True, "seq_length": 10},
     ):
-        with pytest.raises(DataError, match=r"text\.bin \(train_data_paths\): no sample comes of its 3 documents"):
+        with pytest.raises(DataError, match=r"text\.bin \(train_data_paths\): no sample .*3 documents"):
             build(labelled_args(tmp_path, (text, label), **{"seq_length": 2, **changes}))
 
 
 def test_labels_that_are_not_listed_are_named(tmp_path: Path):
     """24 chats and 24 instructions: the numbers are those of the golden label files."""
-    masked = {name: int((IndexedDataset(name).tokens < 0).sum()) for name in (CHAT_LABEL, INSTRUCT_LABEL)}
+    masked = int((IndexedDataset(CHAT_LABEL).tokens < 0).sum())
     args = labelled_args(tmp_path, (CHAT_TEXT, ""), (INSTRUCT_TEXT, ""), train_label_data_paths=None)
     chat, instruct = data_log_lines(args)
-    assert chat == (
-        f"{CHAT_TEXT}: all tokens are trained; the labels beside them would mask {masked[CHAT_LABEL]} of 4099 "
-        f"({masked[CHAT_LABEL] / 40.99:.1f} %): list {CHAT_LABEL} in train_label_data_paths"
-    )
+    facts = (f"{masked} of 4099", f"{masked / 40.99:.1f} %", f"list {CHAT_LABEL} in train_label_data_paths")
+    assert chat.startswith(f"{CHAT_TEXT}: ") and all(fact in chat for fact in facts)
     assert instruct.endswith(f"list {INSTRUCT_LABEL} in train_label_data_paths")
     (note,) = data_log_lines(make_args(data_path=CHAT_TEXT))
-    assert note.endswith(f"list {CHAT_LABEL} in train_label_data_paths (with train_data_paths)")
+    assert f"list {CHAT_LABEL} in train_label_data_paths" in note and "train_data_paths" in note
     assert data_log_lines(labelled_args(tmp_path, (CHAT_TEXT, CHAT_LABEL))) == []
     plain = write_dataset(tmp_path / "x_text_document", [3, 9])
     assert data_log_lines(make_args(data_path=plain.prefix)) == []
@@ -206,13 +204,13 @@ def test_labels_that_are_not_listed_are_named(tmp_path: Path):
 
 def test_documents_that_are_cut_are_counted(tmp_path: Path):
     prefix = write_dataset(tmp_path / "x", [3, 9, 20, 5]).prefix
-    args = {"data_path": prefix, "pack_impl": "best_fit", "seq_length": 7}
-    (note,) = data_log_lines(make_args(**args))
-    assert note == f"{prefix}: 2 of 4 documents are longer than 8 tokens and are cut there, 13 tokens in all"
-    (note,) = data_log_lines(make_args(**args, allow_chopped=False))
-    assert note.endswith("2 of 4 documents are longer than 8 tokens and are left out (allow_chopped: false)")
-    (note,) = data_log_lines(make_args(data_path=prefix, truncate_documents=4))
-    assert note.endswith("3 of 4 documents are longer than 4 tokens and are cut there, 22 tokens in all")
+    for changes, facts in (
+        ({"pack_impl": "best_fit", "seq_length": 7}, ("2 of 4", "8 tokens", "13 tokens")),
+        ({"pack_impl": "best_fit", "seq_length": 7, "allow_chopped": False}, ("2 of 4", "8 tokens", "allow_chopped")),
+        ({"truncate_documents": 4}, ("3 of 4", "4 tokens", "22 tokens")),
+    ):
+        (note,) = data_log_lines(make_args(data_path=prefix, **changes))
+        assert note.startswith(f"{prefix}: ") and all(fact in note for fact in facts)
     assert data_log_lines(make_args(data_path=prefix)) == []
 
 

@@ -68,16 +68,13 @@ def test_borders_equal_neox():
     for case, borders in golden_json("splits.json").items():
         split, size = case.split("|")
         assert list(split_boundaries(split, int(size))) == borders, case
+    assert split_boundaries("0,0.5,0.5", 3) == (0, 0, 1, 3), "in range, where upstream goes below zero"
 
 
 @pytest.mark.parametrize("split", ["", "a,b", "0,0,0", "-1,2", "nan", "inf"])
 def test_a_split_that_is_none_is_refused(split: str):
     with pytest.raises(DataError, match="split"):
         split_boundaries(split, 10)
-
-
-def test_borders_stay_in_range_where_upstream_goes_below_zero():
-    assert split_boundaries("0,0.5,0.5", 3) == (0, 0, 1, 3)
 
 
 def test_split_sets_equal_the_golden_ones(tmp_path: Path):
@@ -113,14 +110,9 @@ def test_one_set_each(tmp_path: Path):
     # ceil(200 * 1.005) = 201 samples need 9 epochs of 401 tokens; 200 would need 8
     assert len(sets.train.maps.doc_idx) == 9 * 8 and len(sets.train) == (9 * 401 - 1) // 16
     assert sets.test.indexed.prefix == paths["test"]
-    sets = build(make_args(data_path=None, seq_length=16, train_data_paths=(paths["train"],)))
-    assert sets.train is not None and sets.valid is None and sets.test is None
-
-
-@pytest.mark.parametrize(("split", "eval_iters"), [("100,0,0", 2), ("969,30,1", 0)])
-def test_sets_nobody_asks_for_are_none(split: str, eval_iters: int, tmp_path: Path):
-    sets = build(make_args(split=split, eval_iters=eval_iters, index_cache_dir=str(tmp_path)))
-    assert sets.train is not None and sets.valid is None and sets.test is None
+    for alone in ({"data_path": None, "train_data_paths": (A,)}, {"split": "100,0,0"}, {"eval_iters": 0}):
+        sets = build(make_args(index_cache_dir=str(tmp_path), **alone))
+        assert sets.train is not None and sets.valid is None and sets.test is None, "nobody asks for them"
 
 
 def test_a_set_smaller_than_a_batch(tmp_path: Path):
@@ -134,14 +126,11 @@ def test_a_set_smaller_than_a_batch(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"seq_length": 500},
-            r"valid part of split .*: \d+ tokens in 2 documents, .* seq_length \+ 1 = 501.*eval_iters",
-        ),
-        ({"seq_length": 50000, "eval_iters": 0}, r"train part of split .*: 6864 tokens in 78 documents"),
-        ({"data_path": None}, "no training data: set data_path"),
+        ({"seq_length": 500}, r"valid .*split .*: \d+ tokens in 2 documents.* 501.*eval_iters"),
+        ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
+        ({"data_path": None}, "no training data.*data_path"),
         ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
-        ({"split": "0,1,0"}, "no document is left for training"),
+        ({"split": "0,1,0"}, "no document .*training"),
         ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
     ],
 )
@@ -171,13 +160,14 @@ def test_one_rank_builds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_where_the_cache_lies(tmp_path: Path):
     for suffix in (".bin", ".idx"):
         shutil.copy(DATASET / f"corpusA_text_document{suffix}", tmp_path / f"a{suffix}")
-    data = str(tmp_path / "a")
-    build(make_args(data_path=data))
-    assert len(list((tmp_path / "index_cache").iterdir())) == 2
-    build(make_args(data_path=data, save=str(tmp_path / "save")))
-    assert len(list((tmp_path / "save" / "index_cache").iterdir())) == 2
-    build(make_args(data_path=data, save=str(tmp_path / "save"), index_cache_dir=str(tmp_path / "here")))
-    assert len(list((tmp_path / "here").iterdir())) == 2
+    keys = {"data_path": str(tmp_path / "a")}
+    for more, place in (
+        ({}, "index_cache"),
+        ({"save": str(tmp_path / "save")}, "save/index_cache"),
+        ({"save": str(tmp_path / "save"), "index_cache_dir": str(tmp_path / "here")}, "here"),
+    ):
+        build(make_args(**keys, **more))
+        assert len(list((tmp_path / place).iterdir())) == 2
 
 
 def test_another_split_or_other_data_under_the_same_name_is_no_stale_cache(tmp_path: Path):
@@ -330,22 +320,20 @@ def test_fingerprint_sees_a_changed_token_and_not_the_place(tmp_path: Path):
 
 def test_fingerprint_of_large_data_samples_first_and_last_block(tmp_path: Path):
     write_dataset(tmp_path / "x", [3_000_000])
-    before = fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]
+    seen = [fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]]
     for place in (0, 5_999_999):
         content = bytearray((tmp_path / "x.bin").read_bytes())
         content[place] ^= 1
         (tmp_path / "x.bin").write_bytes(content)
-        changed = fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]
-        assert changed != before
-        before = changed
+        seen.append(fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"])
+    assert len(set(seen)) == 3
 
 
 def test_unigram_entropy():
     assert unigram_entropy(np.array([3, 3, 3], np.uint16)) == 0.0
     assert unigram_entropy(np.array([0, 1, 2, 3] * 5, np.int32)) == pytest.approx(np.log(4))
-    assert unigram_entropy(np.array([0, 0, 0, 9], np.uint16)) == pytest.approx(
-        -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
-    )
+    expected = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    assert unigram_entropy(np.array([0, 0, 0, 9], np.uint16)) == pytest.approx(expected)
 
 
 def test_only_so_many_documents(tmp_path: Path):

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.neox_arguments.conftest import MODEL
 
 BASE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-    "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "tokenizer_type": "HFTokenizer", "vocab_file": "t.json",
+    **MODEL, "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "tokenizer_type": "HFTokenizer",
+    "vocab_file": "t.json",
 }  # fmt: skip
 LABELLED = {"train_data_paths": ["d"], "train_label_data_paths": ["l"], "pack_impl": "unpacked"}
 ON_POLICY = {"lmbda": 0.5}

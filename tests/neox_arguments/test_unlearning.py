@@ -6,10 +6,11 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
+from tests.neox_arguments.conftest import MODEL
 
 BASE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-    "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer", "vocab_file": "t.json",
+    **MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer",
+    "vocab_file": "t.json",
 }  # fmt: skip
 
 

@@ -11,15 +11,8 @@ from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from tests.data.preprocessing.chat_tokenizers import (
-    ADDED,
-    CHATML,
-    GENERATION,
-    LLAMA3,
-    PLAIN,
-    chat_tokenizer,
-    fast_tokenizer,
-)
+from tests.data.preprocessing import chat_tokenizers
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
 
@@ -28,6 +21,10 @@ TALK = [ASK, ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Te
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
 COMPLETED = {"prompt": [ASK], "completion": [ANSWER]}
+
+
+def said(text):
+    return {**ANSWER, "content": text}
 
 
 def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
@@ -40,10 +37,6 @@ def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
     return [chat.hf.decode(document.ids) for document in documents], trained, counts
 
 
-def said(text):
-    return {**ANSWER, "content": text}
-
-
 def test_a_prompt_of_text_beside_messages_is_the_users():
     as_text, as_messages = ({"prompt": p, "completion": [ANSWER]} for p in (ASK["content"], [ASK]))
     assert encode(as_text, keys=("completion",))[:2] == encode(as_messages, keys=("completion",))[:2]
@@ -53,8 +46,7 @@ def test_a_prompt_of_text_beside_messages_is_the_users():
 
 
 def test_a_prompt_of_text_that_the_messages_hold_is_not_repeated():
-    row = {"prompt": ASK["content"], "completion": TALK}
-    (whole,), (trained,), _ = encode(row, keys=("completion",))
+    (whole,), (trained,), _ = encode({"prompt": ASK["content"], "completion": TALK}, keys=("completion",))
     assert whole.count(ASK["content"]) == 1 and trained == "Nine coins.<|im_end|>\nTen.<|im_end|>\n"
     pair = {side: [{**ASK, "content": "Other words."}, said(side)] for side in ("chosen", "rejected")}
     wholes, trained, _ = encode({"prompt": "dialogue: ...", **pair}, keys=("chosen", "rejected"))
@@ -85,7 +77,7 @@ def words(**added):
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "Nine": 1, "coins": 2, "Ten": 3, ".": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(token, **added) for token in ADDED])
+    tokenizer.add_special_tokens([AddedToken(token, **added) for token in chat_tokenizers.ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
@@ -120,14 +112,10 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
 
 
 @pytest.mark.parametrize(
-    "template, reason",
-    [
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth exceeded"),
-    ],
+    "template, reason", [("{{ 1 / 0 }}", "zero"), ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion")]
 )
 def test_any_failure_of_a_template_names_the_row(template, reason):
-    with pytest.raises(DataError, match=f"^row: the chat template fails: {reason}"):
+    with pytest.raises(DataError, match=f"^row: .*template fails: .*{reason}"):
         encode({"messages": TALK}, template)
 
 

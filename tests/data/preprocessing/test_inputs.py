@@ -241,8 +241,7 @@ def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path,
 
 def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
     """It is told from the whole in the metadata; and a bad row of it is named by its place in the file."""
-    rows = [{"text": text} for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{bad\n")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{bad\n")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
     result = preprocess(
         resolve([tmp_path / "a.jsonl"], "train[5:20]"), [tmp_path / "out"], job, metadata_file=tmp_path / "meta.json"
