@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from trl.data_utils import extract_prompt
 
-from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
+from megatron.data import DataError, IndexedDataset
 from megatron.data.blending import BlendedDataset
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets
@@ -137,11 +137,8 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
     # 1: nothing comes after the prompt of one side; 2: what differs is cut off
     assert set(build(10, **two, seq_length=4).maps.doc_idx) == {0, 3}
     first, untrained, unreached = notes(**two, seq_length=4)
-    assert first == (
-        f"train: {tmp_path}/p.bin: 2 pairs in 4 rows of 4 tokens, 4.0 pairs a step on average; 45.0 % padding"
-    )
-    assert "1 pairs are left out: an answer has no token to train (the first: number 1)" in untrained
-    assert "1 pairs are left out: all to train is cut off (the first: number 2)" in unreached
+    assert all(fact in first for fact in (f"{tmp_path}/p.bin", "2 pairs", "4 rows of 4 tokens", "45.0 % padding"))
+    assert "1 pairs" in untrained and "number 1" in untrained and "1 pairs" in unreached and "number 2" in unreached
     with pytest.raises(DataError, match=r"p\.bin: none of 4 documents makes a train sample"):
         build(4, **two, seq_length=0)
 
@@ -182,10 +179,10 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
 @pytest.mark.parametrize(
     ("reference", "dtype", "message"),
     [
-        ([[0, 1, 2]], np.float32, "1 documents of float32; expected 2"),
-        ([[0, 1, 2], [0, 1]], np.int32, "2 documents of int32; expected 2 of float32"),
-        ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 has 3 values for 2 tokens"),
-        ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 is not finite"),
+        ([[0, 1, 2]], np.float32, "1 documents .*float32.*2"),
+        ([[0, 1, 2], [0, 1]], np.int32, "2 documents .*int32.*float32"),
+        ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 .*3 .*2 tokens"),
+        ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
     ],
 )
 def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
@@ -196,30 +193,23 @@ def test_references_that_do_not_fit(reference: list, dtype: type, message: str, 
         build(2, precompute_model_name="base", **two)
 
 
-def test_sides_that_are_no_pairs(tmp_path: Path):
-    with pytest.raises(DataError, match=r"p\.bin: 1 documents, but .*n\.bin has 2: no pairs"):
-        build(1, **sides(tmp_path, [[1, 2]], [[1, 2], [3]]))
-
-
 def test_several_sets_of_pairs_are_blended():
-    twice = {"pos_train_data_paths": (PAIRS["chosen"], PAIRS["rejected"]),
-             "neg_train_data_paths": (PAIRS["rejected"], PAIRS["chosen"]),
-             "pos_train_label_data_paths": (LABELS["chosen"], LABELS["rejected"]),
-             "neg_train_label_data_paths": (LABELS["rejected"], LABELS["chosen"])}  # fmt: skip
-    dataset = build(40, **twice, train_data_weights=(3.0, 1.0))
+    both = ("chosen", "rejected")
+    orders = {"pos": both, "neg": both[::-1]}
+    twice = {f"{side}_train_data_paths": tuple(PAIRS[name] for name in names) for side, names in orders.items()}
+    labels = {f"{side}_train_label_data_paths": tuple(LABELS[n] for n in names) for side, names in orders.items()}
+    dataset = build(40, **twice, **labels, train_data_weights=(3.0, 1.0))
     assert isinstance(dataset, BlendedDataset) and len(dataset) == 40
     first = {build(24)[i].rows[0].tokens.tobytes() for i in range(24)}
     assert sum(dataset[i].rows[0].tokens.tobytes() in first for i in range(40)) == 30
 
 
-def test_sides_with_empty_documents_in_other_places_are_refused(tmp_path: Path):
+def test_sides_that_are_no_pairs(tmp_path: Path):
     """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and
     slip."""
-    for name, rows in (("pos", [[1, 2], [], [1, 3]]), ("neg", [[], [1, 4], [1, 5]])):
-        with IndexedDatasetWriter(str(tmp_path / name), np.dtype(np.uint16)) as writer:
-            writer.add_documents(np.array(sum(rows, []), np.uint16), np.array([len(row) for row in rows]))
-    with pytest.raises(DataError, match="empty documents stand in other places"):
-        build(
-            pos_train_data_paths=(str(tmp_path / "pos"),), neg_train_data_paths=(str(tmp_path / "neg"),),
-            pos_train_label_data_paths=None, neg_train_label_data_paths=None,
-        )  # fmt: skip
+    for pos, neg, message in (
+        ([[1, 2]], [[1, 2], [3]], r"p\.bin: 1 documents.*n\.bin .*2"),
+        ([[1, 2], [], [1, 3]], [[], [1, 4], [1, 5]], "empty documents"),
+    ):
+        with pytest.raises(DataError, match=message):
+            build(1, **sides(tmp_path, pos, neg))
