@@ -3,12 +3,15 @@
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.index_maps import IndexMaps
+from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.keys.declaration import keys_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,12 +44,27 @@ def jsonl(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def plain_args(**changes: Any) -> SimpleNamespace:
+    """Every key at its default but for these; nothing is derived or checked."""
+    defaults = {name: key.default for name, key in keys_of(NeoXArgs).items()}
+    return SimpleNamespace(**defaults | {"user_values": {}} | changes)
+
+
 def golden_json(name: str) -> dict:
     return json.loads((INDEXMAPS / name).read_text())
 
 
 def golden_maps(case: str) -> IndexMaps:
     return IndexMaps(**{name: np.load(INDEXMAPS / case / f"{name}.npy") for name in IndexMaps.__dataclass_fields__})
+
+
+def assert_equal_maps(found: Any, expected: Any, *fields: str) -> None:
+    """Of two sets of maps the arrays of these names, or all."""
+    assert vars(found).keys() == vars(expected).keys()
+    for name in fields or vars(expected):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
 
 
 def write_dataset(prefix: Path, lengths: list[int], seed: int = 0, dtype: type = np.uint16) -> IndexedDataset:

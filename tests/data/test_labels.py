@@ -8,17 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    DataError,
-    IndexedDataset,
-    data_fingerprint,
-    data_log_lines,
-    epoch_iterations,
-    order_keys,
-)
 from megatron.data.batch import collate_samples
 from megatron.data.blending import BlendedDataset, RepeatedDataset
+from megatron.data.build import epoch_iterations
+from megatron.data.errors import DataError
+from megatron.data.fingerprints import data_fingerprint, order_keys
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
+from megatron.data.log_lines import data_log_lines
 from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, write_dataset, write_rows
 from tests.data.test_text_sets import build, make_args

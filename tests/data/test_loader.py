@@ -7,38 +7,26 @@ import signal
 import weakref
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    DataError,
-    IndexedDataset,
-    build_blend,
-    build_packed,
-    collation,
-    eval_batches,
-    train_loader,
-)
 from megatron.data.batch import collate, collate_samples
-from megatron.data.blending import BlendedDataset
-from megatron.data.loader import micro_batch_seed
+from megatron.data.blending import BlendedDataset, build_blend
+from megatron.data.errors import DataError
+from megatron.data.index_maps import build_packed
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loader import collation, eval_batches, micro_batch_seed, train_loader
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import write_dataset, write_rows
+from tests.data.samples import plain_args, write_dataset, write_rows
 
 SEQ = 8
 
 
 def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
-    values = {
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
-        "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
-        "reset_attention_mask": False, "reset_position_ids": False, "train_impl": "normal",
-        "loss_mask_token_ids": None,
-    }  # fmt: skip
-    return SimpleNamespace(**values | changes)
+    steps = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": batch // (micro * size)}
+    return plain_args(**{"train_batch_size": batch, "seed": 7, "num_workers": workers} | steps | changes)
 
 
 def test_collate_shifts_labels_by_one():

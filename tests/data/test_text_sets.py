@@ -4,46 +4,30 @@ import json
 import pickle
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron.data import (
-    DataError,
-    DataState,
-    IndexedDataset,
-    build_datasets,
-    data_fingerprint,
-    fingerprint,
-    split_boundaries,
-    unigram_entropy,
-)
 from megatron.data.blending import BlendedDataset
+from megatron.data.build import build_datasets
+from megatron.data.errors import DataError
+from megatron.data.fingerprints import data_fingerprint, fingerprint
+from megatron.data.index_maps import DataState
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, write_dataset
+from megatron.data.set_config import split_boundaries
+from megatron.data.text_sets import unigram_entropy
+from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, plain_args, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")
 
 
 def make_args(**changes):
     values = {
-        "data_path": A, "split": "969,30,1", "train_data_paths": None,
-        "valid_data_paths": None, "test_data_paths": None, "index_cache_dir": None, "save": None, "pack_impl": "packed",
-        "allow_chopped": True, "truncate_documents": None, "drop_last": None, "compat_group_texts_batch": None,
-        "compat_pack_impl": False, "train_label_data_paths": None, "valid_label_data_paths": None,
-        "test_label_data_paths": None, "train_reward_data_paths": None, "valid_reward_data_paths": None,
-        "test_reward_data_paths": None,
-        "train_data_weights": None, "valid_data_weights": None, "test_data_weights": None,
-        "weight_by_num_documents": False, "weighted_sampler_alpha": 1.0, "compat_weight_by_num_documents": False,
-        "train_impl": "normal", "dataset_impl": "gpt2", "limit_samples": None, "loss_mask_token_ids": None,
-        "user_values": {},
-        "seq_length": 64, "seed": 1234, "train_iters": 25, "eval_interval": 10, "eval_iters": 2,
-        "padded_vocab_size": 380, "data_seed": None, "data_impl": "infer", "weight_by": None,
-        "ga_dataset": None, "gd_mode": False,
-        "train_data_weight_schedule": None, "max_length": None, "max_prompt_length": None, "train_batch_size": 8,
+        "data_path": A, "data_impl": "infer", "split": "969,30,1", "seq_length": 64, "train_iters": 25,
+        "eval_interval": 10, "eval_iters": 2, "padded_vocab_size": 380, "train_batch_size": 8,
     }  # fmt: skip
-    return SimpleNamespace(**values | changes)
+    return plain_args(**values | changes)
 
 
 def make_blend(tmp_path: Path, **changes):

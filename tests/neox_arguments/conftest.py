@@ -37,6 +37,13 @@ def all_say(problems: Sequence[str], facts: Sequence[str]) -> bool:
     return len(problems) == len(facts) and all(map(says, problems, facts))
 
 
+def refused(facts: str, values: Mapping[str, Any]) -> bool:
+    """Whether a configuration is refused with a message of these facts, perhaps among others."""
+    with pytest.raises(ConfigError) as caught:
+        NeoXArgs.from_dict(values)
+    return any(says(problem, facts) for problem in caught.value.problems)
+
+
 @pytest.fixture
 def model() -> dict[str, Any]:
     """The required keys of a small model."""

@@ -123,9 +123,8 @@ def test_a_preset_has_as_many_parameters_as_published(name):
     args = args.replace(padded_vocab_size=padded_vocab_size(vocab, args.make_vocab_size_divisible_by, args.tp))
     count = sum(prod(spec.shape) for layer in layer_params(args).values() for spec in layer)
     embedding = args.padded_vocab_size * args.hidden_size
-    count -= {"all": 0, "one": embedding * args.no_weight_tying, "none": embedding * (1 + args.no_weight_tying)}[
-        embeddings
-    ]
+    not_counted = {"all": 0, "one": args.no_weight_tying, "none": 1 + args.no_weight_tying}[embeddings]
+    count -= not_counted * embedding
     assert count == published if isinstance(published, int) else count == pytest.approx(published, rel=0.011)
 
 

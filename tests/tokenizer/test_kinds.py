@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer import (
-    CharLevelTokenizer,
-    HFTokenizer,
-    Tokenizer,
-    TokenizerError,
-    describe,
-    make_tokenizer,
-    train_tokenizer,
-)
-from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer
+from megatron.tokenizer import train_tokenizer
+from megatron.tokenizer.build import describe, make_tokenizer
+from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
 from megatron.tokenizer.tiktoken_tokenizer import TiktokenTokenizer
 from tests.data.samples import DATASET, TOKENIZER

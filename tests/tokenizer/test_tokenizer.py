@@ -7,14 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.data import IndexedDataset
-from megatron.tokenizer import (
-    CharLevelTokenizer,
-    HFTokenizer,
-    TokenizerError,
-    build_tokenizer,
-    padded_vocab_size,
-)
-from megatron.tokenizer.huggingface import GPT2BPETokenizer
+from megatron.tokenizer.build import build_tokenizer, padded_vocab_size
+from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFTokenizer
+from megatron.tokenizer.interface import CharLevelTokenizer, TokenizerError
 from tests.data.samples import DATASET, TOKENIZER
 
 

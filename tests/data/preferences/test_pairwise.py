@@ -10,8 +10,7 @@ from megatron.data import DataError, IndexedDataset
 from megatron.data.blending import BlendedDataset
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets
-from tests.data.samples import DATASET, INDEXMAPS, golden_maps, write_rows
-from tests.data.test_text_sets import make_args as text_args
+from tests.data.samples import DATASET, INDEXMAPS, golden_maps, plain_args, write_rows
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
 LABELS = {name: str(DATASET / f"pairs_{name}_label_document") for name in ("chosen", "rejected")}
@@ -20,16 +19,14 @@ SIZES = [72, 108, 119, 62, 101, 93, 49, 84, 112, 111, 105, 90, 100, 114, 78, 53,
 
 
 def make_args(**changes):
-    sets = {f"{side}_{name}_{middle}data_paths": None
-            for side in ("pos", "neg") for name in ("train", "valid", "test") for middle in ("", "label_")}  # fmt: skip
     values = {
-        **sets, "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
+        "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
         "pos_train_label_data_paths": (LABELS["chosen"],), "neg_train_label_data_paths": (LABELS["rejected"],),
-        "precompute_model_name": None, "prefix_sharing": "auto", "hidden_dropout": 0.0, "attention_dropout": 0.0,
-        "seq_length": 128, "pack_impl": "unpacked", "train_impl": "dpo", "dataset_impl": "pairwise", "train_iters": 1,
-        "eval_interval": 1, "eval_iters": 0, "rotates_by_length": False, "mamba_blocks": (),
+        "data_impl": "infer", "seq_length": 128, "pack_impl": "unpacked", "padded_vocab_size": 380,
+        "train_impl": "dpo", "dataset_impl": "pairwise", "train_batch_size": 8, "train_iters": 1, "eval_interval": 1,
+        "eval_iters": 0, "rotates_by_length": False, "mamba_blocks": (),
     }  # fmt: skip
-    return text_args(**values | changes)
+    return plain_args(**values | changes)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Properties of preference samples on random data: what is once in an epoch, together in a row, trained or
 not."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -8,19 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    DataError,
-    build_datasets,
-    collation,
-    epoch_iterations,
-    eval_batches,
-    order_keys,
-    order_sha256,
-)
 from megatron.data import train_loader as loader
 from megatron.data.batch import collate_preferences
+from megatron.data.build import build_datasets, epoch_iterations
+from megatron.data.errors import DataError
+from megatron.data.fingerprints import order_keys, order_sha256
 from megatron.data.index_maps import Packing
 from megatron.data.labels import first_labelled_token
+from megatron.data.loader import collation, eval_batches
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.kto import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
@@ -228,25 +224,48 @@ def test_lengths_left_and_right(tmp_path: Path):
     pairs = [([1, 2, 3, 4, 5, 6], [7, 8, 9], [7, 9, 9, 9, 9]), ([1, 2], [3] * 20, [4] * 30), ([5], [6], [7])]
     paths = write_pairs(tmp_path, pairs)
 
-    def texts(**changes) -> dict:
-        args = configuration(tmp_path, pack_impl="unpacked", gradient_accumulation_steps=1, train_iters=3,
-                             train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
+    def texts(**changes) -> tuple[dict, str]:
+        sizes = {"gradient_accumulation_steps": 1, "train_iters": 3, "train_micro_batch_size_per_gpu": 1}
+        args = configuration(tmp_path, pack_impl="unpacked", **sizes, **paths, **changes)
         datasets = build(args)
         batch_answers = [answers_of(batch) for batch in batches(args, datasets.train)]
-        return {answers[0][1][0]: answers for answers in batch_answers}, datasets.log_lines
+        return {answers[0][1][0]: answers for answers in batch_answers}, "\n".join(datasets.log_lines)
 
     by_label, notes = texts(max_prompt_length=4, max_length=10)
     assert by_label[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
     assert by_label[3] == {0: ([1, 2] + [3] * 8, [3] * 8), 1: ([1, 2] + [4] * 8, [4] * 8)}
-    assert any("2 prompts lose their beginning, 4 tokens in all" in note for note in notes)
-    assert any("2 answers lose their end, 34 tokens in all" in note for note in notes)
+    assert re.search(r"2 prompts .*4 tokens", notes) and re.search(r"2 answers .*34 tokens", notes)
     by_label, notes = texts(max_length=10, allow_chopped=False)
-    assert set(by_label) == {6} and any(
-        "2 pairs are left out: too long (allow_chopped: false)" in note for note in notes
-    )
+    assert set(by_label) == {6} and re.search("2 pairs .*allow_chopped: false", notes)
     by_label, notes = texts(max_length=6)
-    assert set(by_label) == {3, 6} and any("1 pairs are left out: all to train is cut off (the first: number 0)" in n
-                                        for n in notes)  # fmt: skip
+    assert set(by_label) == {3, 6} and re.search("1 pairs .*number 0", notes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_pair_has_its_margin_and_its_last_token(layout: str, tmp_path: Path) -> None:
+    """Of a reward model, which reads rows to their last token."""
+    pairs = random_pairs(4)
+    # One that fills what there is: a row of its own, or half of one for each side.
+    size = SEQ // 2 if layout == "best_fit" else SEQ
+    pairs[7] = ([431], [432] * (size - 1), [433] * (size - 1))
+    margins = np.random.default_rng(0).normal(size=PAIRS).astype(np.float32)
+    paths = write_pairs(tmp_path, pairs)
+    paths["train_reward_data_paths"] = (write_rows(tmp_path / "margin", margins[:, None].tolist(), np.float32),)
+    changes = {"train_impl": "rm", "pack_impl": layout, "prefix_sharing": False if layout == "best_fit" else "auto"}
+    args = configuration(tmp_path, **changes, **paths)
+    seen = set()
+    for batch in batches(args, build(args, epochs=1).train):
+        assert batch.tokens.shape[1] == SEQ
+        answers = answers_of(batch)
+        assert batch.margins is not None and len(batch.margins) == len(answers) // 2
+        for pair, margin in enumerate(batch.margins.tolist()):
+            chosen, rejected = answers[2 * pair][0], answers[2 * pair + 1][0]
+            number = 7 if 431 in chosen else (chosen[0] - 10) // 7
+            prompt, *both = pairs[number]
+            assert [chosen, rejected] == [prompt + both[0], prompt + both[1]], "whole, to their last token"
+            assert margin == margins[number]
+            seen.add(number)
+    assert 7 in seen and len(seen) > PAIRS // 2
 
 
 def test_pairs_longer_than_a_row_are_cut_evenly():
@@ -315,10 +334,10 @@ def test_examples_with_rewards_and_no_kl(tmp_path: Path):
     assert batches(free, build(free).train)[0].kl_batch is None
     few = args.replace(limit_samples=2)
     assert batches(few, build(few).train)[0].preference_labels.tolist() == [1.0, -1.0]
-    with pytest.raises(DataError, match="KTO compares with answers to other prompts, but 1 answers to 1 prompts"):
+    with pytest.raises(DataError, match="KTO .*1 answers .*1 prompts"):
         build(args.replace(limit_samples=1))
     write_rows(tmp_path / "r", [[1], [0], [1]], np.float32)
-    with pytest.raises(DataError, match=r"r\.bin: document 1 has reward 0"):
+    with pytest.raises(DataError, match=r"r\.bin: document 1 .*reward 0"):
         build(args)
 
 

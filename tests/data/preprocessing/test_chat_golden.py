@@ -110,10 +110,8 @@ def test_without_a_mask(chat):
 @pytest.fixture
 def mask(tmp_path):
     def run(*flags):
-        words = (
-            f"--input {GOLDEN}/instruct.jsonl --output-prefix {tmp_path}/out --tokenizer-type HFTokenizer"
-        )
-        preprocess_data_with_mask.main([*words.split(), "--append-eod", "--vocab-file", f"{GOLDEN}/tokenizer.json", *flags])
+        words = f"--input {GOLDEN}/instruct.jsonl --output-prefix {tmp_path}/out --tokenizer-type HFTokenizer".split()
+        preprocess_data_with_mask.main([*words, "--append-eod", "--vocab-file", f"{GOLDEN}/tokenizer.json", *flags])
         return tmp_path / "out"
 
     return run

@@ -65,43 +65,34 @@ def test_tool_calls():
 
 
 # name: (template, what is replaced in it, by what, pieces of the message)
+GENERATED = "{{ '<|im_start|>assistant\\n' }}"
 REFUSED = {
-    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", ["does not hold its text 'Nine coins.'"]),
+    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", "its text 'Nine coins.'"),
     "check 1, words of others": (
-        GENERATION,
-        "{% generation %}{{ ",
-        "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
-        ["what is trained holds the words of other messages: 'What does silk cost?Nine"],
+        GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
+        "words of other messages: 'What does silk cost?Nine",
     ),
     "check 1, no generation prompt": (
-        CHATML,
-        "{% if add_generation_prompt",
-        "{% if false and add_generation_prompt",
-        ["the template writes '<|im_start|>assistant\\n' before the answer"],
+        CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'",
     ),
     "check 2": (
-        GENERATION,
-        " + '<|im_end|>' }}{% endgeneration %}{{ ",
-        " }}{% endgeneration %}{{ '<|im_end|>' + ",
-        ["<|im_end|> behind the answer is not trained"],
+        GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
+        "<|im_end|> behind the answer",
     ),
     "check 3, history": (
-        CHATML,
-        "m['content']",
-        "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
-        ["rendered alone, the conversation reads 'ine coins", "where the whole reads ' coins"],
+        CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
+        "reads 'ine coins", "reads ' coins",
     ),
     "check 3, prompt": (
-        GENERATION,
-        "{{ '<|im_start|>assistant\\n' }}",
-        "{{ '<|im_start|>assistant\\n<think></think>' }}",
-        ["rendered alone, the conversation reads '<think></think>'", "where the whole reads 'Nine"],
+        GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
+        "reads '<think></think>'", "reads 'Nine",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("template, old, new, pieces", REFUSED.values(), ids=REFUSED)
-def test_templates_that_cannot_be_verified(template, old, new, pieces):
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_cannot_be_verified(name):
+    template, old, new, *pieces = REFUSED[name]
     assert old in template
     with pytest.raises(DataError, match="^message 2 cannot be verified: [^\n]*$") as raised:
         trained(template.replace(old, new))

@@ -47,11 +47,11 @@ def texts(split: str) -> list[str]:
     return [TEXTS[i] for i in SPLITS[split]]
 
 
-def in_files(folder: Path, suffix: str = "parquet", **options) -> None:
-    """Each split in a file of its name."""
+def in_files(folder: Path, suffix: str = "parquet", before: str = "", **options) -> None:
+    """Each split in a file that its name ends."""
     folder.mkdir(exist_ok=True)
     for split, rows in SPLITS.items():
-        getattr(WHOLE.select(rows), f"to_{suffix}")(folder / f"{split}.{suffix}", **options)
+        getattr(WHOLE.select(rows), f"to_{suffix}")(folder / f"{before}{split}.{suffix}", **options)
 
 
 def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
@@ -133,7 +133,7 @@ def test_subsets_are_chosen_by_name(tmp_path: Path):
 
 def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
     """As for `datasets`, which is asked: nothing but the layout says what is what."""
-    in_files(tmp_path / "files", "csv")
+    in_files(tmp_path / "files", "csv", "my_")
     for split, rows in SPLITS.items():
         (tmp_path / "folders" / split).mkdir(parents=True)
         WHOLE.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
