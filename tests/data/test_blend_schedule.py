@@ -107,9 +107,8 @@ def test_weights_follow_sizes(unit: str, alpha: float, sizes: tuple[int, int], t
 
 
 def test_bytes_weigh_the_stored_size(tmp_path: Path):
-    paths = tuple(
-        write_dataset(tmp_path / dtype.__name__, [400], dtype=dtype).prefix for dtype in (np.int32, np.uint16)
-    )
+    types = (np.int32, np.uint16)
+    paths = tuple(write_dataset(tmp_path / kind.__name__, [400], dtype=kind).prefix for kind in types)
     for unit, expected in (("tokens", 1 / 2), ("bytes", 2 / 3)):
         args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, weight_by=unit)
         assert data_fingerprint(args)["train_0"]["weight"] == pytest.approx(expected, rel=1e-15)

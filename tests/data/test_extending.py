@@ -35,9 +35,8 @@ def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     assert (counts[arguments["first"] : arguments["last"]] == counts[arguments["first"]]).all()
     assert more.shuffle_idx[windows:].tolist() != sorted(more.shuffle_idx[windows:])
     # And once more: both segments stay
-    again = build_packed(
-        dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=(windows, len(more.shuffle_idx))
-    )
+    before = (windows, len(more.shuffle_idx))
+    again = build_packed(dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=before)
     begins_as(again, more)
 
 

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from megatron.data.batch import collate, collate_samples
-from megatron.data.blending import BlendedDataset, build_blend
 from megatron.data.errors import DataError
 from megatron.data.index_maps import build_packed
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.loader import collation, eval_batches, micro_batch_seed, train_loader
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import plain_args, write_dataset, write_rows
+from tests.data.samples import plain_args, write_rows
 
 SEQ = 8
 
@@ -57,10 +56,8 @@ def test_moving_a_batch_keeps_what_is_no_tensor():
 
 @pytest.mark.parametrize(("micro", "size"), [(8, 1), (1, 1), (2, 2), (1, 4), (4, 2)])
 def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, micro: int, size: int):
-    loaders = [
-        train_loader(dataset, make_args(micro, size), data_rank=rank, data_size=size, consumed_samples=8)
-        for rank in range(size)
-    ]
+    layout, more = make_args(micro, size), {"data_size": size, "consumed_samples": 8}
+    loaders = [train_loader(dataset, layout, data_rank=rank, **more) for rank in range(size)]
     steps = list(zip(*loaders, strict=True))
     assert len(steps) == len(dataset) // 8 - 1
     for number, ranks in enumerate(steps, start=1):
@@ -78,22 +75,6 @@ def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: Pac
     for workers in (0, 2):
         rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
         assert _flat(rest) == whole[3 * 4 :]
-
-
-def test_a_blend_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, tmp_path: Path):
-    indexed = write_dataset(tmp_path / "y", [40] * 9, seed=1)
-    other = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 9, 20, SEQ, 3), SEQ)
-    blend = BlendedDataset("train", (dataset, other), build_blend([3, 1], 56))
-    whole = _flat(train_loader(blend, make_args(), data_rank=0, data_size=1))
-    assert len(whole) == 7 * 4
-    rows = [row for tokens, _, _ in whole for row in tokens]
-    assert rows == [blend[i].tokens[:-1].tolist() for i in range(56)]
-    # Three of the first to one of the second, each in its own order
-    assert [row for row in rows if row not in [dataset[i].tokens[:-1].tolist() for i in range(42)]] == [
-        other[i].tokens[:-1].tolist() for i in range(14)
-    ]
-    rest = train_loader(blend, make_args(workers=2), data_rank=0, data_size=1, consumed_samples=24)
-    assert _flat(rest) == whole[3 * 4 :]
 
 
 def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):

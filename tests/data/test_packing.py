@@ -157,19 +157,6 @@ def test_rows_of_whole_documents(lengths, pack_impl, seq, chop, masked, truncate
         assert seen == Counter(expected)
 
 
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 20), st.integers(0, 99), st.integers(0, 60))
-def test_windows_use_each_token_once(lengths: list[int], seq: int, seed: int, wanted: int):
-    text = Memory([*lengths, 2])
-    maps = build_maps(text.sizes, 0, len(text), wanted, seq, seed, Packing())
-    samples = PackedDataset("train", text, maps, seq)
-    tokens = int(text.sizes.sum())
-    epochs = len(maps.doc_idx) // len(text)
-    seen = Counter(chain(*(samples[i].tokens[1:].tolist() for i in range(len(samples)))))
-    # What is left out is the first token of all, and those that fill no window
-    assert sum(seen.values()) == (epochs * tokens - 1) // seq * seq and max(seen.values(), default=0) <= epochs
-
-
 def test_more_samples_only_go_on():
     sizes = np.arange(1, 40, dtype=np.int32)
     for pack_impl in WHOLE:
@@ -226,18 +213,6 @@ def test_compat_pack_impl_is_neox(name: str):
         if "reward" in recorded:
             length = samples.indexed.sizes[maps.doc_idx[maps.shuffle_idx[index]]]
             assert (recorded["reward"][place][:length] == sample.reward).all()
-
-
-# What is wrong upstream, and what the same data gives here (`compat_pack_impl` brings all of it back)
-DIFFERENCES = {
-    "the next document's first token": "a row ends with its own documents",
-    "padding trained where there are no labels": "padding is never trained",
-    "documents counted from 0 whatever the split": "those of the split",
-    "an epoch that ends with a left-out document": "the next epoch begins",
-    "unpacked needs labels": "it does not",
-    "the last row of pack_until_overflow is another one": "it is itself (with compat_pack_impl too)",
-    "epochs mixed by one shuffle": "every document once an epoch, and more samples only go on",
-}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -240,10 +240,8 @@ def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
     blend_fingerprint = data_fingerprint(make_blend(tmp_path))
-    assert blend_fingerprint == {
-        "train_0": {**fingerprint(A), "weight": 0.7},
-        "train_1": {**fingerprint(B), "weight": 0.3},
-    }
+    first, second = fingerprint(A) | {"weight": 0.7}, fingerprint(B) | {"weight": 0.3}
+    assert blend_fingerprint == {"train_0": first, "train_1": second}
     assert json.loads(json.dumps(blend_fingerprint)) == blend_fingerprint
     assert data_fingerprint(make_blend(tmp_path, train_data_weights=(3.0, 7.0))) != blend_fingerprint
     assert data_fingerprint(make_blend(tmp_path, train_data_paths=(B, A))) != blend_fingerprint

@@ -50,9 +50,8 @@ def unequal(ours: Any, theirs: Any, path: str) -> Iterator[str]:
 
 def differences(entry: dict[str, Any]) -> list[str]:
     args = NeoXArgs.from_dict(entry["values"]).for_world(entry["values"]["global_num_gpus"])
-    differing_paths = [
-        path for key, value in entry["values"].items() for path in unequal(thaw(getattr(args, key)), value, key)
-    ]
+    items = entry["values"].items()
+    differing_paths = [path for key, value in items for path in unequal(thaw(getattr(args, key)), value, key)]
     dtype = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}[entry["params_dtype"]]
     differing_paths += [] if args.params_dtype == dtype else ["params_dtype"]
     # The optimizer is handed to DeepSpeed built.

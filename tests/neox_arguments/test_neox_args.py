@@ -38,9 +38,8 @@ def test_what_was_passed_in_can_change_afterwards(model):
 
 
 def test_replace_makes_a_new_resolved_object(args):
-    other = args.replace(
-        train_iters=50, lr_decay_fraction=0.5, **{"optimizer.params.lr": 0.2, "zero-optimization.stage": 1}
-    )
+    changes = {"optimizer.params.lr": 0.2, "zero-optimization.stage": 1}
+    other = args.replace(train_iters=50, lr_decay_fraction=0.5, **changes)
     assert (other.lr_decay_iters, other.lr, other.zero_stage) == (25, 0.2, 1)
     assert (args.lr_decay_iters, args.lr, args.zero_stage) == (None, 0.1, 0)
     assert other.replace(train_iters=None).lr_decay_iters is None

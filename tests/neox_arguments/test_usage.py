@@ -77,9 +77,8 @@ def needs_a_reader(declared: Key) -> bool:
         return any(needs_a_reader(inner) for inner in keys_of(declared.section).values())
     if declared.standing not in ("honoured", "honoured, differs") or declared.same_as is not None:
         return False
-    return len(declared.choices) != 1 and any(
-        declared.refusal(choice) is None for choice in declared.choices[1:] or [object()]
-    )
+    choices = declared.choices[1:] or [object()]
+    return len(declared.choices) != 1 and any(declared.refusal(choice) is None for choice in choices)
 
 
 def test_the_scan_sees_what_it_should():

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -258,13 +259,10 @@ def test_every_document_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureF
     rejected = [row for path in sorted((out / "rejected").iterdir()) for row in resolve_rows(path)]
     assert metadata["documents_read"] == 200 == len(train) + len(validation) + len(rejected)
     assert metadata["document_counts"] == {"train": len(train), "validation": len(validation)}
-    assert {row["id"] for row in given} == {
-        row["id"] for row in [*train, *validation, *(one["row"] for one in rejected)]
-    }
+    all_rows = [*train, *validation, *(one["row"] for one in rejected)]
+    assert {row["id"] for row in given} == {row["id"] for row in all_rows}
     assert sum(metadata["counts"].values()) == len(rejected)
-    by_reason: dict[str, int] = {}
-    for row in rejected:
-        by_reason[row["reason"]] = by_reason.get(row["reason"], 0) + 1
+    by_reason = Counter(row["reason"] for row in rejected)
     assert by_reason == metadata["counts"] and {"exact/document", "minhash/near_duplicate"} < by_reason.keys()
     originals = {row["id"]: row for row in given}
     for row in train:
@@ -275,8 +273,8 @@ def test_every_document_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert f"train: {len(train):,} documents" in said
     tool.main([str(source), str(out), *flags])
-    assert "made by this command before, nothing to do" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="holds the result of another job; choose another OUT, or add --overwrite"):
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="another job.*--overwrite"):
         tool.main([str(source), str(out), "--minhash"])
     (out / "train-of-mine-00000-of-00001.txt").write_text("somebody else's")
     clean(out, source, "--minhash", "--overwrite")
@@ -342,10 +340,9 @@ def test_contamination(tmp_path: Path) -> None:
     metadata = clean(tmp_path / "out", source, "--decontaminate", tmp_path / "sets")
     assert [row["text"] for row in read(tmp_path / "out")] == texts[1:3]
     assert metadata["counts"] == {"contamination/quiz.jsonl": 2}
-    assert metadata["notes"] == [
-        "--decontaminate: 3 of 4 texts have fewer than 13 words, so nothing was compared with them"
-    ]
-    with pytest.raises(SystemExit, match="no text of 40 words; set a smaller --decontaminate-ngrams"):
+    (note,) = metadata["notes"]
+    assert note.startswith("--decontaminate: 3 of 4 texts ") and "13 words" in note
+    with pytest.raises(SystemExit, match="40 words.*--decontaminate-ngrams"):
         clean(tmp_path / "b", source, "--decontaminate", tmp_path / "sets", "--decontaminate-ngrams", "40")
 
 
@@ -369,7 +366,7 @@ def test_fields_that_only_some_rows_have(tmp_path: Path) -> None:
     (rejected,) = resolve_rows(tmp_path / "a/rejected/duplicates-00000-of-00001.jsonl.zst")
     assert rejected == {"reason": "exact/document", "row": {"text": "b", "n": None, "reason": "too"}}
     for bad in ({"of": {}}, {"of": 2**70}, {"of": "\ud800"}):
-        with pytest.raises(SystemExit, match="--format parquet: rows make no table .*; write jsonl"):
+        with pytest.raises(SystemExit, match="--format parquet: .*jsonl"):
             clean(tmp_path / "b", jsonl(tmp_path / "bad.jsonl", [{"text": "a", **bad}]), "--format", "parquet")
 
 
@@ -423,9 +420,8 @@ def test_rows_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r'raw.jsonl:2: "text" is int, not text'):
         clean(tmp_path / "out", source)
     metadata = clean(tmp_path / "out", source, "--on-error", "skip", "--keep-rejected")
-    (refused,) = [
-        row for row in resolve_rows(tmp_path / "out/rejected/filtered-000000.jsonl.zst") if "not json" in row["row"]
-    ]
+    rejected = resolve_rows(tmp_path / "out/rejected/filtered-000000.jsonl.zst")
+    (refused,) = [row for row in rejected if "not json" in row["row"]]
     assert refused["reason"] == "unreadable/row" and "not valid JSON" in refused["problem"]
     assert [row["text"] for row in read(tmp_path / "out")] == ["one", "four"]
     assert metadata["counts"] == {"unreadable/row": 2}

@@ -111,14 +111,6 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
     assert dangling[1] == ["Nine coins.\nTen.\n"] and dangling[2]["answers without a stop token"] == 2
 
 
-@pytest.mark.parametrize(
-    "template, reason", [("{{ 1 / 0 }}", "zero"), ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "recursion")]
-)
-def test_any_failure_of_a_template_names_the_row(template, reason):
-    with pytest.raises(DataError, match=f"^row: .*template fails: .*{reason}"):
-        encode({"messages": TALK}, template)
-
-
 def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     (tmp_path / "endless.jinja").write_text(ENDLESS)
@@ -126,12 +118,6 @@ def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
     chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))
     with pytest.raises(DataError, match=r"^row: the chat template fails: stopped after 0.2 s.*endless.jinja\)"):
         prepare({"messages": TALK}, chat, ChatOptions(keys=("messages",)))
-
-
-@pytest.mark.parametrize("calls", [[{"function": "f"}], ["f"], "f"])
-def test_tool_calls_of_another_form(calls):
-    with pytest.raises(DataError, match='^row: "messages" message 1: tool_calls is no list of objects'):
-        encode({"messages": [ASK, {**ANSWER, "tool_calls": calls}]})
 
 
 def test_a_row_cut_on_the_left_keeps_its_bos():
@@ -143,17 +129,6 @@ def test_a_row_cut_on_the_left_keeps_its_bos():
     options = ChatOptions(keys=("messages",), max_length=6, overlong="truncate_left")
     ((document,),) = encode_rows([prepare(row, chat, options)], chat, options)[0][0].documents
     assert len(document.ids) == len(document.labels) == 6 and document.labels[0] == -100
-
-
-@pytest.mark.parametrize("start", ["<|begin_of_text|>\n<|begin_of_text|>", " <|begin_of_text|><|begin_of_text|>"])
-def test_two_bos_with_blanks_between(start):
-    with pytest.raises(DataError, match="begins with <.begin_of_text.> twice"):
-        encode({"messages": TALK}, json.dumps(start).join(("{{ ", " }}")) + CHATML)
-
-
-def test_plain_text_under_another_name_is_told_the_right_ones():
-    with pytest.raises(DataError, match="completion, chosen or rejected"):
-        encode({"prompt": "a", "response": "b"}, keys=("response",))
 
 
 def test_flags_are_named(tmp_path, capsys):

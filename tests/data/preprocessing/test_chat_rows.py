@@ -21,6 +21,10 @@ BOS = {"bos_token": "<|begin_of_text|>"}
 SCORE = {"reward_key": "score"}
 
 
+def called(calls):
+    return {"messages": [ASK, {**ANSWER, "tool_calls": calls}]}
+
+
 def encode(row, template=CHATML, keys=("messages",), special=None, **options):
     chat = chat_tokenizer(template, **(special or {}))
     chosen = ChatOptions(keys=keys, **options)
@@ -179,7 +183,7 @@ def test_both_sides_of_a_pair_go():
         (ROW, {"template": None}, "no chat template.*--chat-template"),
         (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
         (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
-        (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, r"<\|begin_of_text\|> twice"),
+        (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
         ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
         (
             {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
@@ -192,6 +196,16 @@ def test_both_sides_of_a_pair_go():
         ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
         (ROW, SCORE, '"score" is missing'),
         ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
+        *((called(calls), {}, '"messages" message 1: tool_calls') for calls in ([{"function": "f"}], ["f"], "f")),
+        (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
+        (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
+        (
+            ROW,
+            {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS},
+            r"<\|begin_of_text\|> twice",
+        ),
+        (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
+        ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
         ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
         ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
     ],
