@@ -77,7 +77,6 @@ def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: P
     paths = (str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document"))
     args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, train_data_weight_schedule=SCHEDULE)
     train = build(args).train
-    assert train is not None
     for consumed in (0, 8 * 39, 8 * 41, 8 * 100):
         loaders = [
             train_loader(train, loader_args(micro, size), data_rank=rank, data_size=size, consumed_samples=consumed)

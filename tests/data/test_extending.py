@@ -80,7 +80,6 @@ def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: 
     made = {"index_cache_dir": str(tmp_path), "train_iters": 40, **SETS[name]}
     first = build(make_args(**made))
     train, segment_ends = first.train, first.segment_ends
-    assert train is not None
     samples = [list(train.pieces(i)) for i in range(len(train))]
     for steps in (50, 400, 36, 500):
         data_state = DataState(35, 280, segment_ends)

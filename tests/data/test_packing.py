@@ -186,7 +186,6 @@ def golden(name: str, compat: bool) -> tuple[dict, IndexMaps, PackedDataset]:
     text, labels, rewards = (
         IndexedDataset(DATASET / case[key]) if case[key] else None for key in ("data", "label", "reward")
     )
-    assert text is not None
     packing = Packing(case["pack_impl"], allow_chopped=case["allow_chopped"], compat=compat)
     wanted = (0, len(text), case["num_samples"], case["seq_length"], case["seed"])
     maps = build_maps(text.sizes, *wanted, packing, labels)

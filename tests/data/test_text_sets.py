@@ -65,7 +65,6 @@ def test_split_sets_equal_the_golden_ones(tmp_path: Path):
     # 200 training samples, 3 evaluations of 2 batches = 48 validation samples
     sets = build(make_args(index_cache_dir=str(tmp_path)))
     golden = golden_maps("packed_split_969_30_1/train")
-    assert sets.train is not None and sets.valid is not None
     np.testing.assert_array_equal(sets.train.maps.shuffle_idx, golden.shuffle_idx)
     np.testing.assert_array_equal(sets.train.maps.doc_idx, golden.doc_idx)
     assert len(sets.valid) >= 48 and set(sets.valid.maps.doc_idx) == {78, 79}
@@ -78,7 +77,6 @@ def test_samples_of_golden_runs(run: str, tmp_path: Path):
     recorded = np.load(DATASET.parent / run / "batches_pp0_dp0_mp0.npz")
     args = make_args(train_iters=3, eval_interval=1000, eval_iters=0, index_cache_dir=str(tmp_path))
     train = build(args, batch=4).train
-    assert train is not None
     samples = np.stack([train[i].tokens for i in range(12)])
     np.testing.assert_array_equal(samples[:, :-1], recorded["tokens"].reshape(12, 64))
     np.testing.assert_array_equal(samples[:, 1:], recorded["labels"].reshape(12, 64))
@@ -90,7 +88,6 @@ def test_one_set_each(tmp_path: Path):
         write_dataset(Path(path), [50] * 7 + [51], seed)
     keys = {f"{name}_data_paths": (path,) for name, path in paths.items()}
     sets = build(make_args(data_path=None, seq_length=16, **keys))
-    assert sets.train is not None and sets.valid is not None and sets.test is not None
     # ceil(200 * 1.005) = 201 samples need 9 epochs of 401 tokens; 200 would need 8
     assert len(sets.train.maps.doc_idx) == 9 * 8 and len(sets.train) == (9 * 401 - 1) // 16
     assert sets.test.indexed.prefix == paths["test"]
@@ -279,7 +276,6 @@ def test_sets_know_the_vocabulary(tmp_path: Path):
         train = build(make_blend(tmp_path, **changes)).train
         assert train is not None and max(train[i].tokens.max() for i in range(len(train))) == 379
         small = build(make_blend(tmp_path, padded_vocab_size=379, **changes)).train
-        assert small is not None
         with pytest.raises(DataError, match="holds token id 379 .* the vocabulary has 379 entries"):
             for i in range(len(small)):
                 small[i]

@@ -29,9 +29,8 @@ def analyze(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
-        return SimpleNamespace(
-            code=int(code != 0), stdout=out, stderr=err + (f"{code}\n" if isinstance(code, str) else "")
-        )
+        err += f"{code}\n" if isinstance(code, str) else ""
+        return SimpleNamespace(code=int(code != 0), stdout=out, stderr=err)
 
     return run
 

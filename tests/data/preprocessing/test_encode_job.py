@@ -197,8 +197,7 @@ def test_skipped_rows_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture
 
 ENDLESS = """
 import multiprocessing, sys, time
-from megatron.data.preprocessing import EncodeJob
-from megatron.data.preprocessing import preprocess
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 
 def wait(state):
@@ -217,7 +216,6 @@ def test_workers_do_not_outlive_a_killed_command(tmp_path: Path):
     source = jsonl(tmp_path / "a.jsonl", [{"text": "x"}])
     words = [sys.executable, "-c", ENDLESS, str(source), str(tmp_path / "a")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as command:
-        assert command.stdout is not None
         workers = [Path(f"/proc/{pid}/stat") for pid in command.stdout.readline().split()]
         command.kill()
     assert len(workers) == 2

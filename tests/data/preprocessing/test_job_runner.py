@@ -33,10 +33,7 @@ def corpus(path: Path, documents: int, size: int = 60) -> Path:
 
 DRIVER = """
 import sys
-from megatron.data.preprocessing import EncodeJob
-from megatron.data.preprocessing import job_runner
-from megatron.data.preprocessing import preprocess
-from megatron.data.preprocessing import shards
+from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, shards
 from megatron.tokenizer import make_tokenizer
 
 shards.CHUNK_BYTES, job_runner.JOURNAL_SECONDS = 2000, 0.02
@@ -140,7 +137,6 @@ def test_two_at_once_on_one_output(tmp_path: Path):
     script = DRIVER.replace("workers=2", waiting)
     words = [sys.executable, "-c", script, str(source), str(tmp_path / "x")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-        assert other.stdout is not None
         assert [other.stdout.readline() for _ in range(2)] == ["start\n", "at it\n"]
         with pytest.raises(DataError, match="x: another process is writing it"):
             preprocess([source], [tmp_path / "x"], CHAR)
@@ -321,8 +317,7 @@ def test_input_without_text_writes_nothing(tmp_path: Path):
 
 MEMORY = """
 import re, sys
-from megatron.data.preprocessing import EncodeJob
-from megatron.data.preprocessing import preprocess
+from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
 preprocess([sys.argv[1]], [sys.argv[2]], EncodeJob(make_tokenizer, ("CharLevelTokenizer",)))
 print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
