@@ -165,7 +165,7 @@ def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):
     assert len(_mapped(tmp_path)) - len(before) <= 2 * len(paths) + 1
     assert len(list((tmp_path / "cache").iterdir())) == 1
     for i in (0, 77, len(first) - 1):
-        np.testing.assert_arrayassert_equal_maps(first[i].tokens, again[i].tokens)
+        np.testing.assert_array_equal(first[i].tokens, again[i].tokens)
 
 
 def _mapped(folder: Path) -> list[str]:
