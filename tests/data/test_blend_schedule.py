@@ -46,9 +46,8 @@ def test_one_phase_is_the_plain_blend():
 def test_a_schedule_draws_no_more_than_is_prepared(seed: int):
     random = np.random.default_rng(seed)
     sets, count = int(random.integers(2, 9)), int(random.integers(1, 5))
-    weights = [
-        random.random(sets) * (random.random(sets) < 0.7) + np.eye(sets)[random.integers(sets)] for _ in range(count)
-    ]
+    rows = range(count)
+    weights = [random.random(sets) * (random.random(sets) < 0.7) + np.eye(sets)[random.integers(sets)] for _ in rows]
     phases = tuple((int(random.integers(0, 700)), tuple(row.tolist())) for row in weights)
     wanted = np.sum([samples_per_member(row, samples) for samples, row in phases], axis=0)
     maps = build_phases(phases)
@@ -68,9 +67,8 @@ def test_a_scheduled_set_of_a_run(tmp_path: Path):
     fingerprint = data_fingerprint(args)
     assert fingerprint["train_1"]["weight"] == {"until": [40, 60], "weights": [0.3, 1.0, 0.5]}
     later = {**SCHEDULE, "until": (40, 61)}
-    assert (
-        data_fingerprint(make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=later)) != fingerprint
-    )
+    args = make_blend(tmp_path, train_data_weights=None, train_data_weight_schedule=later)
+    assert data_fingerprint(args) != fingerprint
 
 
 @pytest.mark.parametrize(("micro", "size"), [(2, 1), (1, 4), (4, 2)])
@@ -80,7 +78,6 @@ def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: P
     paths = (str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document"))
     args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, train_data_weight_schedule=SCHEDULE)
     train = build(args).train
-    assert train is not None
     for consumed in (0, 8 * 39, 8 * 41, 8 * 100):
         loaders = [
             train_loader(train, loader_args(micro, size), data_rank=rank, data_size=size, consumed_samples=consumed)
@@ -110,9 +107,8 @@ def test_weights_follow_sizes(unit: str, alpha: float, sizes: tuple[int, int], t
 
 
 def test_bytes_weigh_the_stored_size(tmp_path: Path):
-    for name, dtype in (("wide", np.int32), ("narrow", np.uint16)):
-        write_dataset(tmp_path / name, [400], dtype=dtype)
-    paths = (str(tmp_path / "wide"), str(tmp_path / "narrow"))
+    types = (np.int32, np.uint16)
+    paths = tuple(write_dataset(tmp_path / kind.__name__, [400], dtype=kind).prefix for kind in types)
     for unit, expected in (("tokens", 1 / 2), ("bytes", 2 / 3)):
         args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, weight_by=unit)
         assert data_fingerprint(args)["train_0"]["weight"] == pytest.approx(expected, rel=1e-15)
@@ -121,16 +117,15 @@ def test_bytes_weigh_the_stored_size(tmp_path: Path):
 def test_a_blend_of_seven_hundred_sets(tmp_path: Path):
     """Upstream ends at 255 sets, a system often at 1024 open files."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
-    paths = []
-    for i in range(700):
-        write_dataset(tmp_path / f"{i}", [70 + i % 7], seed=i)
-        paths.append(str(tmp_path / f"{i}"))
-    args = make_blend(tmp_path, train_data_paths=tuple(paths), train_data_weights=None, weight_by="tokens",
+    paths = tuple(write_dataset(tmp_path / f"{i}", [70 + i % 7], seed=i).prefix for i in range(700))
+    args = make_blend(tmp_path, train_data_paths=paths, train_data_weights=None, weight_by="tokens",
                       train_iters=175, padded_vocab_size=100)  # fmt: skip
-    train = build_train_blend(args)
-    data_fingerprint(args)
-    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+    try:
+        train = build_train_blend(args)
+        data_fingerprint(args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert train.maps.dataset_index.dtype == np.uint16
     drawn = np.bincount(train.maps.dataset_index, minlength=700)
     assert set(drawn) <= {1, 2, 3} and drawn.sum() == 1400

@@ -1,17 +1,15 @@
 """Lengths of a curriculum: against DeepSpeed's scheduler, and in the batches."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
-from megatron.data import build_packed, check_curriculum, step_length, train_loader
+from megatron.data import check_curriculum, step_length, train_loader
 from megatron.data.curriculum import difficulty
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.samples import write_dataset
 from tests.data.test_loader import make_args
 
 LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
@@ -57,12 +55,9 @@ def test_length_without_a_curriculum_is_seq_length():
 @pytest.mark.parametrize(
     ("curriculum", "message"),
     [
-        (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: expected lengths of at least one"),
-        (
-            section(total_curriculum_step=9, difficulty_step=3),
-            "difficulty_step: .* over 2 ranks, which does not divide 3",
-        ),
-        (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* does not divide 9"),
+        (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: .*at least one"),
+        (section(total_curriculum_step=9, difficulty_step=3), "difficulty_step: .* 2 ranks.* 3"),
+        (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* 9"),
     ],
 )
 def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message: str):
@@ -73,10 +68,7 @@ def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_batches_are_the_beginnings_of_the_whole_ones(workers: int, tmp_path: Path):
-    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    dataset = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)
-
+def test_batches_are_the_beginnings_of_the_whole_ones(dataset: PackedDataset, workers: int):
     def batches(**more: Any) -> list[Any]:
         args = make_args(workers=workers, eod_mask_loss=True)
         return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))

@@ -15,7 +15,7 @@ from megatron.data import DataError, build_blend, build_packed
 from megatron.data.blending import BlendedDataset, BlendKey, BlendMaps
 from megatron.data.index_cache import TAIL, ensure_cached, load_cached
 from megatron.data.index_maps import IndexKey, IndexMaps, Packing
-from tests.data.samples import write_dataset
+from tests.data.samples import assert_equal_maps, write_dataset
 from tests.data.test_text_sets import build, make_blend
 
 KEY = IndexKey("0" * 64, first=0, last=9, num_samples=10, seq_length=8, seed=1, packing=Packing())
@@ -31,13 +31,6 @@ def _blend() -> BlendMaps:
 
 
 BUILDERS = {KEY: _maps, BLEND: _blend}
-
-
-def _equal(found: object, expected: object) -> None:
-    assert vars(found).keys() == vars(expected).keys()
-    for name, array in vars(expected).items():
-        assert getattr(found, name).dtype == array.dtype
-        np.testing.assert_array_equal(getattr(found, name), array)
 
 
 def _file(folder: Path) -> Path:
@@ -56,8 +49,8 @@ def test_it_is_written_once_whole_and_mapped(tmp_path: Path):
     maps = entry.maps(KEY, IndexMaps)
     assert not maps.sample_idx.flags.owndata and not maps.sample_idx.flags.writeable
     assert all(array.ctypes.data % 64 == 0 for array in vars(maps).values())
-    _equal(maps, _maps())
-    _equal(entry.maps(BLEND, BlendMaps), _blend())
+    assert_equal_maps(maps, _maps())
+    assert_equal_maps(entry.maps(BLEND, BlendMaps), _blend())
     content = _file(tmp_path / "cache").read_bytes()
     length, _ = TAIL.unpack(content[-TAIL.size :])
     assert json.loads(content[-TAIL.size - length : -TAIL.size])["keys"][0]["num_samples"] == 10
@@ -82,17 +75,17 @@ def test_two_builders_of_the_same_maps_do_not_disturb_each_other(tmp_path: Path)
 
     mapped: list[IndexMaps] = []
     ensure_cached(tmp_path, {KEY: make_while_another_finishes})
-    _equal(mapped[0], _maps())
-    _equal(load_cached(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps), _maps())
+    assert_equal_maps(mapped[0], _maps())
+    assert_equal_maps(load_cached(tmp_path, [KEY], wait=0).maps(KEY, IndexMaps), _maps())
     assert _file(tmp_path).suffix == ".maps"
 
 
 def test_other_ranks_wait_for_the_file(tmp_path: Path):
     writer = threading.Timer(0.3, ensure_cached, (tmp_path, BUILDERS))
     writer.start()
-    assert len(load_cached(tmp_path, BUILDERS, wait=10).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
+    assert len(load_cached(tmp_path, BUILDERS, wait=100).maps(KEY, IndexMaps).shuffle_idx) == len(_maps().shuffle_idx)
     writer.join()
-    with pytest.raises(DataError, match="index_cache_dir must be a folder that every node sees"):
+    with pytest.raises(DataError, match="index_cache_dir.*node"):
         load_cached(tmp_path, [replace(KEY, seed=3)], wait=0)
 
 
@@ -139,8 +132,8 @@ def test_a_damaged_file_is_said_and_made_again(damage: Callable[[Path], None], t
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path, BUILDERS)
     (warning,) = caplog.messages
-    assert warning.startswith(f"{_file(tmp_path)}: damaged (") and warning.endswith("these index maps are made again")
-    assert _file(tmp_path).read_bytes() == whole and "\n" not in warning
+    assert warning.startswith(f"{_file(tmp_path)}: damaged (") and "\n" not in warning
+    assert _file(tmp_path).read_bytes() == whole
 
 
 def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
@@ -148,19 +141,14 @@ def test_the_file_of_other_maps_is_not_taken(tmp_path: Path, caplog):
     ensure_cached(tmp_path / "b", {KEY: _maps})
     expected = _file(tmp_path / "a").read_bytes()
     _file(tmp_path / "a").write_bytes(_file(tmp_path / "b").read_bytes())
-    with pytest.raises(DataError, match=r"damaged index maps \(it holds other maps\); delete this file"):
+    with pytest.raises(DataError, match=r"damaged.*other maps.*delete"):
         load_cached(tmp_path / "a", BUILDERS, wait=0)
     with caplog.at_level(logging.WARNING, "megatron"):
         ensure_cached(tmp_path / "a", BUILDERS)
-    assert "it holds other maps" in caplog.text and _file(tmp_path / "a").read_bytes() == expected
-
-
-def test_ranks_that_only_map_refuse_a_file_without_an_end(tmp_path: Path):
-    ensure_cached(tmp_path, {KEY: _maps})
-    file = _file(tmp_path)
-    file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(DataError, match=r"\.maps: damaged index maps.*delete this file"):
-        load_cached(tmp_path, [KEY], wait=0)
+    assert "other maps" in caplog.text and _file(tmp_path / "a").read_bytes() == expected
+    _file(tmp_path / "a").write_bytes(expected[:-4])
+    with pytest.raises(DataError, match=r"\.maps: damaged.*delete"):  # by a rank that only maps, too
+        load_cached(tmp_path / "a", BUILDERS, wait=0)
 
 
 def test_a_blend_of_many_sets_maps_each_file_once(tmp_path: Path):

@@ -1,6 +1,7 @@
 """`.bin/.idx` files: what is written, what is read back, and what is refused."""
 
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,28 +9,19 @@ import pytest
 
 from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.indexed_dataset import best_fitting_dtype
-from tests.data.samples import DATASET, write_dataset
+from tests.data.samples import DATASET, pair, rows_of, write_dataset, write_rows
 
 
 @pytest.mark.parametrize("name", ["corpusA_text_document", "corpusB_text_document", "ascii_char_text_document"])
 def test_a_golden_pair_read_and_written_again_is_the_same_file(name: str, tmp_path: Path):
-    golden = IndexedDataset(DATASET / name)
-    with IndexedDatasetWriter(tmp_path / "copy", golden.dtype) as writer:
-        for i in range(len(golden)):
-            writer.add_document(golden[i])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"copy{suffix}").read_bytes() == (DATASET / f"{name}{suffix}").read_bytes()
+    write_rows(tmp_path / "copy", rows_of(DATASET / name), IndexedDataset(DATASET / name).dtype)
+    assert pair(tmp_path / "copy") == pair(DATASET / name)
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int16, np.int32, np.int64, np.uint16])
 def test_every_integer_type_comes_back(dtype: type, tmp_path: Path):
-    rows = [[1, 2, 3], [], [100, 0]]
-    with IndexedDatasetWriter(tmp_path / "x", dtype) as writer:
-        for row in rows:
-            writer.add_document(row)
-    dataset = IndexedDataset(tmp_path / "x")
-    assert dataset.dtype == dtype
-    assert [dataset[i].tolist() for i in range(len(dataset))] == [[1, 2, 3], [100, 0]]
+    dataset = IndexedDataset(write_rows(tmp_path / "x", [[1, 2, 3], [], [100, 0]], dtype))
+    assert dataset.dtype == dtype and rows_of(tmp_path / "x") == [[1, 2, 3], [100, 0]]
     # An empty document is a boundary without a sequence
     assert dataset.doc_idx.tolist() == [0, 1, 1, 2]
 
@@ -39,18 +31,12 @@ def test_every_integer_type_comes_back(dtype: type, tmp_path: Path):
 def test_floats_are_read_whoever_numbered_their_type(dtype: type, code: int, tmp_path: Path):
     """6 and 7 are float32 and float64 in GPT-NeoX, float64 and float32 in Megatron-core; we write the
     first."""
-    rows = [[0.5, -1.25], [], [3.75]]
-    with IndexedDatasetWriter(tmp_path / "x", np.float32) as writer:
-        for row in rows:
-            writer.add_document(np.array(row, np.float32))
+    write_rows(tmp_path / "x", [[0.5, -1.25], [], [3.75]], np.float32)
     assert (tmp_path / "x.idx").read_bytes()[17] == 6
-    width = np.dtype(dtype).itemsize
     _patch(tmp_path / "x.idx", 17, "<B", code)
-    _patch(tmp_path / "x.idx", 34 + 2 * 4 + 8, "<q", 2 * width)
+    _patch(tmp_path / "x.idx", 34 + 2 * 4 + 8, "<q", 2 * np.dtype(dtype).itemsize)
     (tmp_path / "x.bin").write_bytes(np.array([0.5, -1.25, 3.75], dtype).tobytes())
-    dataset = IndexedDataset(tmp_path / "x")
-    assert dataset.dtype == dtype
-    assert [dataset[i].tolist() for i in range(2)] == [[0.5, -1.25], [3.75]]
+    assert IndexedDataset(tmp_path / "x").dtype == dtype and rows_of(tmp_path / "x") == [[0.5, -1.25], [3.75]]
 
 
 def test_parts_of_a_sequence_and_spans(tmp_path: Path):
@@ -71,24 +57,18 @@ def test_many_documents_at_once_equal_one_by_one(tmp_path: Path):
     with IndexedDatasetWriter(tmp_path / "many", np.uint16) as writer:
         writer.add_documents(one.tokens[:3], [3, 0])
         writer.add_documents(one.tokens[3:], [4, 1])
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"one{suffix}").read_bytes() == (tmp_path / f"many{suffix}").read_bytes()
+    assert pair(tmp_path / "one") == pair(tmp_path / "many")
 
 
-def test_a_failed_write_leaves_nothing_and_spares_the_old_pair(tmp_path: Path):
-    write_dataset(tmp_path / "x", [5, 6])
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
-        writer.add_document([1, 2, 3])
-        raise RuntimeError
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_nothing_is_visible_before_the_end(tmp_path: Path):
+def test_nothing_is_visible_before_the_end_and_a_failed_write_spares_the_old_pair(tmp_path: Path):
     with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
         writer.add_document([1, 2, 3])
         assert not list(tmp_path.glob("x.*"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
+    before = pair(tmp_path / "x")
+    with pytest.raises(RuntimeError), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_document([4])
+        raise RuntimeError
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"] and pair(tmp_path / "x") == before
 
 
 @pytest.mark.parametrize("tokens", [np.array([70000]), np.array([-1]), np.array([0.5])])
@@ -103,58 +83,33 @@ def _patch(path: Path, offset: int, layout: str, value: int) -> None:
     path.write_bytes(content)
 
 
-def _damage(kind: str, prefix: Path) -> None:
-    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
-    match kind:
-        case "missing":
-            data.unlink()
-        case "empty index":
-            index.write_bytes(b"")
-        case "foreign":
-            index.write_bytes(b"{}" * 100)
-        case "short header":
-            index.write_bytes(index.read_bytes()[:20])
-        case "cut index":
-            index.write_bytes(index.read_bytes()[:-8])
-        case "cut data":
-            data.write_bytes(data.read_bytes()[:-2])
-        case "longer data":
-            data.write_bytes(data.read_bytes() + b"\0\0")
-        case "version":
-            _patch(index, 9, "<Q", 2)
-        case "dtype":
-            _patch(index, 17, "<B", 99)
-        case "count":
-            _patch(index, 18, "<Q", 1 << 60)
-        case "length":
-            _patch(index, 34, "<i", -5)
-        case "pointer":
-            _patch(index, 34 + 4 * 2 + 8, "<q", 4)
-        case "boundary":
-            _patch(index, index.stat().st_size - 8, "<q", 7)
+# kind: what happens, what is said
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda x: x.with_suffix(".bin").unlink(), r"x\.bin: no such file.*without .bin/.idx"),
+    "empty index": (lambda x: _cut(x, ".idx", 0), r"x\.idx: .* 0 bytes"),
+    "foreign": (lambda x: x.with_suffix(".idx").write_bytes(b"{}" * 100), r"x\.idx: not an index"),
+    "short header": (lambda x: _cut(x, ".idx", 20), r"x\.idx: .* 20 bytes"),
+    "cut index": (lambda x: _cut(x, ".idx", -8), r"x\.idx: 74 bytes.* 82"),
+    "cut data": (lambda x: _cut(x, ".bin", -2), r"x\.bin: 20 bytes.* 22.*preprocess_data.py"),
+    "longer data": (lambda x: x.with_suffix(".bin").write_bytes(bytes(24)), r"x\.bin: 24 bytes"),
+    "version": (lambda x: _patch(x.with_suffix(".idx"), 9, "<Q", 2), r"x\.idx: .*version 2"),
+    "dtype": (lambda x: _patch(x.with_suffix(".idx"), 17, "<B", 99), r"x\.idx: .*dtype code 99"),
+    "count": (lambda x: _patch(x.with_suffix(".idx"), 18, "<Q", 1 << 60), r"x\.idx: .* bytes, but its header"),
+    "length": (lambda x: _patch(x.with_suffix(".idx"), 34, "<i", -5), r"x\.idx: .*lengths and pointers"),
+    "pointer": (lambda x: _patch(x.with_suffix(".idx"), 34 + 4 * 2 + 8, "<q", 4), r"x\.idx: .*lengths and pointers"),
+    "boundary": (lambda x: _patch(x.with_suffix(".idx"), 82 - 8, "<q", 7), r"x\.idx: .*document boundaries"),
+}
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", r"x\.bin: no such file.*without .bin/.idx"),
-        ("empty index", r"x\.idx: cut off after 0 bytes"),
-        ("foreign", r"x\.idx: not an index"),
-        ("short header", r"x\.idx: cut off after 20 bytes"),
-        ("cut index", r"x\.idx: 74 bytes, but its header .* needs 82"),
-        ("cut data", r"x\.bin: 20 bytes, but .* describes 22.*preprocess_data.py"),
-        ("longer data", r"x\.bin: 24 bytes"),
-        ("version", r"x\.idx: format version 2"),
-        ("dtype", r"x\.idx: unknown dtype code 99"),
-        ("count", r"x\.idx: .* bytes, but its header"),
-        ("length", r"x\.idx: its lengths and pointers contradict"),
-        ("pointer", r"x\.idx: its lengths and pointers contradict"),
-        ("boundary", r"x\.idx: its document boundaries"),
-    ],
-)
-def test_damage_is_named(kind: str, message: str, tmp_path: Path):
+def _cut(prefix: Path, suffix: str, size: int) -> None:
+    prefix.with_suffix(suffix).write_bytes(prefix.with_suffix(suffix).read_bytes()[:size])
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_named(kind: str, tmp_path: Path):
     write_dataset(tmp_path / "x", [5, 6])
-    _damage(kind, tmp_path / "x")
+    damage, message = DAMAGE[kind]
+    damage(tmp_path / "x")
     with pytest.raises(DataError, match=message):
         IndexedDataset(tmp_path / "x")
 

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data import DataError, order_keys
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.test_labels import write
+from tests.data.samples import write_rows
 from tests.data.test_text_sets import build, make_args
 from tests.training.runs import LLAMA, config
 
@@ -18,9 +18,9 @@ def sets_of(tmp_path: Path, names: str = "a", **changes: Any) -> Any:
     paths: dict[str, list[str]] = {"text": [], "label": [], "reward": []}
     for k, name in enumerate(names):
         numbers = range(10 * k + 1, 10 * k + 11)
-        paths["text"].append(write(tmp_path / f"{name}_document", [[n] * 3 for n in numbers]))
-        paths["label"].append(write(tmp_path / f"{name}_label_document", [[-100, n, n] for n in numbers]))
-        paths["reward"].append(write(tmp_path / f"{name}_reward_document", [[n / 2] for n in numbers], np.float32))
+        paths["text"].append(write_rows(tmp_path / f"{name}_document", [[n] * 3 for n in numbers]))
+        paths["label"].append(write_rows(tmp_path / f"{name}_label_document", [[-100, n, n] for n in numbers]))
+        paths["reward"].append(write_rows(tmp_path / f"{name}_reward_document", [[n / 2] for n in numbers], np.float32))
     values = {
         "data_path": None, "split": "70,20,10", "user_values": {"split": "70,20,10"}, "pack_impl": "unpacked",
         "train_data_paths": tuple(paths["text"]), "train_label_data_paths": tuple(paths["label"]),
@@ -53,7 +53,7 @@ def test_parts_of_each_set_of_a_blend(tmp_path: Path):
     without_test = sets_of(tmp_path, "ab", split="80,20,0", user_values={"split": "80,20,0"})
     assert build(without_test).test is None
     with pytest.raises(DataError, match=r"leaves none of its 10 documents to valid; use another split"):
-        write(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
+        write_rows(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
         longer = {"train_label_data_paths": None, "train_reward_data_paths": None, "split": "99,1,0"}
         paths = (str(tmp_path / "a_document"), str(tmp_path / "c_document"))
         build(sets_of(tmp_path, "ab", **longer, train_data_paths=paths, user_values={"split": "99,1,0"}))

@@ -3,49 +3,29 @@
 import gc
 import multiprocessing
 import os
-import time
+import signal
 import weakref
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    DataError,
-    IndexedDataset,
-    IndexedDatasetWriter,
-    build_blend,
-    build_packed,
-    collation,
-    eval_batches,
-    train_loader,
-)
 from megatron.data.batch import collate, collate_samples
-from megatron.data.blending import BlendedDataset
-from megatron.data.loader import micro_batch_seed
+from megatron.data.errors import DataError
+from megatron.data.index_maps import build_packed
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.loader import collation, eval_batches, micro_batch_seed, train_loader
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import write_dataset
+from tests.data.samples import plain_args, write_rows
 
 SEQ = 8
 
 
-@pytest.fixture
-def dataset(tmp_path: Path) -> PackedDataset:
-    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, SEQ, 3), SEQ)
-
-
 def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
-    values = {
-        "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "seed": 7, "num_workers": workers,
-        "gradient_accumulation_steps": batch // (micro * size), "eod_mask_loss": False,
-        "reset_attention_mask": False, "reset_position_ids": False, "train_impl": "normal",
-        "loss_mask_token_ids": None,
-    }  # fmt: skip
-    return SimpleNamespace(**values | changes)
+    steps = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": batch // (micro * size)}
+    return plain_args(**{"train_batch_size": batch, "seed": 7, "num_workers": workers} | steps | changes)
 
 
 def test_collate_shifts_labels_by_one():
@@ -76,10 +56,8 @@ def test_moving_a_batch_keeps_what_is_no_tensor():
 
 @pytest.mark.parametrize(("micro", "size"), [(8, 1), (1, 1), (2, 2), (1, 4), (4, 2)])
 def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, micro: int, size: int):
-    loaders = [
-        train_loader(dataset, make_args(micro, size), data_rank=rank, data_size=size, consumed_samples=8)
-        for rank in range(size)
-    ]
+    layout, more = make_args(micro, size), {"data_size": size, "consumed_samples": 8}
+    loaders = [train_loader(dataset, layout, data_rank=rank, **more) for rank in range(size)]
     steps = list(zip(*loaders, strict=True))
     assert len(steps) == len(dataset) // 8 - 1
     for number, ranks in enumerate(steps, start=1):
@@ -97,22 +75,6 @@ def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: Pac
     for workers in (0, 2):
         rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
         assert _flat(rest) == whole[3 * 4 :]
-
-
-def test_a_blend_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, tmp_path: Path):
-    indexed = write_dataset(tmp_path / "y", [40] * 9, seed=1)
-    other = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 9, 20, SEQ, 3), SEQ)
-    blend = BlendedDataset("train", (dataset, other), build_blend([3, 1], 56))
-    whole = _flat(train_loader(blend, make_args(), data_rank=0, data_size=1))
-    assert len(whole) == 7 * 4
-    rows = [row for tokens, _, _ in whole for row in tokens]
-    assert rows == [blend[i].tokens[:-1].tolist() for i in range(56)]
-    # Three of the first to one of the second, each in its own order
-    assert [row for row in rows if row not in [dataset[i].tokens[:-1].tolist() for i in range(42)]] == [
-        other[i].tokens[:-1].tolist() for i in range(14)
-    ]
-    rest = train_loader(blend, make_args(workers=2), data_rank=0, data_size=1, consumed_samples=24)
-    assert _flat(rest) == whole[3 * 4 :]
 
 
 def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
@@ -150,29 +112,26 @@ def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
 
 @pytest.mark.parametrize("end", ["close", "drop", "exhaust"])
 def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, end: str):
+    before = multiprocessing.active_children()
     loader = train_loader(dataset, make_args(workers=2), data_rank=0, data_size=1)
-    workers = multiprocessing.active_children()
+    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
     assert len(workers) == 2
     if end == "exhaust":
         list(loader)
     else:
         next(loader)
-    start = time.monotonic()
     if end == "close":
         loader.close()  # type: ignore[attr-defined]
     del loader
     assert not [worker for worker in workers if worker.is_alive()]
-    assert time.monotonic() - start < 3
 
 
 def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDataset):
-    import signal
-
+    before = multiprocessing.active_children()
     loader = train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1)
     next(loader)
-    [worker] = multiprocessing.active_children()
+    [worker] = [worker for worker in multiprocessing.active_children() if worker not in before]
     for number in (signal.SIGINT, signal.SIGUSR1):
-        assert worker.pid is not None
         os.kill(worker.pid, number)
     assert len(list(loader)) == len(dataset) // 8 - 1
 
@@ -195,7 +154,7 @@ def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset
         train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
 
 
-@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (1000, 2, 4)])
+@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (0, 2, 2), (1000, 2, 4)])
 def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
     ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1
@@ -221,10 +180,7 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
     """Ten documents of 20 tokens below 100, but token 15 of document 7 is `token`."""
     rows = np.random.default_rng(0).integers(0, 100, (10, 20)).astype(np.int32)
     rows[7, 15] = token
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for row in rows:
-            writer.add_document(row)
-    indexed = IndexedDataset(prefix)
+    indexed = IndexedDataset(write_rows(prefix, rows))
     return PackedDataset("train", indexed, build_packed(indexed.sizes, 0, 10, 24, SEQ, 3), SEQ, vocab_size=100)
 
 
@@ -233,10 +189,7 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
 def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path, token: int, workers: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
     [first] = [i for i in range(24) if _refused(dataset, i)][:1]
-    message = (
-        rf"^{tmp_path}/x\.bin: document 7 holds token id {token} \(its token 15\), but the vocabulary has 100 entries "
-        r"\(padded_vocab_size\).*set vocab_file to that one, or preprocess the text again with this one$"
-    )
+    message = rf"^{tmp_path}/x\.bin: document 7 .*{token} .* 15\b.* 100 .*padded_vocab_size.*vocab_file.*$"
     loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
     for _ in range(first // 8):
         next(loader)
@@ -267,7 +220,6 @@ def test_every_token_of_the_vocabulary_is_welcome(tmp_path: Path, token: int):
 def test_documents_of_a_batch_end_with_their_eod():
     samples = np.array([[5, 0, 6, 7, 0, 8], [0, 0, 3, 4, 5, 0]])
     batch = collate(samples, eod=0, reset_attention_mask=True, reset_position_ids=True)
-    assert batch.cu_seqlens is not None and batch.positions is not None
     assert batch.cu_seqlens.dtype == torch.int32 and batch.positions.dtype == torch.int64
     assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 7, 10, 10, 10] and batch.max_seqlen == 3
     assert batch.positions.tolist() == [[0, 1, 0, 1, 2], [0, 0, 0, 1, 2]]

@@ -8,22 +8,23 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.data.batch import collate
 from megatron.model.attention import document_mask
-from tests.data.samples import DATASET
+from tests.data.samples import DATASET, pair, rows_of, write_rows
 
 VERSION = "0.16.1"
 PACKAGE = Path(__file__).parents[2] / ".cache" / f"megatron-core-{VERSION}"
 
-READ_AND_COPY = """
+SCRIPT = """
 import json, sys, torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids as resets
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-seen = []
+seen, found = [], []
 for prefix in sys.argv[1:]:
     data = IndexedDataset(prefix)
     boundaries = data.document_indices.tolist()
@@ -34,11 +35,14 @@ for prefix in sys.argv[1:]:
         builder.add_document(tokens, [len(row) for row in rows])
     builder.finalize(prefix + "_copy.idx")
     seen.append({"rows": [data[i].tolist() for i in range(len(data))], "boundaries": boundaries})
-print(json.dumps(seen))
+for row in json.load(sys.stdin):
+    mask, loss_mask, positions = resets(torch.tensor(row), 0, True, True, True, True)
+    found.append({"hidden": mask[0].tolist(), "weights": loss_mask.tolist(), "positions": positions.tolist()})
+print(json.dumps([seen, found]))
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def megatron_core() -> Path:
     """The installed package's folder; installed once into .cache, beside anything of the same name."""
     if not (PACKAGE / "megatron").is_dir():
@@ -52,62 +56,45 @@ def megatron_core() -> Path:
     return PACKAGE
 
 
-def test_both_ways(megatron_core: Path, tmp_path: Path):
-    golden = IndexedDataset(DATASET / "corpusA_text_document")
-    expected = [golden[i].tolist() for i in range(len(golden))]
-    prefixes = []
-    for dtype in (np.uint16, np.int32):
-        prefixes.append(tmp_path / np.dtype(dtype).name)
-        with IndexedDatasetWriter(prefixes[-1], dtype) as writer:
-            for i, row in enumerate(expected):
-                writer.add_document(row)
-                if i == 3:
-                    writer.add_document([])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", READ_AND_COPY, *map(str, prefixes)],
-        env=os.environ | {"PYTHONPATH": str(megatron_core), "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for prefix, seen in zip(prefixes, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        assert seen["rows"] == expected
-        assert seen["boundaries"] == [*range(5), *range(4, 81)]
-        megatron_copy = IndexedDataset(f"{prefix}_copy")
-        assert [megatron_copy[i].tolist() for i in range(len(megatron_copy))] == expected
-        for suffix in (".bin", ".idx"):
-            assert Path(f"{prefix}{suffix}").read_bytes() == Path(f"{prefix}_copy{suffix}").read_bytes()
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return rows_of(DATASET / "corpusA_text_document")
 
 
-RESETS = """
-import json, sys, torch
-from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids as resets
-found = []
-for row in json.load(sys.stdin):
-    mask, loss_mask, positions = resets(torch.tensor(row), 0, True, True, True, True)
-    found.append({"hidden": mask[0].tolist(), "weights": loss_mask.tolist(), "positions": positions.tolist()})
-print(json.dumps(found))
-"""
-
-
-def test_resets_at_documents_are_megatrons(megatron_core: Path):
-    """Masks, positions and loss masks of rows with few, many and no ends of documents."""
+@pytest.fixture(scope="module")
+def windows() -> np.ndarray:
+    """Rows with few, many and no ends of documents."""
     windows = np.random.default_rng(3).integers(0, [[2], [4], [9], [9], [9]], (5, 13))
     windows[3], windows[4, [0, 11, 12]] = 5, 0
-    batch = collate(windows, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
-    assert batch.cu_seqlens is not None and batch.positions is not None
+    return windows
+
+
+@pytest.fixture(scope="module")
+def read(megatron_core: Path, expected: list, windows: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The prefixes that it has read and copied, what it read there, and what it makes of the windows."""
+    prefixes = [tmp_path_factory.mktemp("core") / np.dtype(dtype).name for dtype in (np.uint16, np.int32)]
+    for prefix in prefixes:
+        write_rows(prefix, [*expected[:4], [], *expected[4:]], np.dtype(prefix.name).type)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RESETS],
+        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, prefixes)],
         env=os.environ | {"PYTHONPATH": str(megatron_core), "OMP_NUM_THREADS": "1"},
-        input=json.dumps(windows[:, :-1].tolist()),
-        cwd=megatron_core,
-        capture_output=True,
-        text=True,
-    )
+        input=json.dumps(windows[:, :-1].tolist()), cwd=megatron_core, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    return prefixes, *json.loads(done.stdout.splitlines()[-1])
+
+
+def test_both_ways(read: Any, expected: list[list[int]]):
+    for prefix, seen in zip(*read[:2], strict=True):
+        assert seen == {"rows": expected, "boundaries": [*range(5), *range(4, 81)]}
+        assert rows_of(f"{prefix}_copy") == expected and pair(prefix) == pair(f"{prefix}_copy")
+
+
+def test_resets_at_documents_are_megatrons(read: Any, windows: np.ndarray):
+    """Masks, positions and loss masks."""
+    batch = collate(windows, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
     shown = document_mask(batch.cu_seqlens, 5, 12)[:, 0]
-    for row, megatron_row in enumerate(json.loads(done.stdout.splitlines()[-1])):
+    for row, megatron_row in enumerate(read[2]):
         assert (~shown[row]).tolist() == megatron_row["hidden"]
         assert batch.positions[row].tolist() == megatron_row["positions"]
         assert batch.loss_weights[row].tolist() == megatron_row["weights"]

@@ -46,9 +46,9 @@ def test_neox_lazy_files_hold_what_its_mmap_files_do():
 def test_data_impl_says_which_format(tmp_path: Path):
     assert type(open_dataset(LAZY, "cached")) is LegacyDataset
     assert type(open_dataset(A, "infer")) is type(open_dataset(A, "mmap")) is IndexedDataset
-    with pytest.raises(DataError, match="old cached/lazy format; set data_impl: cached"):
+    with pytest.raises(DataError, match="cached/lazy.*data_impl: cached"):
         open_dataset(LAZY, "mmap")
-    with pytest.raises(DataError, match=r"not an index of the cached/lazy format \(TNTIDX\); use data_impl: mmap"):
+    with pytest.raises(DataError, match=r"TNTIDX.*data_impl: mmap"):
         open_dataset(A, "cached")
     with pytest.raises(DataError, match=r"x\.idx: no such file"):
         open_dataset(tmp_path / "x")
@@ -60,8 +60,8 @@ def test_data_impl_says_which_format(tmp_path: Path):
         ({1: 2}, "version 2"),
         ({2: 6}, "dtype code 6 of 4 bytes"),
         ({3: 2}, "dtype code 4 of 2 bytes"),
-        ({4: 79}, "expected version 1 and, for its 79 sequences"),
-        ({6: 80}, "for its 80 sequences and 80 document boundaries"),
+        ({4: 79}, "79 sequences"),
+        ({6: 80}, "80 sequences .*80 document boundaries"),
         ({7 + 81 + 40: 5}, "lengths and pointers contradict"),
     ],
 )
@@ -142,7 +142,7 @@ def test_the_tool(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = write_dataset(tmp_path / "x", [5, 6])
-    with pytest.raises(DataError, match="11 tokens do not fill a row of 12"):
+    with pytest.raises(DataError, match="11 tokens .*12"):
         write_npy(source, tmp_path / "rows", 12)
     write_npy(source, tmp_path / "rows", 3)
     with pytest.raises(DataError, match="exists already"):
@@ -153,7 +153,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(np, "save", full)
     before = sorted(path.name for path in tmp_path.iterdir())
-    with pytest.raises(DataError, match="cannot be written .No space left on device"):
+    with pytest.raises(DataError, match="No space left on device"):
         write_npy(source, tmp_path / "other", 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert json.loads((tmp_path / "rows" / "metadata.json").read_text()) == {

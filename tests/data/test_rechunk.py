@@ -1,7 +1,6 @@
 """Rows of a batch cut into shorter ones (`seq_curriculum`)."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import build_packed, check_curriculum, row_length, step_length, train_loader
+from megatron.data import check_curriculum, row_length, step_length, train_loader
 from megatron.data.batch import collate, rechunk
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.samples import write_dataset
 from tests.data.test_loader import make_args
 
 BASE = {
@@ -36,13 +34,13 @@ def test_lengths_of_the_phases():
     [
         (
             {"seq_curriculum": {"seq_len": [16, 24], "until": [3]}},
-            "seq_len: 24 does not divide seq_length",
+            "seq_len: 24 .*seq_length",
         ),
-        ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 does not divide"),
-        ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: expected 1 iterations for 2 phases"),
-        ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: expected rising iterations"),
-        ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: is required"),
-        ({"pack_impl": "unpacked"}, "seq_curriculum: cuts samples of pack_impl: packed"),
+        ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
+        ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
+        ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
+        ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
+        ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
     ],
 )
 def test_phases_that_cannot_be(changes: dict[str, Any], message: str):
@@ -54,7 +52,7 @@ def test_tensor_ranks_share_every_row():
     parallel = {"model_parallel_size": 2, "sequence_parallel": True}
     check_curriculum(NeoXArgs.from_dict(BASE | parallel))
     odd = {"seq_length": 30, "seq_curriculum": {"seq_len": [15, 30], "until": [3]}}
-    with pytest.raises(ConfigError, match=r"seq_curriculum.seq_len: .* over 2 ranks, which does not divide 15"):
+    with pytest.raises(ConfigError, match=r"seq_curriculum.seq_len: .* 2 ranks.* 15"):
         check_curriculum(NeoXArgs.from_dict(BASE | parallel | odd))
 
 
@@ -80,27 +78,20 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     filled = torch.from_numpy(random.integers(0, seq + 1, rows))
     places = replace(collate(samples), filled=filled)
     before, after = places.filled_places(), rechunk(places, length).filled_places()
-    assert before is not None and after is not None
     assert torch.equal(after.t().flatten(), before.t().flatten())
     plain = rechunk(collate(samples), length)
     assert plain.positions is None and plain.cu_seqlens is None and plain.tokens.shape == (rows * pieces, length)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_steps_hold_the_tokens_of_the_run_without_it(workers: int, tmp_path: Path):
-    indexed = write_dataset(tmp_path / "x", [30, 5, 41, 2, 17] * 4)
-    dataset = PackedDataset("train", indexed, build_packed(indexed.sizes, 0, len(indexed), 50, 8, 3), 8)
-
+def test_steps_hold_the_tokens_of_the_run_without_it(dataset: PackedDataset, workers: int):
     def batches(**more: Any) -> list[Any]:
         args = make_args(workers=workers, eod_mask_loss=True, **RESETS)
         return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))
 
     whole, cut = batches(), batches(length=lambda n: (2, 4, 8)[min(n, 2)], cut=True)
-    assert [[tuple(batch.tokens.shape) for batch in step] for step in cut[:3]] == [
-        [(8, 2)] * 4,
-        [(4, 4)] * 4,
-        [(2, 8)] * 4,
-    ]
+    shapes = [{tuple(batch.tokens.shape) for batch in step} for step in cut[:3]]
+    assert shapes == [{(8, 2)}, {(4, 4)}, {(2, 8)}] and {len(step) for step in cut[:3]} == {4}
     for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
         assert torch.equal(ours.tokens.flatten(), theirs.tokens.flatten()) and ours.seed == theirs.seed
         assert torch.equal(ours.labels.flatten(), theirs.labels.flatten())

@@ -1,6 +1,8 @@
 """Fixtures of the configuration tests."""
 
-from collections.abc import Callable, Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,37 @@ import pytest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
 MODEL = {
-    "num_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-}
+    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+}  # fmt: skip
+TEXT = "".join(f"{key}: {value}\n" for key, value in MODEL.items())
+ROOT = Path(__file__).parents[2]
+ELEUTHER = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())
+"""What GPT-NeoX made of its own files."""
+TRAINABLE = {
+    "train_iters": 1, "data_path": "d", "train_micro_batch_size_per_gpu": 1, "tokenizer_type": "CharLevelTokenizer",
+}  # fmt: skip
+
+
+def says(problem: str, facts: str) -> bool:
+    """Whether a message is of the place or key that `facts` begins with, up to a colon and a blank, and names
+    each of the other words."""
+    place, _, words = facts.rpartition(": ")
+    text = problem.removeprefix("program: ")
+    return text.startswith(place) and all(
+        re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", text[len(place) :]) for word in words.split()
+    )
+
+
+def all_say(problems: Sequence[str], facts: Sequence[str]) -> bool:
+    """Whether there is a message of each of the facts, in their order, and no other."""
+    return len(problems) == len(facts) and all(map(says, problems, facts))
+
+
+def refused(facts: str, values: Mapping[str, Any]) -> bool:
+    """Whether a configuration is refused with a message of these facts, perhaps among others."""
+    with pytest.raises(ConfigError) as caught:
+        NeoXArgs.from_dict(values)
+    return any(says(problem, facts) for problem in caught.value.problems)
 
 
 @pytest.fixture

@@ -4,50 +4,50 @@ from typing import Any
 
 import pytest
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
+from tests.neox_arguments.conftest import MODEL, refused
 
 BASE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-    "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "tokenizer_type": "HFTokenizer", "vocab_file": "t.json",
+    **MODEL, "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "tokenizer_type": "HFTokenizer",
+    "vocab_file": "t.json",
 }  # fmt: skip
 LABELLED = {"train_data_paths": ["d"], "train_label_data_paths": ["l"], "pack_impl": "unpacked"}
 ON_POLICY = {"lmbda": 0.5}
 
 
-def args_of(section: dict[str, Any], **more: Any) -> NeoXArgs:
-    return NeoXArgs.from_dict({**BASE, **more, "distillation": {"teacher": "checkpoints/teacher", **section}})
+def values_of(section: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {**BASE, **more, "distillation": {"teacher": "checkpoints/teacher", **section}}
 
 
 def test_defaults_are_the_forward_divergence_alone() -> None:
-    section = args_of({}).distillation
+    section = NeoXArgs.from_dict(values_of({})).distillation
     assert section == {
         "teacher": "checkpoints/teacher", "beta": 0.0, "temperature": 1.0, "weight": 1.0, "top_k": None,
         "cache": False, "cache_dir": None, "lmbda": 0.0, "max_new_tokens": 128,
     }  # fmt: skip
-    assert args_of({**ON_POLICY, "max_new_tokens": 8}, **LABELLED).distillation["lmbda"] == 0.5  # type: ignore[index]
+    section = NeoXArgs.from_dict(values_of({**ON_POLICY, "max_new_tokens": 8}, **LABELLED)).distillation
+    assert section is not None and section["lmbda"] == 0.5
 
 
 @pytest.mark.parametrize(
-    ("section", "more", "message"),
+    ("section", "more", "facts"),
     [
-        ({"beta": 1.5}, {}, "distillation.beta"),
-        ({"weight": 0.0}, {}, "distillation.weight"),
-        ({"alpha": 0.5}, {}, "alpha"),
-        ({}, {"sft_loss_type": "dft"}, "sft_loss_type: the labels' part of the loss is their negative"),
-        ({}, {"z_loss": 1e-4}, "z_loss: the loss has no such term"),
-        ({}, {"train_impl": "kto"}, "goes with train_impl: normal"),
-        ({"teacher": "s3://bucket/teacher"}, {}, "distillation.teacher: is remote"),
-        ({"cache": True}, {}, "distillation.cache: keeps the most likely tokens; set top_k"),
-        ({"cache": True, "top_k": 8}, {"use_shared_fs": False}, "needs use_shared_fs: true"),
-        ({"cache_dir": "x"}, {}, "distillation.cache_dir: only cache: true reads it"),
-        ({"max_new_tokens": 8}, {}, "distillation.max_new_tokens: only steps on policy read it"),
-        (ON_POLICY, {}, "distillation.lmbda: prompts are what stands before the first trained token"),
-        (ON_POLICY, {**LABELLED, "pack_impl": "packed"}, "distillation.lmbda: answers need the rest of a row"),
-        ({**ON_POLICY, "cache": True, "top_k": 8}, LABELLED, "holds nothing of answers"),
-        ({"lmbda": 1.0, "weight": 0.5}, LABELLED, "every step is on policy"),
+        ({"beta": 1.5}, {}, "distillation.beta: 1 1.5"),
+        ({"weight": 0.0}, {}, "distillation.weight: 0 0.0"),
+        ({"alpha": 0.5}, {}, "distillation.alpha: unknown"),
+        ({}, {"sft_loss_type": "dft"}, "sft_loss_type: distillation"),
+        ({}, {"z_loss": 1e-4}, "z_loss: distillation"),
+        ({}, {"train_impl": "kto"}, "distillation: train_impl normal kto"),
+        ({"teacher": "s3://bucket/teacher"}, {}, "distillation.teacher: remote"),
+        ({"cache": True}, {}, "distillation.cache: top_k"),
+        ({"cache": True, "top_k": 8}, {"use_shared_fs": False}, "distillation.cache: use_shared_fs"),
+        ({"cache_dir": "x"}, {}, "distillation.cache_dir: cache"),
+        ({"max_new_tokens": 8}, {}, "distillation.max_new_tokens: lmbda"),
+        (ON_POLICY, {}, "distillation.lmbda: train_label_data_paths"),
+        (ON_POLICY, {**LABELLED, "pack_impl": "packed"}, "distillation.lmbda: pack_impl unpacked packed"),
+        ({**ON_POLICY, "cache": True, "top_k": 8}, LABELLED, "distillation.cache: lmbda"),
+        ({"lmbda": 1.0, "weight": 0.5}, LABELLED, "distillation.weight: policy"),
     ],
 )
-def test_what_is_refused_is_named(section: dict[str, Any], more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as problem:
-        args_of(section, **more)
-    assert message in str(problem.value)
+def test_what_is_refused_is_named(section: dict[str, Any], more: dict[str, Any], facts: str) -> None:
+    assert refused(facts, values_of(section, **more))

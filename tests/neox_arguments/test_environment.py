@@ -5,14 +5,16 @@ import json
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from tests.neox_arguments.conftest import MODEL as MODEL_KEYS
+from tests.neox_arguments.conftest import TEXT, all_say
 
-MODEL = "hidden_size: 64\nnum_attention_heads: 4\nseq_length: 32\nmax_position_embeddings: 32\n"
+MODEL = TEXT.replace("num_layers: 2\n", "")
+FROM_FILE = TEXT + "deepspeed_config_file: ds.json\n"
 
 
 def test_values_come_from_the_environment_or_their_default(write, monkeypatch):
-    monkeypatch.setenv("LAYERS", "3")
-    monkeypatch.setenv("LEARNING_RATE", "3e-4")
-    monkeypatch.setenv("EMPTY", "")
+    for name, value in (("LAYERS", "3"), ("LEARNING_RATE", "3e-4"), ("EMPTY", "")):
+        monkeypatch.setenv(name, value)
     text = MODEL + (
         "num_layers: ${LAYERS}\n"
         "optimizer: {type: Adam, params: {lr: ${LEARNING_RATE}}}   # not ${UNSET}\n"
@@ -33,28 +35,22 @@ def test_values_come_from_the_environment_or_their_default(write, monkeypatch):
 
 def test_json_files_take_them_too(write, monkeypatch):
     monkeypatch.setenv("EPOCHS", "7")
-    text = '{"train_iters": ${EPOCHS}, "num_layers": 2, "save": "${OUT:-x}", "checkpoint_factor": 1,\n'
-    text += '"hidden_size": 64, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8}'
-    args = load(write(a__json=text))
+    text = json.dumps(MODEL_KEYS | {"save": "${OUT:-x}", "checkpoint_factor": 1})
+    args = load(write(a__json=text.replace("{", '{"train_iters": ${EPOCHS},', 1)))
     assert (args.train_iters, args.save) == (7, "x")
 
 
 def test_a_name_that_is_not_set_is_told_with_its_line(write, monkeypatch):
     with pytest.raises(ConfigError) as refused:
         load(write(a=MODEL + "num_layers: 2\nseed: ${NOT_SET_ANYWHERE}\nlog_dir: ${HOME-x}\n"))
-    assert refused.value.problems == (
-        "a.yml:6: ${NOT_SET_ANYWHERE}: NOT_SET_ANYWHERE is not set in the environment, or empty; export it, or write "
-        "${NOT_SET_ANYWHERE:-default}",
-        "a.yml:7: ${HOME-x}: only ${NAME} and ${NAME:-default} are filled in",
-    )
+    facts = ("a.yml:6: ${NOT_SET_ANYWHERE}: set ${NOT_SET_ANYWHERE:-default}", "a.yml:7: ${HOME-x}: ${NAME:-default}")
+    assert all_say(refused.value.problems, facts)
 
 
 def test_the_key_says_what_a_value_is(write, monkeypatch):
     """Quoted or not, in flow style or not, a number for a number and text for text."""
-    monkeypatch.setenv("RUN", "123")
-    monkeypatch.setenv("LR", "1e-4")
-    monkeypatch.setenv("WEIGHTS", "[1, 2]")
-    monkeypatch.setenv("FOLDER", "/data: a # b")
+    for name, value in (("RUN", "123"), ("LR", "1e-4"), ("WEIGHTS", "[1, 2]"), ("FOLDER", "/data: a # b")):
+        monkeypatch.setenv(name, value)
     text = MODEL + (
         "num_layers: 2\nwandb_run_name: ${RUN}\n"
         'optimizer: {"type": "Adam", "params": {"lr": "${LR}", "betas": [0.9, "${BETA:-0.95}"]}}\n'
@@ -82,8 +78,7 @@ DEEPSPEED = """{
 
 
 def test_keys_of_a_deepspeed_file_become_ours(write):
-    files = write(a=MODEL + "num_layers: 2\ndeepspeed_config_file: ds.json\n", ds__json=DEEPSPEED)
-    args = load(files[:1])
+    args = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1])
     assert (args.gradient_clipping, args.zero_stage, args.train_batch_size) == (0.5, 1, None)
     assert args.origin("gradient_clipping") == "ds.json:3" and args.origin("zero_optimization.stage") == "ds.json:5"
     assert args.deepspeed_extra_args == {"aio": {"block_size": 1048576}}
@@ -92,32 +87,25 @@ def test_keys_of_a_deepspeed_file_become_ours(write):
 
 
 def test_a_contradiction_names_both_places(write):
-    text = MODEL + "num_layers: 2\ndeepspeed_config_file: ds.json\ngradient_clipping: 1.0\n"
     with pytest.raises(ConfigError) as refused:
-        load(write(a=text, ds__json=DEEPSPEED)[:1])
-    assert refused.value.problems == ("ds.json:3: gradient_clipping: 0.5, but a.yml:7 says 1.0; keep one of them",)
-    assert load(write(a=text.replace("1.0", "0.5"), ds__json=DEEPSPEED)[:1]).gradient_clipping == 0.5
-    again = load(
-        write(a=text.replace("gradient_clipping: 1.0", "seed: 1"), ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"]
-    )
+        load(write(a=FROM_FILE + "gradient_clipping: 1.0\n", ds__json=DEEPSPEED)[:1])
+    assert all_say(refused.value.problems, ("ds.json:3: gradient_clipping: 0.5 a.yml:7 1.0",))
+    assert load(write(a=FROM_FILE + "gradient_clipping: 0.5\n", ds__json=DEEPSPEED)[:1]).gradient_clipping == 0.5
+    again = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"])
     assert again.gradient_clipping == 0.7, "an override comes last of all"
 
 
 def test_sections_are_merged_key_by_key(write):
-    text = (
-        MODEL
-        + "num_layers: 2\ndeepspeed_config_file: ds.json\nzero_optimization: {{reduce_bucket_size: 5, stage: {}}}\n"
-    )
+    text = FROM_FILE + "zero_optimization: {{reduce_bucket_size: 5, stage: {}}}\n"
     args = load(write(a=text.format(1), ds__json=DEEPSPEED)[:1])
     assert args.zero_optimization["overlap_comm"] and args.zero_optimization["reduce_bucket_size"] == 5
-    with pytest.raises(ConfigError, match=r"^ds.json:5: zero_optimization.stage: 1, but a.yml:7 says 2; keep one"):
+    with pytest.raises(ConfigError, match=r"^ds.json:5: zero_optimization.stage: 1.*a.yml:7.*2"):
         load(write(a=text.format(2), ds__json=DEEPSPEED)[:1])
 
 
 def test_bad_deepspeed_files_are_refused_with_their_place(write):
-    text = MODEL + "num_layers: 2\ndeepspeed_config_file: ds.json\n"
-    with pytest.raises(ConfigError, match=r"^a.yml:6: deepspeed_config_file: ds.json: no such file$"):
-        load(write(a=text))
+    with pytest.raises(ConfigError, match=r"^a.yml:6: deepspeed_config_file: ds.json: no .*file$"):
+        load(write(a=FROM_FILE))
     broken = json.dumps(json.loads(DEEPSPEED) | {"zero_optimization": {"stage": 7}}, indent=1)
-    with pytest.raises(ConfigError, match=r"^ds.json:5: zero_optimization.stage: expected a number at least 0"):
-        load(write(a=text, ds__json=broken)[:1])
+    with pytest.raises(ConfigError, match=r"^ds.json:5: zero_optimization.stage: expected.* 0 .*7"):
+        load(write(a=FROM_FILE, ds__json=broken)[:1])

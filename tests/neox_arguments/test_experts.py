@@ -6,45 +6,53 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.validation.experts import router_notes
+from tests.neox_arguments.conftest import MODEL, refused
 
 MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
 
 
+SINKHORN = {"moe_router_type": "sinkhorn"}
+
+
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "facts"),
     [
-        ({"moe_num_experts": 1, "norm_topk_prob": True}, "norm_topk_prob: needs moe_num_experts above 1"),
-        ({"moe_top_k": 9}, "moe_top_k: 9 is more than moe_num_experts 8"),
-        ({"moe_layer_freq": [0]}, "moe_layer_freq: no block has experts"),
-        ({"moe_layer_freq": [0, 2]}, "moe_layer_freq: is a list of 0 and 1"),
-        ({"moe_layer_freq": [0, 1], "moe_expert_interval": 2}, "says it too; remove one of them"),
-        ({"moe_router_type": "sinkhorn", "moe_router_bias_update_rate": 0.1}, "write moe_router_type: topk"),
-        ({"moe_router_type": "sinkhorn", "moe_jitter_eps": 0.1}, "write moe_router_type: topk"),
-        ({"moe_router_num_groups": 3}, "moe_router_num_groups: 3 does not divide moe_num_experts 8"),
-        ({"moe_router_group_topk": 1}, "moe_router_group_topk: needs moe_router_num_groups"),
-        ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, "5 is more than moe_router_num_groups 4"),
-        ({"moe_router_num_groups": 8, "moe_router_group_topk": 1}, "moe_top_k: 2 is more than the experts of 1 groups"),
-        ({"moe_shared_expert_gate": True}, "needs moe_shared_expert_intermediate_size"),
-        ({"activation": "xielu"}, "xielu has parameters of its own"),
-        ({"te_layernorm_mlp": True}, "Transformer-Engine's MLP has no experts"),
-        ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "does not go with pipe_parallel_size 2"),
-        ({"expert_parallel_size": 3}, "8 cannot be shared out over expert_parallel_size 3"),
-        ({"moe_num_experts": 9, "model_parallel_size": 2}, "set moe_expert_tensor_parallel: cut"),
+        ({"moe_num_experts": 1, "norm_topk_prob": True}, "norm_topk_prob: moe_num_experts 1"),
+        ({"moe_top_k": 9}, "moe_top_k: 9 moe_num_experts 8"),
+        ({"moe_layer_freq": [0]}, "moe_layer_freq: no block"),
+        ({"moe_layer_freq": [0, 2]}, "moe_layer_freq: list 0 1"),
+        ({"moe_layer_freq": [0, 1], "moe_expert_interval": 2}, "moe_layer_freq: moe_expert_interval"),
+        (SINKHORN | {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate: moe_router_type topk sinkhorn"),
+        (SINKHORN | {"moe_jitter_eps": 0.1}, "moe_jitter_eps: moe_router_type topk sinkhorn"),
+        ({"moe_router_num_groups": 3}, "moe_router_num_groups: 3 moe_num_experts 8"),
+        ({"moe_router_group_topk": 1}, "moe_router_group_topk: moe_router_num_groups"),
+        ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, "moe_router_group_topk: 5 moe_router_num_groups 4"),
+        ({"moe_router_num_groups": 8, "moe_router_group_topk": 1}, "moe_top_k: 2 1 groups"),
+        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: moe_shared_expert_intermediate_size"),
+        ({"activation": "xielu"}, "activation: xielu moe_num_experts"),
+        ({"te_layernorm_mlp": True}, "te_layernorm_mlp: moe_num_experts"),
+        ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "expert_parallel_size: pipe_parallel_size 2"),
+        ({"expert_parallel_size": 3}, "moe_num_experts: 8 expert_parallel_size 3"),
+        ({"moe_num_experts": 9, "model_parallel_size": 2}, "moe_num_experts: 9 2 moe_expert_tensor_parallel cut"),
         (
             {"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},
-            "the width 6 of an expert is not a multiple of model_parallel_size 4",
+            "moe_expert_tensor_parallel: 6 model_parallel_size 4",
         ),
-        ({"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2}, "5 is not a multiple of"),
-        ({"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"}, "transformers is a sum over all layers"),
-        ({"moe_jitter_eps": 1.0}, "moe_jitter_eps"),
-        ({"expansion_factor": 2}, "moe_intermediate_size: is needed beside expansion_factor"),
-        ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: is needed"),
+        (
+            {"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2},
+            "moe_shared_expert_intermediate_size: 5 model_parallel_size 2",
+        ),
+        (
+            {"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"},
+            "moe_aux_loss_scope: transformers pipe_parallel_size 2",
+        ),
+        ({"moe_jitter_eps": 1.0}, "moe_jitter_eps: less 1 1.0"),
+        ({"expansion_factor": 2}, "moe_intermediate_size: expansion_factor"),
+        ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: intermediate_size"),
     ],
 )
-def test_what_does_not_fit_is_refused(model: dict[str, Any], values: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        NeoXArgs.from_dict(model | MOE | values)
-    assert message in str(caught.value)
+def test_what_does_not_fit_is_refused(values: dict[str, Any], facts: str) -> None:
+    assert refused(facts, MODEL | MOE | values)
 
 
 def test_what_a_router_cannot_learn_is_said(model: dict[str, Any]) -> None:
@@ -87,7 +95,7 @@ def test_the_width_of_an_expert(model: dict[str, Any], values: dict[str, Any], w
 
 def test_ranks_that_share_out_experts_divide_the_data_ranks(model: dict[str, Any]) -> None:
     args = NeoXArgs.from_dict(model | MOE | {"expert_parallel_size": 4, "train_micro_batch_size_per_gpu": 1})
-    with pytest.raises(ConfigError, match="expert_parallel_size: 4 does not divide the 2 data-parallel ranks"):
+    with pytest.raises(ConfigError, match="expert_parallel_size: 4 .*2 data-parallel ranks"):
         args.for_world(2)
     assert args.for_world(8).data_parallel_size == 8
     assert args.for_inference(1).expert_parallel_size == 1
@@ -100,5 +108,5 @@ def test_adapters_of_a_model_whose_blocks_all_have_experts(model: dict[str, Any]
     args = NeoXArgs.from_dict(model | MOE | whole)
     assert lora_targets(args) == ("q_proj", "k_proj", "v_proj", "o_proj")
     assert "up_proj" in lora_targets(NeoXArgs.from_dict(model | MOE | whole | {"moe_layer_freq": [0, 1]}))
-    with pytest.raises(ConfigError, match="up_proj: no linear of this model"):
+    with pytest.raises(ConfigError, match="up_proj"):
         NeoXArgs.from_dict(model | MOE | whole | {"lora": {"target": ["up_proj"]}})

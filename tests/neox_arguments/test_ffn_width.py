@@ -1,18 +1,25 @@
 """Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md
 3.8)."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.neox_arguments.conftest import ELEUTHER
+
+
+def args_of(**keys):
+    model = {"num_layers": 1, "num_attention_heads": 8, "seq_length": 8, "max_position_embeddings": 8}
+    return NeoXArgs.from_dict(model | keys)
 
 
 def width(compat, **keys):
-    model = {"num_layers": 1, "num_attention_heads": 8, "seq_length": 8, "max_position_embeddings": 8}
-    return NeoXArgs.from_dict(model | keys | {"compat_ffn_width": compat}).ffn_size
+    return args_of(**keys, compat_ffn_width=compat).ffn_size
+
+
+def refusal(**keys):
+    return args_of(**keys).refusals()
 
 
 LLAMA2_7B = {"hidden_size": 4096, "activation": "swiglu", "intermediate_size": 32768, "mlp_multiple_of": 256}
@@ -40,31 +47,23 @@ def test_width(keys, true, upstream, fork):
     assert (width(None, **keys), width("upstream", **keys), width("fork", **keys)) == (true, upstream, fork)
 
 
-def test_an_unset_width_is_rounded_up():
-    assert width(None, **PLAIN) == 264
-
-
 @pytest.mark.parametrize("keys", [MISTRAL, PLAIN | {"intermediate_size": 24 * 3}])
 def test_what_upstream_cannot_run_is_refused(keys):
     message = refusal(**keys, compat_ffn_width="upstream")["compat_ffn_width"]
-    assert message.startswith("GPT-NeoX makes a first linear of ") and "which cannot run" in message
+    assert "GPT-NeoX" in message and "cannot run" in message
 
 
 def test_a_true_width_that_contradicts_its_multiple_is_refused():
     message = refusal(**GOLDEN | {"intermediate_size": 250}, compat_ffn_width="none")["compat_ffn_width"]
-    assert "250 is the true width" in message and "mlp_multiple_of 16; write 256" in message
+    assert "250" in message and "mlp_multiple_of 16" in message and "256" in message
     plain = {"hidden_size": 64, "intermediate_size": 100, "mlp_multiple_of": 64}
-    assert "128 in GPT-NeoX, 100 in its geodesic fork" in refusal(**plain)["intermediate_size"]
+    message = refusal(**plain)["intermediate_size"]
+    assert "128 in GPT-NeoX" in message and "100 in " in message
 
 
 def test_the_width_must_be_divisible_by_tensor_parallel_ranks():
-    with pytest.raises(ConfigError, match="width 250 is not a multiple of model_parallel_size 4"):
+    with pytest.raises(ConfigError, match="250 .*model_parallel_size 4"):
         width(None, hidden_size=64, intermediate_size=250, model_parallel_size=4)
-
-
-def refusal(**keys):
-    model = {"num_layers": 1, "num_attention_heads": 8, "seq_length": 8, "max_position_embeddings": 8}
-    return NeoXArgs.from_dict(model | keys).refusals()
 
 
 @pytest.mark.parametrize(
@@ -87,18 +86,18 @@ def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, l
 def test_files_with_one_reading_need_no_line():
     for keys in (LLAMA3_8B, MISTRAL, PLAIN, {"hidden_size": 64}, {"hidden_size": 64, "intermediate_size": 100}):
         assert refusal(**keys) == {}
+    assert width(None, **PLAIN) == 264, "an unset width is rounded up"
 
 
 def test_shipped_files_come_out_at_their_published_widths():
     """The golden llama, mistral and codellama files, with the line that the refusal proposes."""
-    file = json.loads((Path(__file__).parents[1] / "data/golden/configs/configs_eleuther.json").read_text())
     published = {
         "llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
         "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
         "mistral/7B": 14336,
     }  # fmt: skip
     for name, expected in published.items():
-        values = file["loaded"][f"configs/{name}.yml + overlay"]["values"]
+        values = ELEUTHER["loaded"][f"configs/{name}.yml + overlay"]["values"]
         line = re.search(r"`compat_ffn_width: (\w+)`", " ".join(NeoXArgs.from_dict(values).refusals().values()))
         more = {"compat_ffn_width": line[1]} if line else {}
         args = NeoXArgs.from_dict(values | more | {"tokenizer_type": "HFTokenizer"})
@@ -111,5 +110,4 @@ def test_a_key_that_only_the_fork_has_makes_its_reading_certain(fork_key):
     keys = GOLDEN | {"intermediate_size": 250} | fork_key
     assert refusal(**keys) == {} and width(None, **keys) == 250
     assert width("upstream", **GOLDEN | fork_key) == 80  # a line that says otherwise holds
-    without = {key: value for key, value in CODELLAMA.items() if key != "intermediate_size"}
-    assert "intermediate_size" in CODELLAMA or list(refusal(**without | fork_key)) == ["activation"]
+    assert list(refusal(**CODELLAMA | fork_key)) == ["activation"]

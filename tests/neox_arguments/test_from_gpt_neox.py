@@ -1,13 +1,14 @@
-"""docs/from-gpt-neox.md: what it lists as refused and as not built yet is what a run refuses."""
+"""docs/from-gpt-neox.md: what it lists as refused, not built or acting differently is so, and is all."""
 
+import inspect
 import re
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import Key, keys_of
+from tests.neox_arguments.conftest import ROOT
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs/from-gpt-neox.md").read_text()
+PAGE = (ROOT / "docs/from-gpt-neox.md").read_text()
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
 KEYS = keys_of(NeoXArgs)
 
@@ -41,3 +42,20 @@ def test_what_is_said_to_be_refused_is() -> None:
     listed_keys = {word: key for word in named("Refused", 0) if (key := key_of(word)) is not None}
     assert len(listed_keys) > 40
     assert not [word for word, key in listed_keys.items() if key.standing != "refused" and not key.refuse_values]
+
+
+def test_every_key_that_acts_differently_or_is_refused_is_named() -> None:
+    words = {word for text in re.findall(r"`([^`\n]+)`", PAGE) for word in re.split(r"[:=, ]+", text)}
+    rows = PAGE.partition("## Keys that act differently")[2].splitlines()
+    acting = set(re.findall(r"[\w.]+", " ".join(row.split("|")[1] for row in rows if "|" in row)))
+    assert {name for name, key in KEYS.items() if key.differs} <= acting
+    assert {name for name in KEYS if name.startswith("compat_")} <= words
+    refused = [name for name, key in KEYS.items() if key.standing in ("refused", "later")]
+    assert [name for name in refused if not any(fnmatchcase(name, word) for word in words)] == []
+
+
+def test_no_key_is_named_that_is_not_there() -> None:
+    values = {value for key in KEYS.values() for value in key.choices} | {"a_b", "madgrad_wd", "all_config"}
+    words = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))
+    methods = {*dir(NeoXArgs), *inspect.signature(NeoXArgs.consume_neox_args).parameters}
+    assert words - set(KEYS) - values - methods == set()

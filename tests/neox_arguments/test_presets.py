@@ -1,11 +1,7 @@
 """The presets of configs/: they load, run as they are, and are the models they are named after."""
 
-import inspect
-import json
 import re
-from fnmatch import fnmatch
 from math import prod
-from pathlib import Path
 
 import pytest
 
@@ -13,11 +9,10 @@ from megatron.model import layer_params
 from megatron.neox_arguments import NeoXArgs, load
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.tokenizer import padded_vocab_size
+from tests.neox_arguments.conftest import ELEUTHER, ROOT
 
-ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
-GOLDEN = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())["loaded"]
-PAGE = (ROOT / "docs/from-gpt-neox.md").read_text()
+GOLDEN = ELEUTHER["loaded"]
 
 NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
 # preset: (tokens, parameters, which of the embeddings they count). Whole numbers are exact: those of the
@@ -128,9 +123,8 @@ def test_a_preset_has_as_many_parameters_as_published(name):
     args = args.replace(padded_vocab_size=padded_vocab_size(vocab, args.make_vocab_size_divisible_by, args.tp))
     count = sum(prod(spec.shape) for layer in layer_params(args).values() for spec in layer)
     embedding = args.padded_vocab_size * args.hidden_size
-    count -= {"all": 0, "one": embedding * args.no_weight_tying, "none": embedding * (1 + args.no_weight_tying)}[
-        embeddings
-    ]
+    not_counted = {"all": 0, "one": args.no_weight_tying, "none": 1 + args.no_weight_tying}[embeddings]
+    count -= not_counted * embedding
     assert count == published if isinstance(published, int) else count == pytest.approx(published, rel=0.011)
 
 
@@ -172,12 +166,12 @@ def test_a_container_is_configured_by_its_environment(monkeypatch):
     assert args.refusals() == {} and args.startup_notes() == [] and (args.train_epochs, args.lr) == (4, 5e-5)
     assert (args.train_micro_batch_size_per_gpu, args.save) == (8, "/shared/models")
     assert args.train_data_paths == ("/shared/data/chat_messages_document",)
-    for name, value in {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "2", "MODEL": "/m"}.items():
+    values = {"DATA_DIR": "/d", "OUTPUT_DIR": "/o", "EPOCHS": "3", "BATCH_SIZE": "2", "MODEL": "/m"}
+    for name, value in (values | {"LEARNING_RATE": "3e-4"}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LEARNING_RATE", "3e-4")
     args = load(["configs/container_setup.yml"]).for_world(4)
-    assert (args.train_data_paths, args.valid_data_paths) == (
-        ("/d/chat_messages_document",), ("/d/chat-valid_messages_document",)
+    assert (*args.train_data_paths, *args.valid_data_paths) == (
+        "/d/chat_messages_document", "/d/chat-valid_messages_document",
     )  # fmt: skip
     assert (args.load, args.vocab_file, args.save) == ("/m", "/m/tokenizer.json", "/o")
     assert (args.train_epochs, args.train_micro_batch_size_per_gpu, args.train_batch_size) == (3, 2, 16)
@@ -194,36 +188,3 @@ def test_the_container_says_how_a_preset_takes_these():
     args = load(["configs/pythia/70M.yml", "configs/local_setup.yml"], texts).check_training()
     assert (args.train_epochs, args.train_iters, args.lr, args.lr_scaling) == (2, None, 1e-4, "linear")
     assert (args.load, args.save, args.train_micro_batch_size_per_gpu) == ("/m", "/o", 2)
-
-
-def _words():
-    """What the page says in code style, without values."""
-    return {word for text in re.findall(r"`([^`\n]+)`", PAGE) for word in re.split(r"[:=, ]+", text)}
-
-
-def test_the_migration_page_names_every_key_that_acts_differently():
-    rows = [
-        line.split("|")[1] for line in PAGE.partition("## Keys that act differently")[2].splitlines() if "|" in line
-    ]
-    named = {word for row in rows for word in re.findall(r"[\w.]+", row)}
-    keys = keys_of(NeoXArgs)
-    assert {name for name, key in keys.items() if key.differs} - named == set()
-    assert {name for name in keys if name.startswith("compat_")} <= _words()
-
-
-def test_the_migration_page_names_every_key_that_is_refused():
-    here, words = keys_of(NeoXArgs), _words()
-    unnamed = [
-        name
-        for name, key in here.items()
-        if key.standing in ("refused", "later") and not any(fnmatch(name, word) for word in words)
-    ]
-    assert unnamed == []
-
-
-def test_the_migration_page_names_no_key_that_is_not_there():
-    keys = keys_of(NeoXArgs)
-    values = {value for key in keys.values() for value in key.choices} | {"a_b", "madgrad_wd", "all_config"}
-    named = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))
-    methods = {*dir(NeoXArgs), *inspect.signature(NeoXArgs.consume_neox_args).parameters}
-    assert named - set(keys) - values - methods == set()

@@ -11,9 +11,9 @@ import yaml
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import ConfigLoader
+from tests.neox_arguments.conftest import ELEUTHER, ROOT
 from tests.neox_arguments.test_corrupted import misspell, wrong_value
 
-ROOT = Path(__file__).parents[2]
 NO_CONFIG = ("pipeline.yml", "promotion_gates.yml")
 PRESETS = sorted(path for path in (ROOT / "configs").rglob("*.yml") if path.name not in NO_CONFIG)
 MISTAKES = 50
@@ -37,8 +37,7 @@ def test_presets_are_valid(validator, path):
 
 def test_golden_files_are_valid_in_both_spellings(validator):
     """What GPT-NeoX resolved from its files, but for the one file that has text for a number."""
-    golden = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())["loaded"]
-    for name, entry in golden.items():
+    for name, entry in ELEUTHER["loaded"].items():
         dashes = {key.replace("_", "-"): value for key, value in entry["values"].items()}
         for values in (entry["values"], dashes):
             assert validator.is_valid(values) == ("gmlp" not in name), name

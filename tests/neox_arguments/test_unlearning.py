@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
+from tests.neox_arguments.conftest import MODEL, refused
 
 BASE: dict[str, Any] = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-    "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer", "vocab_file": "t.json",
+    **MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer",
+    "vocab_file": "t.json",
 }  # fmt: skip
 
 
@@ -47,28 +48,25 @@ def test_steps_are_those_of_the_fork(keys: dict[str, Any]) -> None:
     assert bursts == [i for i, c in enumerate(calls) if c == "a" and (alone or calls[i - 1] == "o")]
 
 
+INTERLEAVED = {"ga_dataset": "b", "ga_mode": "interleaved"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"ga_lr_scale": 2.0}, "ga_lr_scale: is for unlearning; set ga_dataset"),
-    ({"gd_mode": True}, "gd_mode: is for unlearning"),
-    ({"ga_dataset": "b"}, "ga_interval: is required by ga_mode"),
-    ({"ga_dataset": "b", "ga_interval": 1, "ga_iters": 1}, "ga_interval: .*at least 2"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "ga_interval": 3}, "ga_interval: only ga_mode: interval reads it"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "gd_mode": True}, "gd_retain_dataset: is required by gd_mode"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "gd_retain_dataset": "c"}, "gd_retain_dataset: only gd_mode: true"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "ga_threshold_check_mode": "ema"}, "set that, or remove it"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "skip_step_above_sigma": 6.0}, "losses that are to rise"),
-    ({"ga_dataset": "b", "ga_mode": "interleaved", "train_iters": None, "train_epochs": 1}, "set train_iters"),
-    (
-        {"ga_dataset": "b", "ga_mode": "interleaved", "train_impl": "dpo", "dataset_impl": "pairwise"},
-        "goes with language modelling",
-    ),
+    ({"ga_lr_scale": 2.0}, "ga_lr_scale: ga_dataset"),
+    ({"gd_mode": True}, "gd_mode: ga_dataset"),
+    ({"ga_dataset": "b"}, "ga_interval: required ga_mode"),
+    ({"ga_dataset": "b", "ga_interval": 1, "ga_iters": 1}, "ga_interval: 2 1"),
+    (INTERLEAVED | {"ga_interval": 3}, "ga_interval: ga_mode interval interleaved"),
+    (INTERLEAVED | {"gd_mode": True}, "gd_retain_dataset: required gd_mode"),
+    (INTERLEAVED | {"gd_retain_dataset": "c"}, "gd_retain_dataset: gd_mode true"),
+    (INTERLEAVED | {"ga_threshold_check_mode": "ema"}, "ga_threshold_check_mode: ga_loss_threshold"),
+    (INTERLEAVED | {"skip_step_above_sigma": 6.0}, "skip_step_above_sigma: ga_dataset"),
+    (INTERLEAVED | {"train_iters": None, "train_epochs": 1}, "train_epochs: ga_dataset train_iters"),
+    (INTERLEAVED | {"train_impl": "dpo", "dataset_impl": "pairwise"}, "ga_dataset: unlearning language"),
 ]
 
 
-@pytest.mark.parametrize(("keys", "says"), REFUSED)
-def test_what_does_not_go_together(keys: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        args(**keys)
+@pytest.mark.parametrize(("keys", "facts"), REFUSED)
+def test_what_does_not_go_together(keys: dict[str, Any], facts: str) -> None:
+    assert refused(facts, BASE | keys)
 
 
 def test_a_file_may_switch_the_difference_off() -> None:

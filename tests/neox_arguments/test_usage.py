@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from megatron.neox_arguments import NeoXArgs
@@ -17,6 +18,11 @@ SCRIPTS = ("deepy.py", "train.py", "eval.py", "generate.py")
 def sources() -> list[Path]:
     scripts = [ROOT / name for name in SCRIPTS if (ROOT / name).exists()]
     return [path for path in sorted((ROOT / "megatron").rglob("*.py")) if HERE not in path.parents] + scripts
+
+
+@cache
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
 
 
 def reads(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -34,22 +40,25 @@ def is_args(node: ast.AST) -> bool:
     return name in ("args", "_args")
 
 
+@cache
+def reads_of(path: Path) -> tuple[tuple[str, int], ...]:
+    return tuple(reads(parsed(path)))
+
+
+@cache
 def resolved_here() -> set[str]:
     """Keys that resolving turns into another value, property or refusal, or reads files by."""
-    key_names = {name for name, _ in reads(ast.parse((HERE / "validation" / "refusals.py").read_text()))}
+    key_names = {name for name, _ in reads_of(HERE / "validation" / "refusals.py")}
     key_names |= {impl.key for impl in TRAIN_IMPLS.values()}
-    for node in ast.walk(ast.parse((HERE / "reading" / "files.py").read_text())):
+    for node in ast.walk(parsed(HERE / "reading" / "files.py")):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
-    for name, owner in (
-        ("values/derive.py", "values"),
-        ("values/ffn_width.py", "values"),
-        ("values/losses.py", "args"),
-        ("values/rollouts.py", "args"),
-        ("values/unlearning.py", "args"),
-        ("resolved.py", "self"),
-    ):
-        for node in ast.walk(ast.parse((HERE / name).read_text())):
+    owners = {"derive": "values", "ffn_width": "values", "losses": "args", "rollouts": "args", "unlearning": "args"}
+    for name, owner in {
+        **{f"values/{name}.py": owner for name, owner in owners.items()},
+        "resolved.py": "self",
+    }.items():
+        for node in ast.walk(parsed(HERE / name)):
             if not isinstance(node, ast.Attribute | ast.Subscript):
                 continue
             if not (isinstance(node.value, ast.Name) and node.value.id == owner and isinstance(node.ctx, ast.Load)):
@@ -68,9 +77,8 @@ def needs_a_reader(declared: Key) -> bool:
         return any(needs_a_reader(inner) for inner in keys_of(declared.section).values())
     if declared.standing not in ("honoured", "honoured, differs") or declared.same_as is not None:
         return False
-    return len(declared.choices) != 1 and any(
-        declared.refusal(choice) is None for choice in declared.choices[1:] or [object()]
-    )
+    choices = declared.choices[1:] or [object()]
+    return len(declared.choices) != 1 and any(declared.refusal(choice) is None for choice in choices)
 
 
 def test_the_scan_sees_what_it_should():
@@ -84,7 +92,7 @@ def test_every_key_that_is_read_is_declared():
     undeclared = [
         f"{path.relative_to(ROOT)}:{line}: args.{name}"
         for path in sources()
-        for name, line in reads(ast.parse(path.read_text()))
+        for name, line in reads_of(path)
         if not hasattr(NeoXArgs, name) and name not in NeoXArgs.__dataclass_fields__
     ]
     assert undeclared == []
@@ -92,7 +100,7 @@ def test_every_key_that_is_read_is_declared():
 
 def idle(declaration: type, paths: list[Path]) -> list[str]:
     """Declared keys that nothing reads."""
-    read = {name for path in paths for name, _ in reads(ast.parse(path.read_text()))} | resolved_here()
+    read = {name for path in paths for name, _ in reads_of(path)} | resolved_here()
     return [name for name, declared in keys_of(declaration).items() if needs_a_reader(declared) and name not in read]
 
 
@@ -125,16 +133,12 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
     read."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
-    from deepspeed.runtime.zero.config import (
-        DeepSpeedZeroConfig,
-        DeepSpeedZeroOffloadOptimizerConfig,
-        DeepSpeedZeroOffloadParamConfig,
-    )
+    from deepspeed.runtime.zero import config as zero
 
     handed_on = {
-        "ZeroOptimization": DeepSpeedZeroConfig,
-        "OffloadOptimizer": DeepSpeedZeroOffloadOptimizerConfig,
-        "OffloadParam": DeepSpeedZeroOffloadParamConfig,
+        "ZeroOptimization": zero.DeepSpeedZeroConfig,
+        "OffloadOptimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "OffloadParam": zero.DeepSpeedZeroOffloadParamConfig,
         "CommsLogger": CommsLoggerConfig,
         "Fp16": DeepSpeedFP16Config,
     }
@@ -142,15 +146,15 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
         node.value
         for path in [*sources(), *HERE.rglob("*.py")]
         if path.parent != HERE / "keys"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
     idle_ones = []
     for section, declared in sub_keys(NeoXArgs):
         model = handed_on.get(section.__name__)
-        fields = (
-            set() if model is None else {f.alias or n for n, f in model.model_fields.items()} | set(model.model_fields)
-        )
-        if declared.name not in (fields if model is not None else texts) and len(declared.choices) != 1:
+        known = texts
+        if model is not None:
+            known = {field.alias for field in model.model_fields.values()} | set(model.model_fields)
+        if declared.name not in known and len(declared.choices) != 1:
             idle_ones.append(f"{section.__name__}.{declared.name}")
     assert idle_ones == []

@@ -1,23 +1,25 @@
 """Every kind of tokenizer against the library it wraps; models trained here, or published ones where a
 package is."""
 
+import base64
 import hashlib
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer import CharLevelTokenizer, HFTokenizer, Tokenizer, TokenizerError, describe, make_tokenizer
-from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer
+from megatron.tokenizer import train_tokenizer
+from megatron.tokenizer.build import describe, make_tokenizer
+from megatron.tokenizer.huggingface import GPT2BPETokenizer, HFGPT2Tokenizer, HFTokenizer
+from megatron.tokenizer.interface import CharLevelTokenizer, Tokenizer, TokenizerError
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
 from megatron.tokenizer.tiktoken_tokenizer import TiktokenTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 
 TEXTS = [json.loads(line)["text"] for line in (DATASET / "corpusA.jsonl").read_text().splitlines()]
 END = "<|endoftext|>"
+RANKS = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258, b"in": 259}
 
 
 def package(name: str) -> Path:
@@ -41,13 +43,10 @@ def spm_model(folder: Path, **options) -> Path:
 def tiktoken_folder(folder: Path, special: dict[str, int]) -> Path:
     """What TiktokenTokenizer.files would give for an encoding of bytes, a few merges, and a hole at 270."""
     pytest.importorskip("tiktoken")
-    import base64
-
-    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258, b"in": 259}
     about = {"name": "small", "pattern": r"\s?\w+|\s+|[^\w\s]+", "special_tokens": special}
     folder.mkdir(exist_ok=True)
     (folder / "encoding.json").write_text(json.dumps(about))
-    (folder / "encoding.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in ranks.items()))
+    (folder / "encoding.tiktoken").write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for t, i in RANKS.items()))
     return folder
 
 
@@ -56,12 +55,8 @@ def hf_folder(folder: Path, eos: str, **roles: str) -> Path:
     it."""
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(TOKENIZER.read_text().replace(END, eos))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": {"__type": "AddedToken", "content": eos},
-        **roles,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": eos}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | roles))
     return folder
 
 
@@ -93,10 +88,10 @@ def test_sentencepiece_special_ids(tmp_path: Path):
     assert [named.special_tokens[named.eod], named.eos] == [END, 2] and named.pad == 4, "GPT-NeoX's names come first"
     chosen = SPMTokenizer(tmp_path / "m.model", "</s>")
     assert chosen.eod == 2 and chosen.fingerprint() != named.fingerprint()
-    with pytest.raises(TokenizerError, match=r"m\.model: holds no token <end>; name one"):
+    with pytest.raises(TokenizerError, match=r"m\.model: .*no token <end>"):
         SPMTokenizer(tmp_path / "m.model", "<end>")
     bare = spm_model(tmp_path, eos_id=-1, bos_id=-1)
-    with pytest.raises(TokenizerError, match=r"m\.model: holds no <\|endoftext\|> token and was trained without"):
+    with pytest.raises(TokenizerError, match=r"m\.model: .*no <\|endoftext\|>"):
         SPMTokenizer(bare)
     (tmp_path / "junk.model").write_bytes(b"junk")
     with pytest.raises(TokenizerError, match=r"junk\.model: not a SentencePiece model"):
@@ -117,10 +112,8 @@ def test_tiktoken_equals_the_library(tmp_path: Path):
     import tiktoken
 
     content = json.loads((folder / "encoding.json").read_text())
-    ranks = {bytes([i]): i for i in range(256)} | {b"th": 256, b"the": 257, b" a": 258, b"in": 259}
-    theirs = tiktoken.Encoding(
-        "small", pat_str=content["pattern"], mergeable_ranks=ranks, special_tokens=content["special_tokens"]
-    )
+    pattern, special = content["pattern"], content["special_tokens"]
+    theirs = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=RANKS, special_tokens=special)
     ours = TiktokenTokenizer(folder)
     texts = [*TEXTS, f"one{END}two"]
     assert ours.tokenize_batch(texts) == [theirs.encode(text, allowed_special="all") for text in texts]
@@ -134,15 +127,15 @@ def test_tiktoken_equals_the_library(tmp_path: Path):
 
 def test_tiktoken_mistakes(tmp_path: Path, monkeypatch):
     folder = tiktoken_folder(tmp_path / "e", {"<|stop|>": 281})
-    with pytest.raises(TokenizerError, match=r"holds no <\|endoftext\|> token and its special tokens are <\|stop\|>"):
+    with pytest.raises(TokenizerError, match=r"no <\|endoftext\|> .*<\|stop\|>"):
         TiktokenTokenizer(folder)
     assert TiktokenTokenizer(folder, "<|stop|>").eod == 281
-    with pytest.raises(TokenizerError, match="vocab_file none: no folder, and no encoding of .* are .*gpt2"):
+    with pytest.raises(TokenizerError, match="vocab_file none: .*gpt2"):
         TiktokenTokenizer("none")
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
     for variable in ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with pytest.raises(TokenizerError, match="cl100k_base is not in tiktoken's cache and cannot be fetched"):
+    with pytest.raises(TokenizerError, match="cl100k_base .*cache"):
         TiktokenTokenizer("cl100k_base")
 
 
@@ -190,11 +183,8 @@ def test_auto_tokenizer_equals_transformers(tmp_path: Path):
 
 
 def test_auto_tokenizer_offline():
-    with pytest.raises(TokenizerError) as caught:
+    with pytest.raises(TokenizerError, match=r"^HFGPT2Tokenizer: gpt2 [^\n]*vocab_file \(--vocab-file\)[^\n]*$"):
         make_tokenizer("HFGPT2Tokenizer")
-    message = str(caught.value)
-    assert message.startswith("HFGPT2Tokenizer: gpt2 cannot be had") and "\n" not in message
-    assert "set vocab_file (--vocab-file) to a folder" in message
 
 
 def test_end_of_document_is_looked_up(tmp_path: Path):
@@ -208,12 +198,8 @@ def test_end_of_document_is_looked_up(tmp_path: Path):
     with pytest.raises(TokenizerError, match="holds no token <end>"):
         HFTokenizer(folder, "<end>")
     (folder / "tokenizer_config.json").unlink()
-    with pytest.raises(TokenizerError) as caught:
+    with pytest.raises(TokenizerError, match=rf"^{folder}/tokenizer.json: .*<\|endoftext\|>.*eos_token.*--eod-token"):
         HFTokenizer(folder)
-    assert str(caught.value) == (
-        f"{folder}/tokenizer.json: holds no <|endoftext|> token and nothing beside it declares an eos_token; "
-        "name the token that ends every document with eod_token (--eod-token)"
-    )
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(TokenizerError, match=r"tokenizer_config\.json: not a JSON object"):
         HFTokenizer(folder)
@@ -231,39 +217,38 @@ def test_an_answer_may_end_otherwise_than_a_document(tmp_path: Path):
 
 def test_what_a_kind_needs():
     for kind in ("SPMTokenizer", "TiktokenTokenizer", "HFTokenizer"):
-        with pytest.raises(TokenizerError, match=rf"{kind} needs vocab_file \(--vocab-file\)"):
+        with pytest.raises(TokenizerError, match=rf"{kind} .*vocab_file \(--vocab-file\)"):
             make_tokenizer(kind)
-    with pytest.raises(TokenizerError, match="tokenizer_type Word: there is no such kind; there are GPT2BPETokenizer"):
-        make_tokenizer("Word")
-    with pytest.raises(TokenizerError, match="leave eod_token out"):
-        make_tokenizer("CharLevelTokenizer", eod_token=END)
+    for words, message in (
+        (("GPT2BPETokenizer", str(TOKENIZER)), r"merge_file \(--merge-file\)"),
+        (("Word",), "tokenizer_type Word: .*GPT2BPETokenizer"),
+        (("CharLevelTokenizer", None, None, END), "eod_token"),
+    ):
+        with pytest.raises(TokenizerError, match=message):
+            make_tokenizer(*words)
     assert isinstance(make_tokenizer("CharLevelTokenizer"), CharLevelTokenizer)
 
 
-def test_train_tokenizer(tmp_path: Path):
-    tool = Path(__file__).parents[2] / "megatron" / "tokenizer" / "train_tokenizer.py"
+def test_train_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "in").mkdir()
     lines = (DATASET / "corpusA.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "in" / "a.jsonl").write_text("".join(lines[:40]))
     (tmp_path / "in" / "b.json").write_text("".join(lines[40:]))
 
-    def run(size: int) -> subprocess.CompletedProcess:
-        words = ["--json_input_dir", tmp_path / "in", "--tokenizer_output_path", tmp_path / "out" / "t.json"]
-        words += ["--tokenizer_type", "BPE", "-v", size]
-        return subprocess.run([sys.executable, tool, *map(str, words)], capture_output=True, text=True, timeout=60)
+    def run(size: int, output: str = f"{tmp_path}/out/t.json") -> None:
+        words = ["--json_input_dir", str(tmp_path / "in"), "--tokenizer_output_path", output, "-v", str(size)]
+        train_tokenizer.main(train_tokenizer.parse_args([*words, "--tokenizer_type", "BPE"]))
 
-    done = run(400)
-    assert done.stdout == f"Tokenizer saved at {tmp_path}/out/t.json: 400 tokens\n", done.stderr
+    run(400)
+    assert capsys.readouterr().out == f"Tokenizer saved at {tmp_path}/out/t.json: 400 tokens\n"
     tokenizer = HFTokenizer(tmp_path / "out" / "t.json")
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.pad) == (400, 0, 1)
     never_seen = "x² \u00a0 \U0001f600 ﬁ\ttab"  # GPT-NeoX's recipe normalises, and drops bytes it has not seen
     assert [tokenizer.detokenize(ids) for ids in tokenizer.tokenize_batch([*TEXTS, never_seen])] == [*TEXTS, never_seen]
-    assert run(100).stderr.startswith("train_tokenizer.py: error: --vocab_size 100: at least 258")
+    with pytest.raises(SystemExit, match=r"^train_tokenizer.py: error: --vocab_size 100: .*258"):
+        run(100)
+    with pytest.raises(SystemExit, match="--tokenizer_output_path"):
+        run(400, "")
     (tmp_path / "in" / "b.json").write_text('{"text": "fine"}\n{"txt": 1}\n')
-    done = run(400)
-    assert done.returncode == 1 and done.stderr.strip().endswith('b.json:2: not a JSON object with a text under "text"')
-    nowhere = subprocess.run(
-        [sys.executable, tool, "--json_input_dir", tmp_path / "in", "--tokenizer_output_path", ""],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert nowhere.returncode == 1 and "--tokenizer_output_path names no file" in nowhere.stderr
+    with pytest.raises(SystemExit, match='b.json:2: .*"text"$'):
+        run(400)

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import zstandard
 from megatron.data.cleaning import plan
 from megatron.data.preprocessing.inputs import resolve
 from tests.data.cleaning.corpus import documents
+from tests.data.samples import jsonl
 from tools.datasets import clean as tool
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -41,11 +44,6 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
             text += "\n" + draw.choice(made[-1]["text"].splitlines() or [""])
         made.append({"id": f"d{number}", "text": text, "meta": {"score": draw.randrange(5), "n": None}})
     return made
-
-
-def write(path: Path, some: list[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(row) + "\n" for row in some))
-    return path
 
 
 def read(folder: Path, name: str = "train") -> list[dict[str, Any]]:
@@ -73,8 +71,7 @@ def results(folder: Path) -> dict[str, bytes]:
     metadata = json.loads((folder / "metadata.json").read_text())
     kept = {name: (folder / name).read_bytes() for name in metadata["output_files"]}
     names = ("counts", "account", "document_counts", "chars", "exact", "minhash", "pieces")
-    counts = {name: metadata.get(name) for name in names}
-    return {**kept, "counts": json.dumps(counts).encode()}
+    return {**kept, "counts": json.dumps({name: metadata.get(name) for name in names}).encode()}
 
 
 @pytest.fixture
@@ -89,7 +86,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "raw.jsonl", rows(260))
+    return jsonl(tmp_path / "raw.jsonl", rows(260))
+
+
+def texts_of(path: Path, texts: Iterable[str]) -> Path:
+    return jsonl(path, [{"text": text} for text in texts])
 
 
 def test_workers_files_and_devices_change_nothing(source: Path, tmp_path: Path, small_parts: None) -> None:
@@ -98,18 +99,15 @@ def test_workers_files_and_devices_change_nothing(source: Path, tmp_path: Path, 
     assert len(list((tmp_path / "one").glob("train-*"))) > 2
     clean(tmp_path / "three", source, *ALL, "--file-mb", "1", "--workers", "3")
     assert results(tmp_path / "three") == expected
-    lines = source.read_text().splitlines(keepends=True)
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "a.jsonl").write_text("".join(lines[:7]))
-    (tmp_path / "parts" / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[7:150]).encode()))
-    (tmp_path / "parts" / "c.jsonl.zst").write_bytes(zstandard.compress("".join(lines[150:]).encode()))
-    clean(tmp_path / "files", tmp_path / "parts", *ALL, "--file-mb", "1", "--workers", "2")
+    lines, parts = source.read_text().splitlines(keepends=True), tmp_path / "parts"
+    parts.mkdir()
+    (parts / "a.jsonl").write_text("".join(lines[:7]))
+    (parts / "b.jsonl.gz").write_bytes(gzip.compress("".join(lines[7:150]).encode()))
+    (parts / "c.jsonl.zst").write_bytes(zstandard.compress("".join(lines[150:]).encode()))
+    clean(tmp_path / "files", parts, *ALL, "--file-mb", "1", "--workers", "2")
     files = results(tmp_path / "files")
-    assert {name: data for name, data in files.items() if name != "counts"} == {
-        name: data for name, data in expected.items() if name != "counts"
-    }
-    one, other = (json.loads(one["counts"]) for one in (files, expected))
-    assert one["counts"] == other["counts"]
+    one, other = (json.loads(found.pop("counts")) for found in (files, expected))
+    assert files == expected and one["counts"] == other["counts"]
     texts, others = (
         {reason: [sample[1] for sample in samples] for reason, samples in counted["account"]["samples"].items()}
         for counted in (one, other)
@@ -125,7 +123,7 @@ def test_which_pairs_are_compared_does_not_depend_on_parts(tmp_path: Path, monke
         for number in range(9):
             kind = words[:400] if number % 2 else words[4:]  # a similarity of 0.98
             given.append({"text": " ".join([*kind, "and", "abcdefghi"[number] * 3])})
-    source = write(tmp_path / "raw.jsonl", given)
+    source = jsonl(tmp_path / "raw.jsonl", given)
     left = []
     for least in (1 << 20, 8 << 10):
         monkeypatch.setattr(plan, "_LEAST", least)
@@ -167,25 +165,23 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
 
 
 def test_nothing_of_somebody_else_s_is_lost(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    mine = tmp_path / "data" / "train-00000-of-00001.jsonl"
+    data, other = tmp_path / "data", tmp_path / "other"
+    data.mkdir()
+    other.mkdir()
+    mine = data / "train-00000-of-00001.jsonl"
     mine.write_text(source.read_text())
     for words, message in (
-        ([str(mine), str(tmp_path / "data"), "--overwrite"], "holds .*train-00000-of-00001.jsonl, which is read"),
-        ([str(tmp_path / "data"), str(tmp_path / "data" / "out")], "lies in .*/data, where it would be read next time"),
-        (
-            [str(source), str(tmp_path / "data"), "--overwrite"],
-            "train-00000-of-00001.jsonl: was not made by this command",
-        ),
+        ([mine, data, "--overwrite"], "train-00000-of-00001.jsonl.*read"),
+        ([data, data / "out"], "lies in .*/data"),
+        ([source, data, "--overwrite"], "train-00000-of-00001.jsonl: .*not made"),
     ):
         with pytest.raises(SystemExit, match=message):
-            tool.main(words)
+            tool.main(list(map(str, words)))
     assert mine.read_text() == source.read_text()
-    (tmp_path / "other").mkdir()
     for text in ("[1, 2]", "{}", '{"model": 1}'):
-        (tmp_path / "other" / "metadata.json").write_text(text)
-        with pytest.raises(SystemExit, match="metadata.json: was not made by this command, or is damaged"):
-            tool.main([str(source), str(tmp_path / "other"), "--overwrite"])
+        (other / "metadata.json").write_text(text)
+        with pytest.raises(SystemExit, match="metadata.json: .*not made.*damaged"):
+            tool.main([str(source), str(other), "--overwrite"])
     unfinished = tmp_path / "new" / ".clean-0123" / "filtered"
     unfinished.mkdir(parents=True)
     with pytest.raises(SystemExit, match="no key"):
@@ -199,83 +195,74 @@ def test_what_a_dropped_document_repeats_stays(tmp_path: Path) -> None:
     """A line of a near-duplicate that goes is no reason to take it out of another document."""
     core = " ".join("".join(random.Random(n).choices("abcdef", k=6)) for n in range(300))
     line = "A sentence that two of the documents have."
-    source = write(tmp_path / "raw.jsonl", [{"text": text} for text in (core, f"{core} x\n{line}", f"Other.\n{line}")])
+    source = texts_of(tmp_path / "raw.jsonl", (core, f"{core} x\n{line}", f"Other.\n{line}"))
     clean(tmp_path / "out", source, "--exact", "line", "--minhash")
     assert [row["text"] for row in read(tmp_path / "out")] == [core, f"Other.\n{line}"]
 
 
-def test_signatures_begun_on_a_device_go_on_without_it(
+def test_torch_s_signatures_are_the_same_and_go_on_where_there_is_no_device(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clean(tmp_path / "whole", source, "--minhash")
+    clean(tmp_path / "numpy", source, "--minhash")
     with monkeypatch.context() as patch:
+        patch.setattr(tool, "resources_of", lambda flags: tool.Resources(2, "cpu"))
+        clean(tmp_path / "torch", source, "--minhash")
         patch.setattr(tool, "resources_of", lambda flags: tool.Resources(1, "cpu"))
         patch.setattr("megatron.data.cleaning.job.sign_on_device", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            clean(tmp_path / "out", source, "--minhash")
-    clean(tmp_path / "out", source, "--minhash")
-    assert results(tmp_path / "out") == results(tmp_path / "whole")
+            clean(tmp_path / "begun", source, "--minhash")
+    clean(tmp_path / "begun", source, "--minhash")
+    whole, torch = results(tmp_path / "numpy"), results(tmp_path / "torch")
+    assert results(tmp_path / "begun") == whole and any(name.startswith("train-") for name in whole)
+    assert all(torch[name] == data for name, data in whole.items() if name.startswith("train-"))
 
 
-def test_torch_s_signatures_give_the_same_result(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clean(tmp_path / "numpy", source, "--minhash")
-    monkeypatch.setattr(tool, "resources_of", lambda flags: tool.Resources(2, "cpu"))
-    clean(tmp_path / "torch", source, "--minhash")
-    one, other = (
-        [path.read_bytes() for path in sorted((tmp_path / name).glob("train-*"))] for name in ("numpy", "torch")
-    )
-    assert one == other and one
-
-
-@pytest.mark.parametrize("after", ["filtered/000003.json", "minhash/clusters.json", "pieces/000002.json"])
-def test_killed_and_started_again_it_writes_the_same_bytes(source: Path, tmp_path: Path, after: str) -> None:
+@pytest.mark.ends_processes
+def test_killed_and_started_again_it_writes_the_same_bytes(
+    source: Path, tmp_path: Path, small_parts: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     """SIGKILL to all processes as soon as a file of a pass is there."""
+    flags = [*TOGETHER, "--file-mb", "1"]
+    clean(tmp_path / "whole", source, *flags)
     code = (
         "import sys; from megatron.data.cleaning import plan; from megatron.data.preprocessing import shards\n"
         "from tools.datasets import clean\n"
         "plan._LEAST, shards.CHUNK_BYTES, clean._MB = 1 << 14, 1 << 13, 1 << 14\n"
         "clean.main(sys.argv[1:])"
     )
-
-    def start(target: str) -> subprocess.Popen[str]:
-        words = [sys.executable, "-c", code, str(source), target, *TOGETHER, "--file-mb", "1", "--workers", "2"]
-        return subprocess.Popen(
+    words = [sys.executable, "-c", code, str(source), str(tmp_path / "out"), *flags, "--workers", "2"]
+    for after in ("filtered/000003.json", "minhash/clusters.json", "pieces/000002.json"):
+        killed = subprocess.Popen(
             words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
-
-    killed = start("out")
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "out").glob(f".clean-*/{after}")):
-        assert time.monotonic() < deadline and killed.poll() is None, killed.communicate()[0]
-        time.sleep(0.002)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.wait()
-    assert not (tmp_path / "out" / "metadata.json").exists() and not list((tmp_path / "out").glob("train-*"))
-    again, whole = start("out"), start("whole")
-    said = again.communicate(timeout=120)[0]
-    assert again.returncode == 0 and "of an earlier run" in said, said
-    assert whole.wait(120) == 0
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "out").glob(f".clean-*/{after}")):
+            assert time.monotonic() < deadline and killed.poll() is None, killed.communicate()[0]
+            time.sleep(0.002)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+        assert not (tmp_path / "out" / "metadata.json").exists() and not list((tmp_path / "out").glob("train-*"))
+    capsys.readouterr()
+    clean(tmp_path / "out", source, *flags)
+    assert "of an earlier run" in "".join(capsys.readouterr())
     assert results(tmp_path / "out") == results(tmp_path / "whole")
     assert not list((tmp_path / "out").glob(".clean-*"))
 
 
 def test_every_document_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = rows(200, seed=4)
-    source, out = write(tmp_path / "raw.jsonl", given), tmp_path / "out"
+    source, out = jsonl(tmp_path / "raw.jsonl", given), tmp_path / "out"
     flags = [*RULES, "--exact", "document", "--minhash", "--validation", "0.2", "--keep-rejected"]
     metadata = clean(out, source, *flags)
     train, validation = read(out), read(out, "validation")
     rejected = [row for path in sorted((out / "rejected").iterdir()) for row in resolve_rows(path)]
     assert metadata["documents_read"] == 200 == len(train) + len(validation) + len(rejected)
     assert metadata["document_counts"] == {"train": len(train), "validation": len(validation)}
-    assert {row["id"] for row in given} == {
-        row["id"] for row in [*train, *validation, *(one["row"] for one in rejected)]
-    }
+    all_rows = [*train, *validation, *(one["row"] for one in rejected)]
+    assert {row["id"] for row in given} == {row["id"] for row in all_rows}
     assert sum(metadata["counts"].values()) == len(rejected)
-    by_reason: dict[str, int] = {}
-    for row in rejected:
-        by_reason[row["reason"]] = by_reason.get(row["reason"], 0) + 1
+    by_reason = Counter(row["reason"] for row in rejected)
     assert by_reason == metadata["counts"] and {"exact/document", "minhash/near_duplicate"} < by_reason.keys()
     originals = {row["id"]: row for row in given}
     for row in train:
@@ -286,8 +273,8 @@ def test_every_document_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert f"train: {len(train):,} documents" in said
     tool.main([str(source), str(out), *flags])
-    assert "made by this command before, nothing to do" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="holds the result of another job; choose another OUT, or add --overwrite"):
+    assert "nothing to do" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="another job.*--overwrite"):
         tool.main([str(source), str(out), "--minhash"])
     (out / "train-of-mine-00000-of-00001.txt").write_text("somebody else's")
     clean(out, source, "--minhash", "--overwrite")
@@ -305,7 +292,7 @@ def test_what_is_exactly_the_same(tmp_path: Path) -> None:
         f"{head}\n\nOne.\n{line}", f"{head}  \n\nOne.\n{line} ", f"{line}\nTwo.\n\n{head}", f"{head}\n\n{line}",
         "short\nshort\nAnother text.\n\n\nwhose paragraphs are its own, as they stand.",
     ]  # fmt: skip
-    source = write(tmp_path / "raw.jsonl", [{"text": text} for text in texts])
+    source = texts_of(tmp_path / "raw.jsonl", texts)
     expected = {
         "document": [texts[0], texts[2], texts[3], texts[4]],
         "line": [texts[0], "One.", "Two.", texts[4]],
@@ -336,7 +323,7 @@ def test_which_of_a_cluster_stays(flags: list[str], stays: list[str], tmp_path: 
         {"id": "c", "text": text + " longer end", "meta": {"score": 3}},
         {"id": "d", "text": other + base[:0], "meta": {"score": 0}},
     ]  # fmt: skip
-    clean(tmp_path / "out", write(tmp_path / "raw.jsonl", given), "--minhash", *flags)
+    clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", given), "--minhash", *flags)
     assert [row["id"] for row in read(tmp_path / "out")] == stays
 
 
@@ -344,38 +331,34 @@ def test_contamination(tmp_path: Path) -> None:
     question = "Which of these metals is a liquid at the temperature of an ordinary room?"
     asked = [{"question": question, "choices": {"text": ["mercury", "iron"]}}, {"question": "Too short to compare."}]
     (tmp_path / "sets").mkdir()
-    write(tmp_path / "sets" / "quiz.jsonl", asked)
+    jsonl(tmp_path / "sets" / "quiz.jsonl", asked)
     texts = [
         f"He asked: {question.upper()} Nobody knew.", "Which of these metals is a liquid? Nobody knew.",
         "Too short to compare.", f"Said he; “{question.replace(' ', chr(10))}”",
     ]  # fmt: skip
-    source = write(tmp_path / "raw.jsonl", [{"text": text} for text in texts])
+    source = texts_of(tmp_path / "raw.jsonl", texts)
     metadata = clean(tmp_path / "out", source, "--decontaminate", tmp_path / "sets")
     assert [row["text"] for row in read(tmp_path / "out")] == texts[1:3]
     assert metadata["counts"] == {"contamination/quiz.jsonl": 2}
-    assert metadata["notes"] == [
-        "--decontaminate: 3 of 4 texts have fewer than 13 words, so nothing was compared with them"
-    ]
-    with pytest.raises(SystemExit, match="no text of 40 words; set a smaller --decontaminate-ngrams"):
+    (note,) = metadata["notes"]
+    assert note.startswith("--decontaminate: 3 of 4 texts ") and "13 words" in note
+    with pytest.raises(SystemExit, match="40 words.*--decontaminate-ngrams"):
         clean(tmp_path / "b", source, "--decontaminate", tmp_path / "sets", "--decontaminate-ngrams", "40")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 def test_formats_in_and_out(kind: str, tmp_path: Path) -> None:
     given = [{"text": f"text {n}", "n": n, "tags": [n, None], "of": {"a": str(n)}} for n in range(30)]
-    clean(tmp_path / "a", write(tmp_path / "raw.jsonl", given), "--format", kind)
+    clean(tmp_path / "a", jsonl(tmp_path / "raw.jsonl", given), "--format", kind)
     assert read(tmp_path / "a") == given
     clean(tmp_path / "b", tmp_path / "a", "--format", "jsonl")
     assert read(tmp_path / "b") == given
 
 
 def test_fields_that_only_some_rows_have(tmp_path: Path) -> None:
-    given = [
-        {"text": "a"},
-        {"text": "b", "extra": 5, "reason": "mine"},
-        {"text": "b", "n": float("nan"), "reason": "too"},
-    ]
-    source = write(tmp_path / "raw.jsonl", given)
+    last = {"text": "b", "n": float("nan"), "reason": "too"}
+    given = [{"text": "a"}, {"text": "b", "extra": 5, "reason": "mine"}, last]
+    source = jsonl(tmp_path / "raw.jsonl", given)
     clean(tmp_path / "a", source, "--format", "parquet", "--exact", "document", "--keep-rejected")
     assert read(tmp_path / "a") == [
         {"text": "a", "extra": None, "reason": None, "n": None}, {"text": "b", "extra": 5, "reason": "mine", "n": None}
@@ -383,8 +366,8 @@ def test_fields_that_only_some_rows_have(tmp_path: Path) -> None:
     (rejected,) = resolve_rows(tmp_path / "a/rejected/duplicates-00000-of-00001.jsonl.zst")
     assert rejected == {"reason": "exact/document", "row": {"text": "b", "n": None, "reason": "too"}}
     for bad in ({"of": {}}, {"of": 2**70}, {"of": "\ud800"}):
-        with pytest.raises(SystemExit, match="--format parquet: rows make no table .*; write jsonl"):
-            clean(tmp_path / "b", write(tmp_path / "bad.jsonl", [{"text": "a", **bad}]), "--format", "parquet")
+        with pytest.raises(SystemExit, match="--format parquet: .*jsonl"):
+            clean(tmp_path / "b", jsonl(tmp_path / "bad.jsonl", [{"text": "a", **bad}]), "--format", "parquet")
 
 
 def test_repairs_languages_and_personal_data(tmp_path: Path) -> None:
@@ -393,7 +376,7 @@ def test_repairs_languages_and_personal_data(tmp_path: Path) -> None:
     broken = (
         "caf\u00c3\u00a9 e\x07\u0301 \r\nof\x0cpage Write to me@example.org or 8.8.8.8, not 192.168.0.1 or 1.2.3.4.5"
     )
-    source = write(tmp_path / "raw.jsonl", [{"text": text} for text in (german, f"{english} {broken}")])
+    source = texts_of(tmp_path / "raw.jsonl", (german, f"{english} {broken}"))
     metadata = clean(tmp_path / "out", source, "--language", "en", "--mask-personal")
     assert [row["text"] for row in read(tmp_path / "out")] == [
         f"{english} café é \nof\npage Write to email@example.com or 192.0.2.1, not 192.168.0.1 or 1.2.3.4.5"
@@ -408,28 +391,25 @@ def test_repairs_languages_and_personal_data(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (
-            ["--text-key", "body"],
-            'raw.jsonl:1: no key "body" .found: id, text, meta.; name the right one with --text-key',
-        ),
-        (["--exact", "word"], "--exact: no word; there are document, paragraph, line"),
-        (["--normalize", "nfkc"], "--normalize: no nfkc; there are ftfy, control, nfc"),
-        (["--keep", "longest"], "--keep, --jaccard and --device are for near-duplicates: add --minhash"),
-        (["--minhash", "--keep", "best"], "--keep best needs --score KEY"),
-        (["--minhash", "--keep", "best", "--score", "meta.n"], "raw.jsonl:1: --score meta.n is None, no number"),
-        (["--minhash", "--device", "cuda:99"], "--device cuda:99: torch cannot use it"),
-        (["--language", "xx"], "--language xx: py3langid knows "),
-        (["--language", ""], "--language: names none"),
-        (["--set", "c4.min_num_sentences=1"], "--set changes thresholds of --recipe, and there is none"),
-        (["--minhash", "--minhash-seed", "5000000000"], "--minhash-seed is to be below 2"),
-        (["--recipe", "c4", "--word-language", "xx-none"], "spaCy cannot split it here"),
-        (["--recipe", "gopher", "--set", "gopher-quality.min_doc_words=9999"], "no document is left of 3: "),
+        ("--text-key body", 'raw.jsonl:1: no key "body".*id, text, meta.*--text-key'),
+        ("--exact word", "--exact: .*word.*document, paragraph, line"),
+        ("--normalize nfkc", "--normalize: .*nfkc.*ftfy, control, nfc"),
+        ("--keep longest", "--keep, --jaccard and --device .*--minhash"),
+        ("--minhash --keep best", "--keep best .*--score"),
+        ("--minhash --keep best --score meta.n", "raw.jsonl:1: --score meta.n .*None"),
+        ("--minhash --device cuda:99", "--device cuda:99: "),
+        ("--language xx", "--language xx: py3langid"),
+        ("--language ", "--language: .*none"),
+        ("--set c4.min_num_sentences=1", "--set .*--recipe"),
+        ("--minhash --minhash-seed 5000000000", "--minhash-seed "),
+        ("--recipe c4 --word-language xx-none", "spaCy"),
+        ("--recipe gopher --set gopher-quality.min_doc_words=9999", "no document .*3"),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(flags: list[str], message: str, tmp_path: Path) -> None:
-    source = write(tmp_path / "raw.jsonl", rows(3))
+def test_what_cannot_be_is_said_in_a_line(flags: str, message: str, tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "raw.jsonl", rows(3))
     with pytest.raises(SystemExit, match=message) as refused:
-        tool.main([str(source), str(tmp_path / "out"), *flags])
+        tool.main([str(source), str(tmp_path / "out"), *flags.split(" ")])
     assert "\n" not in str(refused.value) and str(refused.value).startswith("clean.py: error: ")
     assert not list((tmp_path / "out").glob("[!.]*"))
 
@@ -440,9 +420,8 @@ def test_rows_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r'raw.jsonl:2: "text" is int, not text'):
         clean(tmp_path / "out", source)
     metadata = clean(tmp_path / "out", source, "--on-error", "skip", "--keep-rejected")
-    (refused,) = [
-        row for row in resolve_rows(tmp_path / "out/rejected/filtered-000000.jsonl.zst") if "not json" in row["row"]
-    ]
+    rejected = resolve_rows(tmp_path / "out/rejected/filtered-000000.jsonl.zst")
+    (refused,) = [row for row in rejected if "not json" in row["row"]]
     assert refused["reason"] == "unreadable/row" and "not valid JSON" in refused["problem"]
     assert [row["text"] for row in read(tmp_path / "out")] == ["one", "four"]
     assert metadata["counts"] == {"unreadable/row": 2}

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.cleaning.test_clean import ALL, clean, rows, write
+from tests.data.cleaning.test_clean import ALL, clean, rows
+from tests.data.samples import jsonl
 from tests.operations.report.chromium import open_page
 
 
@@ -15,7 +16,7 @@ from tests.operations.report.chromium import open_page
 def test_it_shows_what_went(tmp_path: Path, width: int) -> None:
     given = [*rows(150, seed=3), {"id": "x", "text": "<script>document.title = 'broken'</script>"}]
     flags = [*ALL[:4], "--exact", "document", "--minhash"]
-    metadata = clean(tmp_path / "out", write(tmp_path / "raw.jsonl", given), *flags)
+    metadata = clean(tmp_path / "out", jsonl(tmp_path / "raw.jsonl", given), *flags)
     found = open_page(tmp_path / "out" / "report.html", width)
     assert found["problems"] == [] and found["console"] == [] and found["loaded"] == []
     assert found["width"] <= width, "nothing reaches over the edge"

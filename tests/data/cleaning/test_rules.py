@@ -1,6 +1,7 @@
 """Rules of cleaning give for every document what datatrove gives: stays or goes, why, and the text that is
 left."""
 
+import json
 from collections import Counter
 
 import pytest
@@ -68,23 +69,18 @@ def test_on_twenty_thousand_documents(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "theirs_set", "ours_set"),
+    ("name", "settings"),
     [
-        ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0},
-         ["gopher-quality.min_doc_words=20", "gopher-quality.max_avg_word_length=6.5",
-          "gopher-quality.min_stop_words=0"]),
-        ("gopher-repetition", {"top_n_grams": ((2, 0.1), (5, 0.2)), "dup_line_frac": 0},
-         ["gopher-repetition.top_n_grams=[[2, 0.1], [5, 0.2]]", "gopher-repetition.dup_line_frac=0"]),
-        ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1},
-         ["c4.filter_no_terminal_punct=false", "c4.min_num_sentences=2", "c4.min_words_per_line=-1"]),
-        ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10},
-         ["fineweb.line_punct_exclude_zero=true", "fineweb.short_line_length=10"]),
+        ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0}),
+        ("gopher-repetition", {"top_n_grams": [[2, 0.1], [5, 0.2]], "dup_line_frac": 0}),
+        ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1}),
+        ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10}),
     ],
-)  # fmt: skip
-def test_other_thresholds(name: str, theirs_set: dict[str, object], ours_set: list[str]) -> None:
-    texts = documents(150, seed=2)
-    found = ours(name, texts, *ours_set)
-    assert [reason for reason, _ in found] == [reason for reason, _ in theirs(name, texts, **theirs_set)]
+)
+def test_other_thresholds(name: str, settings: dict[str, object]) -> None:
+    texts = documents(90, seed=2)
+    found = ours(name, texts, *(f"{name}.{key}={json.dumps(value)}" for key, value in settings.items()))
+    assert [reason for reason, _ in found] == [reason for reason, _ in theirs(name, texts, **settings)]
     assert found != ours(name, texts), "other thresholds, other verdicts"
 
 
@@ -124,12 +120,12 @@ def test_sentences_are_datatrove_s() -> None:
 @pytest.mark.parametrize(
     ("names", "settings", "message"),
     [
-        (["gofer"], [], "no rules 'gofer'; did you mean gopher"),
-        (["gopher", "gopher-quality"], [], "the same rules twice"),
-        (["c4"], ["c4.min_sentences=1"], "no key 'min_sentences'; min_num_sentences"),
-        (["c4"], ["c4.min_num_sentences=many"], "expected a value as 5"),
-        (["c4"], ["fineweb.new_line_ratio=1"], "RULE is one of c4"),
-        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], "expected a value as"),
+        (["gofer"], [], "gofer.*gopher"),
+        (["gopher", "gopher-quality"], [], "twice"),
+        (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
+        (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
+        (["c4"], ["fineweb.new_line_ratio=1"], "c4"),
+        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], "value"),
     ],
 )
 def test_settings_that_are_none(names: list[str], settings: list[str], message: str) -> None:

@@ -2,15 +2,15 @@
 
 import json
 import os
-import subprocess
-import sys
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from megatron.data import DataError
 from megatron.data.inspection.row_lengths import suggested_length
 from tests.data.samples import DATASET
 from tools.datasets.analyze import main
@@ -18,25 +18,19 @@ from tools.datasets.analyze import main
 TOKENIZER = DATASET / "hf_tokenizer"
 
 
-@dataclass(frozen=True)
-class Done:
-    code: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def analyze(monkeypatch, capsys) -> Callable[..., Done]:
+def analyze(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the tool sets: put back afterwards
 
-    def run(*words: object) -> Done:
+    def run(*words: object) -> SimpleNamespace:
         code: object = 0
         try:
             main(list(map(str, words)))
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
-        return Done(int(code != 0), out, err + (f"{code}\n" if isinstance(code, str) else ""))
+        err += f"{code}\n" if isinstance(code, str) else ""
+        return SimpleNamespace(code=int(code != 0), stdout=out, stderr=err)
 
     return run
 
@@ -52,7 +46,7 @@ def hf():
     return AutoTokenizer.from_pretrained(TOKENIZER)
 
 
-def table(done: Done) -> dict[str, list[str]]:
+def table(done: SimpleNamespace) -> dict[str, list[str]]:
     assert done.code == 0, done.stderr
     return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
 
@@ -109,29 +103,27 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
     (tmp_path / "b.jsonl").write_text('{"words": "x"}\n')
     (tmp_path / "c.jsonl").write_text("\n")
     for file, words, message in (
-        ("a.jsonl", [], 'a.jsonl:2: "messages" is str, not a list of messages'),
-        ("b.jsonl", [], "b.jsonl:1: no column to measure (found: words)"),
+        ("a.jsonl", [], 'a.jsonl:2: "messages" is str'),
+        ("b.jsonl", [], "b.jsonl:1: .*words"),
         ("b.jsonl", ["--tokenizer", DATASET / "none"], "none: no such folder"),
         ("c.jsonl", [], "c.jsonl: no rows"),
         ("d.jsonl", [], "d.jsonl: no such file"),
     ):
         done = analyze(tmp_path / file, "--tokenizer", TOKENIZER, *words)
-        assert done.code == 1 and done.stderr.startswith("analyze.py: error: "), done.stderr
-        assert message in done.stderr and done.stderr.count("\n") == 1
+        assert done.code == 1 and re.fullmatch(f"analyze.py: error: .*{message}.*\n", done.stderr), done.stderr
 
 
-def test_no_gpu_is_touched(tmp_path: Path):
-    """The variable is emptied before torch, which transformers may load, can look."""
-    code = (
-        "import os, sys; sys.argv[0] = 'x'; from tools.datasets.analyze import main; "
-        f"main([{str(DATASET / 'corpusA.jsonl')!r}, '--tokenizer', {str(TOKENIZER)!r}]); "
-        "torch = sys.modules.get('torch'); "
-        "print(repr(os.environ['CUDA_VISIBLE_DEVICES']), torch is not None and torch.cuda.is_initialized())"
-    )
-    root = Path(__file__).parents[3]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, env=environment)
-    assert done.stdout.splitlines()[-1] == "'' False", done.stderr
+def test_no_gpu_is_touched(analyze, monkeypatch):
+    """The variable is emptied before the tokenizer's library, which may load torch, can look."""
+    seen = []
+
+    def load(*words):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise DataError("looked")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr("tools.datasets.analyze.load", load)
+    assert "looked" in analyze(DATASET / "corpusA.jsonl", "--tokenizer", TOKENIZER).stderr and seen == [""]
 
 
 def test_suggestions():

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data import IndexedDataset
 from megatron.data.batch import collate_samples
 from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import terminal, visible
@@ -23,7 +23,7 @@ from megatron.data.inspection.samples import (
 from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
-from tests.data.samples import DATASET, TOKENIZER, write_dataset
+from tests.data.samples import DATASET, TOKENIZER, write_dataset, write_rows
 
 CHAT = DATASET / "chat_kto_conversation_document"
 HF = HFTokenizer(TOKENIZER)
@@ -122,7 +122,7 @@ def test_terminal():
 def test_stats(tmp_path: Path):
     stats = dataset_stats(find_file_groups(CHAT)[0], HF.special_tokens)
     text, labels = (
-        np.fromfile(f"{name}.bin", "<i4") for name in (CHAT, f"{CHAT}".replace("_document", "_label_document"))
+        np.fromfile(f"{CHAT}".replace("_document", f"{kind}_document.bin"), "<i4") for kind in ("", "_label")
     )
     assert stats.special == {"<|endoftext|>": (text == 0).sum(), "<|padding|>": (text == 1).sum()}
     assert stats.trained == (labels != -100).mean() and stats.rewards == {-1: 18, 1: 6}
@@ -132,12 +132,8 @@ def test_stats(tmp_path: Path):
     assert histogram({"nothing": np.zeros(3, np.int64)}).startswith(b"\x89PNG")
 
     documents = [[1, 2, 3], [4] * 1500, [1, 2, 3], [], [5] * 600, [1, 2, 3, 4], [6] * 3000, [7] * 400]
-    with IndexedDatasetWriter(tmp_path / "x_document", np.uint16) as writer:
-        for document in documents:
-            writer.add_document(np.array(document, np.uint16))
-    with IndexedDatasetWriter(tmp_path / "x_label_document", np.int32) as writer:
-        for i, document in enumerate(documents):
-            writer.add_document(np.array(document if i % 2 else [-100] * len(document), np.int32))
+    write_rows(tmp_path / "x_document", documents, np.uint16)
+    write_rows(tmp_path / "x_label_document", [row if i % 2 else [-100] * len(row) for i, row in enumerate(documents)])
     stats = dataset_stats(find_file_groups(tmp_path / "x_document")[0], {})
     assert (stats.documents, stats.empty, stats.duplicates, stats.untrained_documents) == (8, 1, 1, 4)
     assert Counter(stats.lengths.tolist()) == Counter(map(len, documents))
@@ -147,9 +143,7 @@ def test_stats(tmp_path: Path):
     assert row.best_fit == pytest.approx(sum(cut) / (3 * 1024)), "1024 | 1024 | 600 + 400 + 4 + 3 + 3"
     assert row.until_overflow == pytest.approx(sum(cut) / (5 * 1024)), "3 | 1024 | 3 + 600 + 4 | 1024 | 400"
     ends = np.cumsum([3, 1500, 3, 600, 4, 3000, 400])
-    assert (
-        row.packed_cuts
-        == sum(any(b % 1024 == 0 for b in range(s + 1, e)) for s, e in zip([0, *ends], ends, strict=False)) / 7
-    )
+    cuts = [any(b % 1024 == 0 for b in range(s + 1, e)) for s, e in zip([0, *ends], ends, strict=False)]
+    assert row.packed_cuts == sum(cuts) / 7
     assert len(table(stats)) == 5 + len(FITS)
     assert KINDS[TRAINED] == "trained"

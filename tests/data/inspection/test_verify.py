@@ -2,21 +2,19 @@
 
 import shutil
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data import DataError, IndexedDatasetWriter
+from megatron.data import DataError
 from megatron.data.indexed_dataset import check_boundaries
 from megatron.data.inspection.file_groups import find_file_groups
 from megatron.data.inspection.verify import VerifiedDataset, blocks, verify
-from tests.data.samples import DATASET, TOKENIZER
+from tests.data.samples import DATASET, TOKENIZER, write_rows
+from tools.datasets.verify import main
 
-TOOL = Path(__file__).parents[3] / "tools" / "datasets" / "verify.py"
 HEADER = 34  # bytes of an .idx before its tables
 TEXT, LABEL, REWARD = (f"chat_kto_conversation_{kind}document" for kind in ("", "label_", "reward_"))
 COUNT = 24
@@ -85,24 +83,17 @@ DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
     ("label", lambda d: poke(d / f"{LABEL}.bin", START + 20, "<i", 9), "document 7, token 5: 9 is neither -100 nor"),
     ("no labels", lambda d: (d / f"{LABEL}.bin").unlink(), r"label_document.bin: no such file"),
     ("fewer labels", lambda d: shorter(d / LABEL), "document 7 has 1 labels, but .* tokens"),
-    ("fewer rewards", lambda d: write(d / REWARD, [[1]] * 23), "23 documents, but .* has 24"),
+    ("fewer rewards", lambda d: write_rows(d / REWARD, [[1]] * 23), "23 documents, but .* has 24"),
     (
         "no reward",
-        lambda d: write(d / REWARD, [[1.0]] * 4 + [[np.nan]] + [[1.0]] * 19),
+        lambda d: write_rows(d / REWARD, [[1.0]] * 4 + [[np.nan]] + [[1.0]] * 19, np.float32),
         "document 4, token 0: nan",
     ),
 ]
 
 
 def shorter(prefix: Path) -> None:
-    write(prefix, [[-100] * (1 if i == 7 else size) for i, size in enumerate(SIZES.tolist())])
-
-
-def write(prefix: Path, rows: list[list]) -> None:
-    dtype = np.float32 if isinstance(rows[0][0], float) else np.int32
-    with IndexedDatasetWriter(prefix, dtype) as writer:
-        for row in rows:
-            writer.add_document(np.array(row, dtype))
+    write_rows(prefix, [[-100] * (1 if i == 7 else size) for i, size in enumerate(SIZES.tolist())])
 
 
 @pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
@@ -154,15 +145,13 @@ def test_blocks_cover_all_sequences():
     assert all(last == first + 1 or sizes[first:last].sum() <= 1 << 22 for first, last in ranges)
 
 
-def test_tool(chat: Path):
-    def run(*words: object) -> subprocess.CompletedProcess:
-        return subprocess.run([sys.executable, TOOL, *map(str, words)], capture_output=True, text=True, timeout=60)
-
-    done = run(chat, "--vocab-file", TOKENIZER)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[0] == f"{chat}: 24 documents, 4099 values, int32, ids 0 to 379 (vocabulary 380)"
-    done = run(chat, "--vocab-size", 379)
-    assert done.returncode == 1 and done.stderr.startswith(f"verify.py: error: {chat}.bin: document ")
-    assert done.stderr.count("\n") == 1
-    done = run(chat.parent / "none")
-    assert done.returncode == 1 and "none.idx: no such file, and no" in done.stderr
+def test_tool(chat: Path, capsys: pytest.CaptureFixture[str]):
+    main([str(chat), "--vocab-file", str(TOKENIZER)])
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == f"{chat}: 24 documents, 4099 values, int32, ids 0 to 379 (vocabulary 380)"
+    for words, message in (
+        ([chat, "--vocab-size", 379], f"{chat}.bin: document "),
+        ([chat.parent / "none"], "none.idx: "),
+    ):
+        with pytest.raises(SystemExit, match=f"^verify.py: error: [^\n]*{message}[^\n]*$"):
+            main(list(map(str, words)))

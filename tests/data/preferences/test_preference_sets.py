@@ -1,6 +1,7 @@
 """Properties of preference samples on random data: what is once in an epoch, together in a row, trained or
 not."""
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -8,35 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data import (
-    DataError,
-    IndexedDatasetWriter,
-    build_datasets,
-    collation,
-    epoch_iterations,
-    eval_batches,
-    order_keys,
-    order_sha256,
-)
 from megatron.data import train_loader as loader
 from megatron.data.batch import collate_preferences
+from megatron.data.build import build_datasets, epoch_iterations
+from megatron.data.errors import DataError
+from megatron.data.fingerprints import order_keys, order_sha256
 from megatron.data.index_maps import Packing
 from megatron.data.labels import first_labelled_token
+from megatron.data.loader import collation, eval_batches
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.kto import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
 from megatron.data.preferences.reference_scores import Response, pack_responses, responses_of
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from tests.data.samples import write_rows
 
 SEQ, PAIRS = 48, 60
 LAYOUTS = ["unpacked", "pack_until_overflow", "best_fit"]
-
-
-def write(prefix: Path, rows: list, dtype: type = np.int32) -> str:
-    with IndexedDatasetWriter(str(prefix), dtype) as writer:
-        for row in rows:
-            writer.add_document(np.asarray(row, dtype))
-    return str(prefix)
 
 
 def random_pairs(seed: int, count: int = PAIRS) -> list[tuple[list[int], list[int], list[int]]]:
@@ -53,8 +42,8 @@ def write_pairs(folder: Path, pairs: list, name: str = "") -> dict:
     for side, place in (("pos", 1), ("neg", 2)):
         rows = [row[0] + row[place] for row in pairs]
         labels = [[-100] * len(row[0]) + row[place] for row in pairs]
-        paths[f"{side}_train_data_paths"] = (write(folder / f"{name}{side}", rows),)
-        paths[f"{side}_train_label_data_paths"] = (write(folder / f"{name}{side}_label", labels),)
+        paths[f"{side}_train_data_paths"] = (write_rows(folder / f"{name}{side}", rows),)
+        paths[f"{side}_train_label_data_paths"] = (write_rows(folder / f"{name}{side}_label", labels),)
     return paths
 
 
@@ -155,7 +144,7 @@ def test_what_a_pair_begins_with_stands_once(tmp_path: Path):
     rejected = open_dataset(paths["neg_train_data_paths"][0])
     rows = [rejected.get(i, 0, int(rejected.sizes[i])).tolist() for i in range(len(rejected))]
     rows[PAIRS][2] = 410  # the prompts of one pair differ in their third token
-    write(tmp_path / "neg", rows)
+    write_rows(tmp_path / "neg", rows)
 
     def looked(**changes) -> tuple[dict, int, list]:
         args = configuration(tmp_path, max_prompt_length=20, max_length=30, **paths, **changes)
@@ -235,25 +224,48 @@ def test_lengths_left_and_right(tmp_path: Path):
     pairs = [([1, 2, 3, 4, 5, 6], [7, 8, 9], [7, 9, 9, 9, 9]), ([1, 2], [3] * 20, [4] * 30), ([5], [6], [7])]
     paths = write_pairs(tmp_path, pairs)
 
-    def texts(**changes) -> dict:
-        args = configuration(tmp_path, pack_impl="unpacked", gradient_accumulation_steps=1, train_iters=3,
-                             train_micro_batch_size_per_gpu=1, **paths, **changes)  # fmt: skip
+    def texts(**changes) -> tuple[dict, str]:
+        sizes = {"gradient_accumulation_steps": 1, "train_iters": 3, "train_micro_batch_size_per_gpu": 1}
+        args = configuration(tmp_path, pack_impl="unpacked", **sizes, **paths, **changes)
         datasets = build(args)
         batch_answers = [answers_of(batch) for batch in batches(args, datasets.train)]
-        return {answers[0][1][0]: answers for answers in batch_answers}, datasets.log_lines
+        return {answers[0][1][0]: answers for answers in batch_answers}, "\n".join(datasets.log_lines)
 
     by_label, notes = texts(max_prompt_length=4, max_length=10)
     assert by_label[7] == {0: ([3, 4, 5, 6, 7, 8, 9], [7, 8, 9]), 1: ([3, 4, 5, 6, 7, 9, 9, 9, 9], [7, 9, 9, 9, 9])}
     assert by_label[3] == {0: ([1, 2] + [3] * 8, [3] * 8), 1: ([1, 2] + [4] * 8, [4] * 8)}
-    assert any("2 prompts lose their beginning, 4 tokens in all" in note for note in notes)
-    assert any("2 answers lose their end, 34 tokens in all" in note for note in notes)
+    assert re.search(r"2 prompts .*4 tokens", notes) and re.search(r"2 answers .*34 tokens", notes)
     by_label, notes = texts(max_length=10, allow_chopped=False)
-    assert set(by_label) == {6} and any(
-        "2 pairs are left out: too long (allow_chopped: false)" in note for note in notes
-    )
+    assert set(by_label) == {6} and re.search("2 pairs .*allow_chopped: false", notes)
     by_label, notes = texts(max_length=6)
-    assert set(by_label) == {3, 6} and any("1 pairs are left out: all to train is cut off (the first: number 0)" in n
-                                        for n in notes)  # fmt: skip
+    assert set(by_label) == {3, 6} and re.search("1 pairs .*number 0", notes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_pair_has_its_margin_and_its_last_token(layout: str, tmp_path: Path) -> None:
+    """Of a reward model, which reads rows to their last token."""
+    pairs = random_pairs(4)
+    # One that fills what there is: a row of its own, or half of one for each side.
+    size = SEQ // 2 if layout == "best_fit" else SEQ
+    pairs[7] = ([431], [432] * (size - 1), [433] * (size - 1))
+    margins = np.random.default_rng(0).normal(size=PAIRS).astype(np.float32)
+    paths = write_pairs(tmp_path, pairs)
+    paths["train_reward_data_paths"] = (write_rows(tmp_path / "margin", margins[:, None].tolist(), np.float32),)
+    changes = {"train_impl": "rm", "pack_impl": layout, "prefix_sharing": False if layout == "best_fit" else "auto"}
+    args = configuration(tmp_path, **changes, **paths)
+    seen = set()
+    for batch in batches(args, build(args, epochs=1).train):
+        assert batch.tokens.shape[1] == SEQ
+        answers = answers_of(batch)
+        assert batch.margins is not None and len(batch.margins) == len(answers) // 2
+        for pair, margin in enumerate(batch.margins.tolist()):
+            chosen, rejected = answers[2 * pair][0], answers[2 * pair + 1][0]
+            number = 7 if 431 in chosen else (chosen[0] - 10) // 7
+            prompt, *both = pairs[number]
+            assert [chosen, rejected] == [prompt + both[0], prompt + both[1]], "whole, to their last token"
+            assert margin == margins[number]
+            seen.add(number)
+    assert 7 in seen and len(seen) > PAIRS // 2
 
 
 def test_pairs_longer_than_a_row_are_cut_evenly():
@@ -308,9 +320,9 @@ def test_kto_compares_with_answers_to_other_prompts(pack_impl: str, tmp_path: Pa
 
 def test_examples_with_rewards_and_no_kl(tmp_path: Path):
     paths = {
-        "train_data_paths": (write(tmp_path / "t", [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),),
-        "train_label_data_paths": (write(tmp_path / "l", [[-100, 2, 3], [-100, -100, 6], [-100, 8, 9]]),),
-        "train_reward_data_paths": (write(tmp_path / "r", [[1], [-1], [1]], np.float32),),
+        "train_data_paths": (write_rows(tmp_path / "t", [[1, 2, 3], [4, 5, 6], [7, 8, 9]]),),
+        "train_label_data_paths": (write_rows(tmp_path / "l", [[-100, 2, 3], [-100, -100, 6], [-100, 8, 9]]),),
+        "train_reward_data_paths": (write_rows(tmp_path / "r", [[1], [-1], [1]], np.float32),),
     }
     changes = {"train_impl": "kto", "dataset_impl": "gpt2", "gradient_accumulation_steps": 1, "train_iters": 1}
     args = configuration(tmp_path, **changes, train_micro_batch_size_per_gpu=1, **paths)
@@ -322,10 +334,10 @@ def test_examples_with_rewards_and_no_kl(tmp_path: Path):
     assert batches(free, build(free).train)[0].kl_batch is None
     few = args.replace(limit_samples=2)
     assert batches(few, build(few).train)[0].preference_labels.tolist() == [1.0, -1.0]
-    with pytest.raises(DataError, match="KTO compares with answers to other prompts, but 1 answers to 1 prompts"):
+    with pytest.raises(DataError, match="KTO .*1 answers .*1 prompts"):
         build(args.replace(limit_samples=1))
-    write(tmp_path / "r", [[1], [0], [1]], np.float32)
-    with pytest.raises(DataError, match=r"r\.bin: document 1 has reward 0"):
+    write_rows(tmp_path / "r", [[1], [0], [1]], np.float32)
+    with pytest.raises(DataError, match=r"r\.bin: document 1 .*reward 0"):
         build(args)
 
 
@@ -369,28 +381,19 @@ def test_validation_counts_every_pair_once(train_impl: str, pack_impl: str, tmp_
     assert (count, weights) == (len(batch.preference_labels), int(batch.loss_weights.sum())) and len(shapes) == 1
 
 
+@pytest.mark.parametrize("sizes", [(7,), (7, 30)])
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
-def test_a_small_set_is_validated_with_once(pack_impl: str, tmp_path: Path):
+def test_small_sets_are_validated_with_once_each_pair_by_weight(pack_impl: str, sizes: tuple[int, ...], tmp_path: Path):
     train = write_pairs(tmp_path, random_pairs(1))
-    small = write_pairs(tmp_path, random_pairs(2, 7), "v")
-    valid = {key.replace("train", "valid"): paths for key, paths in small.items()}
-    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid)
+    parts = [write_pairs(tmp_path, random_pairs(size, size), f"v{size}") for size in sizes]
+    valid = {key.replace("train", "valid"): sum((part[key] for part in parts), ()) for key in train}
+    weights = {"valid_data_weights": (3, 1)} if len(sizes) > 1 else {}
+    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, **train, **valid, **weights)
     dataset = build(args).valid
     validation_batches = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.preference_labels != 0).sum()) for batch in validation_batches) == 2 * 7
-
-
-@pytest.mark.parametrize("pack_impl", LAYOUTS)
-def test_a_blend_is_validated_with_once_each_pair_by_weight(pack_impl: str, tmp_path: Path):
-    train = write_pairs(tmp_path, random_pairs(1))
-    parts = [write_pairs(tmp_path, random_pairs(seed, count), f"v{seed}") for seed, count in ((2, 7), (3, 30))]
-    valid = {key.replace("train", "valid"): parts[0][key] + parts[1][key] for key in train}
-    args = configuration(tmp_path, pack_impl=pack_impl, eval_iters=10, eval_interval=2, valid_data_weights=(3, 1),
-                         **train, **valid)  # fmt: skip
-    dataset = build(args).valid
-    validation_batches = eval_batches(dataset, 10 * args.train_batch_size, 2, 0, 1, collation(args, None))
-    assert sum(int((batch.preference_labels != 0).sum()) for batch in validation_batches) == 2 * (7 + 30)
-    assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
+    assert sum(int((batch.preference_labels != 0).sum()) for batch in validation_batches) == 2 * sum(sizes)
+    if weights:
+        assert dataset.maps.dataset_index[:4].sum() == 1, "three of the first set for one of the second"
 
 
 def test_several_sets_and_limits(tmp_path: Path):
@@ -415,7 +418,7 @@ def test_first_labelled_of_many_chunks(tmp_path: Path, monkeypatch: pytest.Monke
     rows = [np.where(random.random(size) < 0.2, 5, -100) for size in random.integers(1, 30, 200)]
     expected = [next((i for i in range(1, len(row)) if row[i] >= 0), len(row)) for row in rows]
     monkeypatch.setattr("megatron.data.labels.CHUNK", 64)
-    assert first_labelled_token(open_dataset(write(tmp_path / "l", rows))).tolist() == expected
+    assert first_labelled_token(open_dataset(write_rows(tmp_path / "l", rows))).tolist() == expected
 
 
 @pytest.mark.parametrize("count, per_prompt", [(9, 1), (40, 2), (5, 2), (4, 2)])
@@ -428,14 +431,14 @@ def test_partners(count: int, per_prompt: int):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: both answers of a pair must stand in one"),
-        ({"pack_impl": "packed"}, "answers are whole documents"),
-        ({"max_length": 60}, "max_length: rows have 48 tokens"),
-        ({"max_length": 8, "max_prompt_length": 8}, "leaves nothing of max_length 8"),
-        ({"kto_kl": "rotated"}, "kto_kl: only train_impl: kto reads it, not dpo"),
-        ({"train_impl": "normal"}, "dataset_impl: pairs are for train_impl dpo, kto and rm"),
-        ({"eod_mask_loss": True}, "eod_mask_loss: is for language modelling"),
-        ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "takes an answer for a row"),
+        ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: "),
+        ({"pack_impl": "packed"}, "pack_impl: "),
+        ({"max_length": 60}, "max_length: .*48"),
+        ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length: .*max_length 8"),
+        ({"kto_kl": "rotated"}, "kto_kl: .*train_impl: kto.*dpo"),
+        ({"train_impl": "normal"}, "dataset_impl: .*dpo, kto and rm"),
+        ({"eod_mask_loss": True}, "eod_mask_loss: "),
+        ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "kto_kl: .*row"),
     ],
 )
 def test_keys_that_contradict_each_other(changes: dict, message: str, tmp_path: Path):

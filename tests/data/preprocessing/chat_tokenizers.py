@@ -7,22 +7,9 @@ from typing import Any
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
 
 ADDED = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<think>",
-    "</think>",
-    "<tool_call>",
-    "</tool_call>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|end|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|eot_id|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|user|>", "<|assistant|>", "<|end|>"),
+    *("<start_of_turn>", "<end_of_turn>"),
 )
 TEXT = (
     "The quiet harbour trades copper for silk and salt. What does the lantern cost in winter? "
@@ -56,11 +43,9 @@ def _trained():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=list(ADDED),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=600, special_tokens=list(ADDED), initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     return tokenizer.to_str()
@@ -71,9 +56,8 @@ def fast_tokenizer(template: str | None = None, **special: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    hf = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_trained()), **{"eos_token": "<|im_end|>", **special}
-    )
+    special = {"eos_token": "<|im_end|>", **special}
+    hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_trained()), **special)
     hf.chat_template = template
     return hf
 

@@ -11,15 +11,8 @@ from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from tests.data.preprocessing.chat_tokenizers import (
-    ADDED,
-    CHATML,
-    GENERATION,
-    LLAMA3,
-    PLAIN,
-    chat_tokenizer,
-    fast_tokenizer,
-)
+from tests.data.preprocessing import chat_tokenizers
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
 
@@ -28,6 +21,10 @@ TALK = [ASK, ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Te
 
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
 COMPLETED = {"prompt": [ASK], "completion": [ANSWER]}
+
+
+def said(text):
+    return {**ANSWER, "content": text}
 
 
 def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
@@ -40,10 +37,6 @@ def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
     return [chat.hf.decode(document.ids) for document in documents], trained, counts
 
 
-def said(text):
-    return {**ANSWER, "content": text}
-
-
 def test_a_prompt_of_text_beside_messages_is_the_users():
     as_text, as_messages = ({"prompt": p, "completion": [ANSWER]} for p in (ASK["content"], [ASK]))
     assert encode(as_text, keys=("completion",))[:2] == encode(as_messages, keys=("completion",))[:2]
@@ -53,8 +46,7 @@ def test_a_prompt_of_text_beside_messages_is_the_users():
 
 
 def test_a_prompt_of_text_that_the_messages_hold_is_not_repeated():
-    row = {"prompt": ASK["content"], "completion": TALK}
-    (whole,), (trained,), _ = encode(row, keys=("completion",))
+    (whole,), (trained,), _ = encode({"prompt": ASK["content"], "completion": TALK}, keys=("completion",))
     assert whole.count(ASK["content"]) == 1 and trained == "Nine coins.<|im_end|>\nTen.<|im_end|>\n"
     pair = {side: [{**ASK, "content": "Other words."}, said(side)] for side in ("chosen", "rejected")}
     wholes, trained, _ = encode({"prompt": "dialogue: ...", **pair}, keys=("chosen", "rejected"))
@@ -85,7 +77,7 @@ def words(**added):
 
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "Nine": 1, "coins": 2, "Ten": 3, ".": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.add_special_tokens([AddedToken(token, **added) for token in ADDED])
+    tokenizer.add_special_tokens([AddedToken(token, **added) for token in chat_tokenizers.ADDED])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>")
 
 
@@ -119,18 +111,6 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
     assert dangling[1] == ["Nine coins.\nTen.\n"] and dangling[2]["answers without a stop token"] == 2
 
 
-@pytest.mark.parametrize(
-    "template, reason",
-    [
-        ("{{ 1 / 0 }}", "division by zero"),
-        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "maximum recursion depth exceeded"),
-    ],
-)
-def test_any_failure_of_a_template_names_the_row(template, reason):
-    with pytest.raises(DataError, match=f"^row: the chat template fails: {reason}"):
-        encode({"messages": TALK}, template)
-
-
 def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     (tmp_path / "endless.jinja").write_text(ENDLESS)
@@ -138,12 +118,6 @@ def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
     chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))
     with pytest.raises(DataError, match=r"^row: the chat template fails: stopped after 0.2 s.*endless.jinja\)"):
         prepare({"messages": TALK}, chat, ChatOptions(keys=("messages",)))
-
-
-@pytest.mark.parametrize("calls", [[{"function": "f"}], ["f"], "f"])
-def test_tool_calls_of_another_form(calls):
-    with pytest.raises(DataError, match='^row: "messages" message 1: tool_calls is no list of objects'):
-        encode({"messages": [ASK, {**ANSWER, "tool_calls": calls}]})
 
 
 def test_a_row_cut_on_the_left_keeps_its_bos():
@@ -155,17 +129,6 @@ def test_a_row_cut_on_the_left_keeps_its_bos():
     options = ChatOptions(keys=("messages",), max_length=6, overlong="truncate_left")
     ((document,),) = encode_rows([prepare(row, chat, options)], chat, options)[0][0].documents
     assert len(document.ids) == len(document.labels) == 6 and document.labels[0] == -100
-
-
-@pytest.mark.parametrize("start", ["<|begin_of_text|>\n<|begin_of_text|>", " <|begin_of_text|><|begin_of_text|>"])
-def test_two_bos_with_blanks_between(start):
-    with pytest.raises(DataError, match="begins with <.begin_of_text.> twice"):
-        encode({"messages": TALK}, json.dumps(start).join(("{{ ", " }}")) + CHATML)
-
-
-def test_plain_text_under_another_name_is_told_the_right_ones():
-    with pytest.raises(DataError, match="completion, chosen or rejected"):
-        encode({"prompt": "a", "response": "b"}, keys=("response",))
 
 
 def test_flags_are_named(tmp_path, capsys):

@@ -18,9 +18,10 @@ import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset
+from tests.data.samples import DATASET as GOLDEN
+from tests.data.samples import pair, rows_of
 from tools.datasets import preprocess_data_with_chat_template, preprocess_data_with_mask
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "dataset"
 BLANK = 222
 EOS = 0
 
@@ -28,25 +29,15 @@ EOS = 0
 @pytest.fixture
 def chat(tmp_path):
     def run(source, *flags, workers=1, prefix="out"):
-        preprocess_data_with_chat_template.main(
-            [
-                *("--input", str(GOLDEN / source), "--output-prefix", str(tmp_path / prefix)),
-                *("--tokenizer-path", str(GOLDEN / "hf_tokenizer"), "--workers", str(workers), *flags),
-            ]
-        )
+        words = f"--input {GOLDEN / source} --output-prefix {tmp_path / prefix} --tokenizer-path {GOLDEN}/hf_tokenizer"
+        preprocess_data_with_chat_template.main([*words.split(), "--workers", str(workers), *flags])
         return tmp_path / prefix
 
     return run
 
 
-def rows(prefix):
-    dataset = IndexedDataset(prefix)
-    return [dataset[i] for i in range(len(dataset))]
-
-
-def same_bytes(ours, golden):
-    for suffix in (".bin", ".idx"):
-        assert Path(f"{ours}{suffix}").read_bytes() == (GOLDEN / f"{golden}{suffix}").read_bytes(), suffix
+def arrays(prefix):
+    return [np.array(row) for row in rows_of(prefix)]
 
 
 def _as_neox_cuts(ids, labels):
@@ -59,50 +50,42 @@ def _as_neox_cuts(ids, labels):
     return ids, labels
 
 
+def equal_but_for_the_blanks(out, golden, key):
+    """Whether all documents under a key are, which also says that some differ in these."""
+    names = (f"{key}_document", f"{key}_label_document")
+    (ids, labels), (their_ids, their_labels) = ([arrays(f"{at}_{name}") for name in names] for at in (out, golden))
+    cut = [_as_neox_cuts(*row) for row in zip(ids, labels, strict=True)]
+    theirs = zip(their_ids, their_labels, strict=True)
+    same = all(np.array_equal(a, c) and np.array_equal(b, d) for (a, b), (c, d) in zip(cut, theirs, strict=True))
+    return same and not any(map(np.array_equal, ids, their_ids))
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_conversations(chat, workers):
     out = chat("chat.jsonl", workers=workers)
-    ours = zip(rows(f"{out}_conversation_document"), rows(f"{out}_conversation_label_document"), strict=True)
-    golden = zip(
-        rows(GOLDEN / "chat_conversation_document"), rows(GOLDEN / "chat_conversation_label_document"), strict=True
-    )
-    for (ids, labels), (their_ids, their_labels) in zip(ours, golden, strict=True):
-        cut, cut_labels = _as_neox_cuts(ids, labels)
-        assert np.array_equal(cut, their_ids) and np.array_equal(cut_labels, their_labels)
-        assert not np.array_equal(ids, their_ids)
-    same_idx = Path(f"{out}_conversation_document.idx").read_bytes()
-    assert same_idx == (GOLDEN / "chat_conversation_document.idx").read_bytes()
+    assert equal_but_for_the_blanks(out, GOLDEN / "chat", "conversation")
+    assert pair(f"{out}_conversation_document")[1] == pair(GOLDEN / "chat_conversation_document")[1]
 
 
 def test_only_the_last_message(chat, capsys):
-    with pytest.raises(SystemExit, match=r"chat\.jsonl:11: none of its tokens is trained; see --untrained"):
+    with pytest.raises(SystemExit, match=r"chat\.jsonl:11: .*--untrained"):
         chat("chat.jsonl", "--only-last")
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
-    texts, labels = rows(f"{out}_conversation_document"), rows(f"{out}_conversation_label_document")
-    golden = rows(GOLDEN / "chat_onlylast_conversation_label_document")
-    for ids, row, golden_labels in zip(texts, labels, golden, strict=True):
-        assert np.array_equal(_as_neox_cuts(ids, row)[1], golden_labels)
+    ours = zip(*(arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_")), strict=True)
+    golden = arrays(GOLDEN / "chat_onlylast_conversation_label_document")
+    assert all(np.array_equal(_as_neox_cuts(*row)[1], labels) for row, labels in zip(ours, golden, strict=True))
     assert "rows without a trained token: 1" in capsys.readouterr().out  # row 11 ends in a user's message
 
 
-@pytest.mark.parametrize("key", ["chosen", "rejected"])
-def test_pairs(chat, key):
+def test_pairs(chat):
     out = chat("pairs.jsonl", "--jsonl-keys", "chosen", "rejected")
-    ours = zip(rows(f"{out}_{key}_document"), rows(f"{out}_{key}_label_document"), strict=True)
-    golden = zip(rows(GOLDEN / f"pairs_{key}_document"), rows(GOLDEN / f"pairs_{key}_label_document"), strict=True)
-    for (ids, labels), (their_ids, their_labels) in zip(ours, golden, strict=True):
-        cut, cut_labels = _as_neox_cuts(ids, labels)
-        assert np.array_equal(cut, their_ids) and np.array_equal(cut_labels, their_labels)
+    assert all(equal_but_for_the_blanks(out, GOLDEN / "pairs", key) for key in ("chosen", "rejected"))
 
 
-@pytest.mark.parametrize("key", ["chosen", "rejected"])
-def test_reward_model_pairs(chat, key):
+def test_reward_model_pairs(chat):
     out = chat("pairs.jsonl", "--jsonl-keys", "chosen", "rejected", "--for-rm")
-    for ours, golden in (
-        (f"{out}_{key}_document", GOLDEN / f"pairs_rm_{key}_document"),
-        (f"{out}_{key}_label_document", GOLDEN / f"pairs_rm_{key}_label_document"),
-    ):
-        for ids, theirs in zip(rows(ours), rows(golden), strict=True):
+    for name in ("chosen_document", "chosen_label_document", "rejected_document", "rejected_label_document"):
+        for ids, theirs in zip(arrays(f"{out}_{name}"), arrays(GOLDEN / f"pairs_rm_{name}"), strict=True):
             assert np.array_equal(ids, np.delete(theirs, -2)) and theirs[-1] == EOS
 
 
@@ -111,33 +94,24 @@ def test_rewards(chat):
     out = chat("chat.jsonl", "--reward-key", "score", "--binary-reward")
     ours, golden = IndexedDataset(f"{out}_conversation_reward_document"), "chat_kto_conversation_reward_document"
     assert ours.dtype == np.float32 and np.array_equal(ours.tokens, IndexedDataset(GOLDEN / golden).tokens)
-    out = chat("chat.jsonl", "--reward-key", "scoref")
-    ours, golden = (
-        IndexedDataset(f"{out}_conversation_reward_document"),
-        "chat_rewardfloat_conversation_reward_document",
-    )
+    ours = IndexedDataset(f"{chat('chat.jsonl', '--reward-key', 'scoref')}_conversation_reward_document")
+    golden = IndexedDataset(GOLDEN / "chat_rewardfloat_conversation_reward_document")
     assert np.array_equal(ours.tokens, np.array([row["scoref"] for row in source], np.float32))
-    assert np.array_equal(ours.tokens.astype(np.int32), IndexedDataset(GOLDEN / golden).tokens)
-    assert np.array_equal(ours.sizes, IndexedDataset(GOLDEN / golden).sizes)
+    assert np.array_equal(ours.tokens.astype(np.int32), golden.tokens) and np.array_equal(ours.sizes, golden.sizes)
 
 
 def test_without_a_mask(chat):
-    masked = rows(f"{chat('chat.jsonl')}_conversation_document")
+    masked = rows_of(f"{chat('chat.jsonl')}_conversation_document")
     out = chat("chat.jsonl", "--no-mask", prefix="bare")
-    assert all(map(np.array_equal, masked, rows(f"{out}_conversation_document")))
+    assert masked == rows_of(f"{out}_conversation_document")
     assert not Path(f"{out}_conversation_label_document.bin").exists()
 
 
 @pytest.fixture
 def mask(tmp_path):
     def run(*flags):
-        preprocess_data_with_mask.main(
-            [
-                *("--input", str(GOLDEN / "instruct.jsonl"), "--output-prefix", str(tmp_path / "out")),
-                *("--tokenizer-type", "HFTokenizer", "--vocab-file", str(GOLDEN / "tokenizer.json"), "--append-eod"),
-                *flags,
-            ]
-        )
+        words = f"--input {GOLDEN}/instruct.jsonl --output-prefix {tmp_path}/out --tokenizer-type HFTokenizer".split()
+        preprocess_data_with_mask.main([*words, "--append-eod", "--vocab-file", f"{GOLDEN}/tokenizer.json", *flags])
         return tmp_path / "out"
 
     return run
@@ -145,8 +119,8 @@ def mask(tmp_path):
 
 def test_mask_before_token(mask, capsys):
     out = mask("--mask-before-token", "222,34,79,84,88,264,27")
-    same_bytes(f"{out}_text_document", "instruct_text_document")
-    same_bytes(f"{out}_label_document", "instruct_label_document")
+    for kind in ("text", "label"):
+        assert pair(f"{out}_{kind}_document") == pair(GOLDEN / f"instruct_{kind}_document")
     assert "documents without the delimiter: 1\n" in capsys.readouterr().out  # row 6: trained whole, as in NeoX
 
 

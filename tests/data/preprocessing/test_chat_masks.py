@@ -21,38 +21,36 @@ def trained(template, messages=TALK, **settings):
     return [trained_text.text[start:end] for start, end in trained_text.spans]
 
 
-def test_spans():
-    assert trained(CHATML) == ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]
-    assert trained(GENERATION) == ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]
-    assert trained(LLAMA3) == ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]
-    assert trained(PLAIN) == ["Nine coins.\n", " Ten. \n"]
+SWAPPED = [{**m, "role": "model" if m["role"] == "assistant" else m["role"]} for m in TALK]
+OPENING = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
+# Phi-3's, which renders the eos_token behind the last message only
+ENDED = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
-def test_a_template_that_ends_every_conversation():
-    """Phi-3's, which renders the eos_token behind the last message only."""
-    template = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
-    assert trained(template) == ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]
+@pytest.mark.parametrize(
+    "template, messages, settings, expected",
+    [
+        (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
+        (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
+        (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
+        (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
+        (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
+        (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
+        (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
+        (CHATML, TALK[:4], {"only_last": True}, []),
+        (CHATML.replace("assistant", "model"), SWAPPED, {"role": "model", "only_last": True}, [" Ten. <|im_end|>\n"]),
+        # Of an opening without a prompt a template that marks nothing cannot tell the beginning
+        (CHATML, OPENING, {}, ["Nine coins.<|im_end|>\n"]),
+        (GENERATION, OPENING, {}, ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]),
+    ],
+)
+def test_spans(template, messages, settings, expected):
+    assert trained(template, messages, **settings) == expected
 
 
-def test_only_last():
-    assert trained(CHATML, only_last=True) == [" Ten. <|im_end|>\n"]
-    assert trained(GENERATION, only_last=True) == [" Ten. <|im_end|>"]
-    assert trained(CHATML, TALK[:4], only_last=True) == []
-
-
-def test_another_role():
-    swapped = [{**m, "role": "model" if m["role"] == "assistant" else m["role"]} for m in TALK]
-    assert trained(CHATML.replace("assistant", "model"), swapped, role="model") == trained(CHATML)
-    with pytest.raises(DataError, match=r'no message has the role "assistant" \(found: system, user, model\)'):
-        trained(CHATML, swapped)
-
-
-def test_the_model_speaks_first():
-    """Of an opening without a prompt a template that marks nothing cannot tell the beginning: it is not
-    trained."""
-    opening = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
-    assert trained(CHATML, opening) == ["Nine coins.<|im_end|>\n"]
-    assert trained(GENERATION, opening) == ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]
+def test_no_message_of_the_role():
+    with pytest.raises(DataError, match='"assistant" .*system, user, model'):
+        trained(CHATML, SWAPPED)
 
 
 def test_tool_calls():
@@ -65,43 +63,34 @@ def test_tool_calls():
 
 
 # name: (template, what is replaced in it, by what, pieces of the message)
+GENERATED = "{{ '<|im_start|>assistant\\n' }}"
 REFUSED = {
-    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", ["does not hold its text 'Nine coins.'"]),
+    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", "its text 'Nine coins.'"),
     "check 1, words of others": (
-        GENERATION,
-        "{% generation %}{{ ",
-        "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
-        ["what is trained holds the words of other messages: 'What does silk cost?Nine"],
+        GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
+        "words of other messages: 'What does silk cost?Nine",
     ),
     "check 1, no generation prompt": (
-        CHATML,
-        "{% if add_generation_prompt",
-        "{% if false and add_generation_prompt",
-        ["the template writes '<|im_start|>assistant\\n' before the answer"],
+        CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'",
     ),
     "check 2": (
-        GENERATION,
-        " + '<|im_end|>' }}{% endgeneration %}{{ ",
-        " }}{% endgeneration %}{{ '<|im_end|>' + ",
-        ["<|im_end|> behind the answer is not trained"],
+        GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
+        "<|im_end|> behind the answer",
     ),
     "check 3, history": (
-        CHATML,
-        "m['content']",
-        "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
-        ["rendered alone, the conversation reads 'ine coins", "where the whole reads ' coins"],
+        CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
+        "reads 'ine coins", "reads ' coins",
     ),
     "check 3, prompt": (
-        GENERATION,
-        "{{ '<|im_start|>assistant\\n' }}",
-        "{{ '<|im_start|>assistant\\n<think></think>' }}",
-        ["rendered alone, the conversation reads '<think></think>'", "where the whole reads 'Nine"],
+        GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
+        "reads '<think></think>'", "reads 'Nine",
     ),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("template, old, new, pieces", REFUSED.values(), ids=REFUSED)
-def test_templates_that_cannot_be_verified(template, old, new, pieces):
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_that_cannot_be_verified(name):
+    template, old, new, *pieces = REFUSED[name]
     assert old in template
     with pytest.raises(DataError, match="^message 2 cannot be verified: [^\n]*$") as raised:
         trained(template.replace(old, new))
@@ -132,10 +121,8 @@ def test_span_labels_count_tokens_that_reach_into_a_span():
 
 def test_completion_labels_begin_where_the_first_of_a_pair_parts():
     prompt, chosen, rejected = np.array([1, 2, 3]), np.array([1, 2, 3, 4]), np.array([1, 2, 9, 9])
-    assert [row.tolist() for row in completion_labels([prompt, prompt], [chosen, rejected])] == [
-        [-100, -100, 3, 4],
-        [-100, -100, 9, 9],
-    ]
+    labels = completion_labels([prompt, prompt], [chosen, rejected])
+    assert [row.tolist() for row in labels] == [[-100, -100, 3, 4], [-100, -100, 9, 9]]
 
 
 def test_delimiter_labels():

@@ -1,10 +1,7 @@
 """Shapes of chat data, the chat tool's flags, and input that cannot be used."""
 
 import json
-import subprocess
-import sys
 from datetime import date
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,11 +12,17 @@ from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tests.data.samples import jsonl
 from tools.datasets import preprocess_data_with_chat_template as tool
 
-ROOT = Path(__file__).parents[3]
 ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 ROW = {"messages": [ASK, ANSWER]}
+BOS = {"bos_token": "<|begin_of_text|>"}
+SCORE = {"reward_key": "score"}
+
+
+def called(calls):
+    return {"messages": [ASK, {**ANSWER, "tool_calls": calls}]}
 
 
 def encode(row, template=CHATML, keys=("messages",), special=None, **options):
@@ -37,9 +40,28 @@ def texts(row, *args, **options):
     return [(chat.hf.decode(d.ids), chat.hf.decode(t)) for (d,), t in zip(made.documents, trained, strict=True)]
 
 
-def test_sharegpt_names():
-    row = {"conversations": [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": ANSWER["content"]}]}
-    assert texts(row, keys=("conversations",)) == texts(ROW)
+EOT = {"special": {"eos_token": "<|endoftext|>"}}
+SHAREGPT = [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value": ANSWER["content"]}]
+LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
+
+
+@pytest.mark.parametrize(
+    "row, options, expected",
+    [
+        ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
+        (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
+        (ROW, EOT, "Nine coins.<|im_end|>\n"),
+        ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
+        (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
+        (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
+        (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
+        ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
+    ],
+)
+def test_what_is_trained_of_a_row(row, options, expected):
+    ((whole, trained),) = texts(row, **options)
+    assert trained == expected
+    assert whole.endswith("<|endoftext|>") == (options.get("template") == PLAIN and "special" in options)
 
 
 def test_tools_and_template_variables():
@@ -55,12 +77,9 @@ def test_tools_and_template_variables():
 
 def test_columns_made_into_messages():
     maps = (("user", "For {topic}, {{n}}: {question}"), ("assistant", "{answer}"))
-    row = {"topic": "silk", "question": "what?", "answer": 9}
-    ((whole, trained),) = texts(row, maps=maps, system="Be {brief}.")
-    assert whole.startswith(
-        "<|im_start|>system\nBe {brief}.<|im_end|>\n<|im_start|>user\nFor silk, {n}: what?<|im_end|>"
-    )
-    assert trained == "9<|im_end|>\n"
+    ((whole, trained),) = texts({"topic": "silk", "question": "what?", "answer": 9}, maps=maps, system="Be {brief}.")
+    system, user = "<|im_start|>system\nBe {brief}.<|im_end|>\n", "<|im_start|>user\nFor silk, {n}: what?<|im_end|>"
+    assert whole.startswith(system + user) and trained == "9<|im_end|>\n"
 
 
 def test_a_system_message_of_the_row_stays():
@@ -68,15 +87,6 @@ def test_a_system_message_of_the_row_stays():
     made, counts, chat = encode(row, system="File's.")
     assert "Mine." in (whole := chat.hf.decode(made.documents[0][0].ids)) and "File's" not in whole
     assert counts["conversations that keep a system message of their own"] == 1
-
-
-def test_stop_token_is_added_only_where_the_template_has_none():
-    special = {"eos_token": "<|endoftext|>"}
-    assert texts(ROW, PLAIN, special=special)[0][1] == "Nine coins.\n<|endoftext|>"
-    assert texts(ROW, CHATML, special=special)[0][1] == "Nine coins.<|im_end|>\n"
-    dangling = {"messages": [ASK, ANSWER, ASK]}
-    whole, trained = texts(dangling, PLAIN, special=special)[0]
-    assert whole.endswith("cost?\n<|endoftext|>") and trained == "Nine coins.\n"
 
 
 def test_exactly_one_bos():
@@ -114,22 +124,6 @@ def test_blanks_that_a_tokenizer_leaves_out_of_its_ranges():
 def test_binary_rewards():
     made = [encode({**ROW, "good": good}, reward_key="good", binary_reward=True)[0] for good in (True, False, 1, 0, -1)]
     assert [row.reward for row in made] == [1, -1, 1, -1, -1]
-
-
-def test_the_last_token_alone_for_a_reward_model():
-    assert texts(ROW, LLAMA3, for_rm=True)[0][1] == "<|eot_id|>"
-    assert texts(ROW, PLAIN, for_rm=True)[0][1] == "<|im_end|>"
-
-
-def test_only_last_of_a_longer_completion():
-    row = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
-    assert texts(row, keys=("completion",), scope="last_turn")[0][1] == "Ten.<|im_end|>\n"
-    assert texts(row, keys=("completion",))[0][1].startswith("Nine coins.<|im_end|>")
-
-
-def test_broken_encodings_are_mended():
-    row = {"messages": [ASK, {"role": "assistant", "content": "CafÃ©"}]}
-    assert texts(row, ftfy=True)[0][1] == "Café<|im_end|>\n"
 
 
 def test_over_long_rows():
@@ -171,45 +165,51 @@ def test_both_sides_of_a_pair_go():
 @pytest.mark.parametrize(
     "row, options, message",
     [
-        ([], {}, "a row is list, not an object"),
-        ({"text": "x"}, {}, r'no key "messages" \(found: text\)'),
-        ({"messages": []}, {}, '"messages" is an empty conversation'),
-        ({"messages": "hello"}, {}, '"messages" is text, not a list of messages'),
-        ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str, not an object'),
-        ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 has no role'),
-        ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 has no content'),
-        ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int, not text"),
-        ({"messages": [ASK]}, {}, r'no message has the role "assistant" \(found: user\)'),
-        ({**ROW, "tools": "[{"}, {}, '"tools" is not valid JSON'),
-        ({**ROW, "tools": {}}, {}, '"tools" is dict, not a list'),
+        ([], {}, "list, not an object"),
+        ({"text": "x"}, {}, r'"messages" .*text'),
+        ({"messages": []}, {}, '"messages" .*empty'),
+        ({"messages": "hello"}, {}, '"messages" is text'),
+        ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str'),
+        ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 .*role'),
+        ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 .*content'),
+        ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int"),
+        ({"messages": [ASK]}, {}, r'"assistant" .*found: user'),
+        ({**ROW, "tools": "[{"}, {}, '"tools" .*JSON'),
+        ({**ROW, "tools": {}}, {}, '"tools" is dict'),
         ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
-        ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "half of a surrogate pair"),
-        (ROW, {"template": "{{ raise_exception('no system role') }}"}, "the chat template fails: no system role"),
-        (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "the chat template fails: "),
-        (ROW, {"template": None}, "the tokenizer has no chat template; give one with --chat-template"),
-        (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 cannot be verified"),
-        (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "the tokenizer has no eos_token to add"),
-        (
-            ROW,
-            {"template": "{{ bos_token }}" + LLAMA3, "special": {"bos_token": "<|begin_of_text|>"}},
-            r"begins with <\|begin_of_text\|> twice",
-        ),
-        ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "share no beginning"),
+        ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "surrogate"),
+        (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
+        (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
+        (ROW, {"template": None}, "no chat template.*--chat-template"),
+        (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
+        (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
+        (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
+        ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
         (
             {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
             {"keys": ("completion",)},
-            'no message of "completion" has the role',
+            '"completion" .*role',
         ),
-        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins with'),
-        ({**ROW, "score": float("nan")}, {"reward_key": "score"}, '"score" is nan: a reward is a finite number'),
-        ({**ROW, "score": 1e39}, {"reward_key": "score"}, '"score" is 1e[+]39: a reward is a finite number'),
-        ({**ROW, "score": "9"}, {"reward_key": "score"}, "\"score\" is '9': a reward is a finite number"),
-        (ROW, {"reward_key": "score"}, '"score" is missing'),
-        ({**ROW, "score": 0.5}, {"reward_key": "score", "binary_reward": True}, "--binary-reward reads true and false"),
-        ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: no column 'b' \(found: a\)"),
-        ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces hold column names"),
+        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
+        ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
+        ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
+        ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
+        (ROW, SCORE, '"score" is missing'),
+        ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
+        *((called(calls), {}, '"messages" message 1: tool_calls') for calls in ([{"function": "f"}], ["f"], "f")),
+        (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
+        (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
+        (
+            ROW,
+            {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS},
+            r"<\|begin_of_text\|> twice",
+        ),
+        (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
+        ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
+        ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
+        ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
     ],
-)  # fmt: skip
+)
 def test_rows_that_cannot_be_used(row, options, message):
     with pytest.raises(DataError, match=rf"^row: .*{message}[^\n]*$"):
         encode(row, **options)
@@ -218,15 +218,12 @@ def test_rows_that_cannot_be_used(row, options, message):
 @pytest.mark.parametrize(
     "options",
     [
-        {"binary_reward": True},
-        {"for_rm": True, "mask": False},
-        {"for_rm": True, "scope": "last_turn"},
-        {"overlong": "drop"},
+        *({"binary_reward": True}, {"overlong": "drop"}, {"max_length": 1}, {"for_rm": True, "mask": False}),
+        *({"for_rm": True, "scope": "last_turn"}, {"maps": (("user", "x"),), "keys": ("a", "b")}),
         {"overlong": "split", "max_length": 8, "keys": ("chosen", "rejected")},
         {"overlong": "truncate_right", "max_length": 8, "for_rm": True},
-        {"maps": (("user", "x"),), "keys": ("a", "b")},
-        {"max_length": 1},
     ],
+    ids=str,
 )
 def test_flags_that_exclude_each_other(options):
     with pytest.raises(DataError, match="^--"):
@@ -241,64 +238,48 @@ def saved(tmp_path):
     return tmp_path / "tokenizer"
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" if not isinstance(row, str) else row for row in rows))
-    return path
-
-
 def test_row_19_as_typed_and_its_frozen_date(saved, tmp_path):
-    source = write(tmp_path / "chats.jsonl", [ROW] * 40)
-    command = (
-        f"tools/datasets/preprocess_data_with_chat_template.py --input {source} --output-prefix {tmp_path}/out "
-        f"--tokenizer-path {saved} --jsonl-keys messages --dataset-impl mmap --num-docs 40 --workers 50"
-    )
-    done = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    flags = f"--input {jsonl(tmp_path / 'chats.jsonl', [ROW] * 40)} --tokenizer-path {saved} --jsonl-keys messages"
+    tool.main(f"{flags} --output-prefix {tmp_path}/out --dataset-impl mmap --num-docs 40 --workers 50".split())
     text, labels = (IndexedDataset(f"{tmp_path}/out_messages_{kind}") for kind in ("document", "label_document"))
     assert len(text) == 40 and np.array_equal(text.sizes, labels.sizes) and text.dtype == np.int32
     about = json.loads((tmp_path / "out_metadata.json").read_text())
-    year = about["template_date"][:4]
-    assert load_chat_tokenizer(str(saved)).hf.decode(text[39]).split("<")[0].endswith(year)
+    decode = load_chat_tokenizer(str(saved)).hf.decode
+    assert decode(text[39]).split("<")[0].endswith(about["template_date"][:4])
     assert about["counts"]["trained tokens"] == int((labels.tokens >= 0).sum())
-    tool.main(
-        f"--input {source} --output-prefix {tmp_path}/old --tokenizer-path {saved} --jsonl-keys messages "
-        "--date 2024-07-26".split()
-    )
-    dated = IndexedDataset(f"{tmp_path}/old_messages_document")
-    assert load_chat_tokenizer(str(saved)).hf.decode(dated[0]).startswith("26 Jul 2024<|im_start|>")
+    tool.main(f"{flags} --output-prefix {tmp_path}/old --date 2024-07-26".split())
+    assert decode(IndexedDataset(f"{tmp_path}/old_messages_document")[0]).startswith("26 Jul 2024<|im_start|>")
     assert json.loads((tmp_path / "old_metadata.json").read_text())["template_date"] == "2024-07-26"
 
 
 def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
-    source = write(tmp_path / "chats.jsonl", [ROW, {"messages": []}, ROW, "{\n"])
+    source = jsonl(tmp_path / "chats.jsonl", [ROW, {"messages": []}, ROW])
+    source.write_text(source.read_text() + "{\n")
     flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages".split()
-    with pytest.raises(SystemExit) as stopped:
+    with pytest.raises(SystemExit, match=rf'^preprocess_data_with_chat_template.py: error: {source}:2: "messages" '):
         tool.main(flags)
-    assert str(stopped.value).startswith(
-        f'preprocess_data_with_chat_template.py: error: {source}:2: "messages" is an empty conversation'
-    )
     assert not list(tmp_path.glob("out*"))
     tool.main([*flags, "--on-error", "skip"])
     assert len(IndexedDataset(f"{tmp_path}/out_messages_document")) == 2
-    assert "2 bad rows left out" in capsys.readouterr().err
+    assert "2 bad rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "flags, message",
     [
-        ("--tokenizer-path nobody/nothing", "nobody/nothing: neither a folder here nor to be had from the Hugging"),
+        ("--tokenizer-path nobody/nothing", "nobody/nothing: .*Hugging"),
         ("--tokenizer-path ./nowhere", "no such folder"),
         ("--tokenizer-path {data}", "no tokenizer of transformers"),
         ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
-        ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: cannot be read"),
-        ("--tokenizer-path {saved} --map user", "write ROLE=TEXT"),
-        ("--tokenizer-path {saved} --binary-reward", "--binary-reward needs --reward-key"),
+        ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: "),
+        ("--tokenizer-path {saved} --map user", "ROLE=TEXT"),
+        ("--tokenizer-path {saved} --binary-reward", "--binary-reward .*--reward-key"),
     ],
-)  # fmt: skip
+)
 def test_one_line_for_flags_that_cannot_be(saved, tmp_path, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()
-    source = write(tmp_path / "chats.jsonl", [ROW])
+    source = jsonl(tmp_path / "chats.jsonl", [ROW])
     flags = flags.format(saved=saved, data=tmp_path / "data")
     with pytest.raises(SystemExit, match=rf"^preprocess_data_with_chat_template.py: error: [^\n]*{message}[^\n]*$"):
         tool.main(f"--input {source} --output-prefix {tmp_path}/out {flags}".split())
@@ -312,13 +293,10 @@ def test_a_date_of_no_plain_format_cannot_be_frozen():
 def test_template_file_and_system_file(saved, tmp_path):
     (tmp_path / "plain.jinja").write_text(PLAIN)
     (tmp_path / "system.txt").write_text("Be brief.\n")
-    source = write(tmp_path / "chats.jsonl", [{"q": "silk", "a": "nine"}])
+    source = jsonl(tmp_path / "chats.jsonl", [{"q": "silk", "a": "nine"}])
     tool.main(
-        [
-            *f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved}".split(),
-            *("--chat-template", str(tmp_path / "plain.jinja"), "--system-file", str(tmp_path / "system.txt")),
-            *("--map", "user={q}", "--map", "assistant={a}"),
-        ]
+        f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --chat-template "
+        f"{tmp_path}/plain.jinja --system-file {tmp_path}/system.txt --map user={{q}} --map assistant={{a}}".split()
     )
     ids = IndexedDataset(f"{tmp_path}/out_conversation_document")[0]
     text = "[system] Be brief.\n[user] silk\n[assistant] nine\n<|im_end|>"

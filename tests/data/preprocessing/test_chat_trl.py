@@ -1,7 +1,6 @@
 """Labels of conversations and pairs against TRL 1.16's own preparation of data sets, on a tokenizer trained
 here."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,36 +13,32 @@ from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.conversations import shared_prompt
 from megatron.neox_arguments import NeoXArgs
 from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tests.data.samples import jsonl
 from tools.datasets.preprocess_data_with_chat_template import main as preprocess_main
 
 trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 datasets = pytest.importorskip("datasets")
 
+
+def _says(role: str, text: str) -> dict[str, str]:
+    return {"role": role, "content": text}
+
+
 MESSAGES = [
+    [_says("user", "What does the lantern cost?"), _says("assistant", "Nine coins, or ten.")],
     [
-        {"role": "user", "content": "What does the lantern cost?"},
-        {"role": "assistant", "content": "Nine coins, or ten."},
-    ],
-    [
-        {"role": "system", "content": "The harbour trades copper."},
-        {"role": "user", "content": "silk"},
-        {"role": "assistant", "content": " It costs 9\n\ncoins é 🏮 "},
-        {"role": "user", "content": "in winter?"},
-        {"role": "assistant", "content": "salt"},
+        *(_says("system", "The harbour trades copper."), _says("user", "silk")),
+        *(_says("assistant", " It costs 9\n\ncoins é 🏮 "), _says("user", "in winter?"), _says("assistant", "salt")),
     ],
 ]
 PAIRS = [
-    {
-        "prompt": MESSAGES[1][:-1],
-        "chosen": [{"role": "assistant", "content": "The salt"}],
-        "rejected": [{"role": "assistant", "content": "They say nine"}],
-    },
-    {
-        "prompt": MESSAGES[0][:1],
-        "chosen": [{"role": "assistant", "content": "\n\nNine"}],
-        "rejected": [{"role": "assistant", "content": "\nTen\n"}],
-    },
-]
+    {"prompt": prompt, "chosen": [_says("assistant", chosen)], "rejected": [_says("assistant", rejected)]}
+    for prompt, chosen, rejected in (
+        (MESSAGES[1][:-1], "The salt", "They say nine"), (MESSAGES[0][:1], "\n\nNine", "\nTen\n"),
+    )
+]  # fmt: skip
+SIDES = ("chosen", "rejected")
+INSIDE = [{side: pair["prompt"] + pair[side] for side in SIDES} for pair in PAIRS]
 
 
 def ours(rows, keys, template, scope=None, **special):
@@ -57,12 +52,9 @@ def trl_sft(rows, template, assistant_only=False, **special):
     hf = fast_tokenizer(template, **special)
     trainer = SimpleNamespace(_tokenizer=hf, chat_template=None, completion_only_loss=True)
     args = SimpleNamespace(
-        dataset_num_proc=None,
-        dataset_text_field="text",
-        assistant_only_loss=assistant_only,
-        max_length=None,
+        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=assistant_only, max_length=None,
         shuffle_dataset=False,
-    )
+    )  # fmt: skip
     prepared = trl.SFTTrainer._prepare_dataset(
         trainer, datasets.Dataset.from_list(rows), hf, args, packing=False, formatting_func=None, dataset_name="x"
     )
@@ -149,15 +141,14 @@ def test_plain_prompt_and_completion():
 
 @pytest.mark.parametrize("template, special", [(CHATML, {}), (LLAMA3, LLAMA), (GENERATION, {})])
 def test_pairs(template, special):
-    assert ours(PAIRS, ("chosen", "rejected"), template, **special) == trl_dpo(PAIRS, template, **special)
+    assert ours(PAIRS, SIDES, template, **special) == trl_dpo(PAIRS, template, **special)
 
 
 def test_judged_answers_from_jsonl(tmp_path):
     """prompt, completion, label in a file -> the tool -> the batches of a run, against what TRL trains on."""
     rows = [{"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
             for pair in PAIRS for side in ("chosen", "rejected")]  # fmt: skip
-    source, prefix = tmp_path / "rows.jsonl", str(tmp_path / "kto")
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    source, prefix = jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "kto")
     fast_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
     preprocess_main(
         ["--input", str(source), "--output-prefix", prefix, "--tokenizer-path", str(tmp_path / "tokenizer"),
@@ -191,18 +182,16 @@ def test_judged_answers_from_jsonl(tmp_path):
     assert got == [(row[0], 1.0 if row[1] else -1.0, row[2]) for row in trl_rows] and sorted(order) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_scopes_of_pairs(inside):
+@pytest.mark.parametrize("given", [PAIRS, INSIDE])
+def test_scopes_of_pairs(given):
     """all_assistant: each side is a conversation of its own, in which every answer is trained."""
-    rows = [{side: pair["prompt"] + pair[side] for side in ("chosen", "rejected")} for pair in PAIRS]
-    alone = [trl_sft([{"messages": row[side]} for row in rows], GENERATION, True) for side in ("chosen", "rejected")]
+    alone = [trl_sft([{"messages": row[side]} for row in INSIDE], GENERATION, True) for side in SIDES]
     expected = [[chosen, rejected] for (chosen,), (rejected,) in zip(*alone, strict=True)]
-    given = rows if inside else PAIRS
-    assert ours(given, ("chosen", "rejected"), GENERATION, "all_assistant") == expected
-    both = ours(given, ("chosen", "rejected"), GENERATION)
-    assert both == ours(given, ("chosen", "rejected"), GENERATION, "completion") != expected
+    assert ours(given, SIDES, GENERATION, "all_assistant") == expected
+    both = ours(given, SIDES, GENERATION)
+    assert both == ours(given, SIDES, GENERATION, "completion") != expected
     # Both pairs end in one answer: the last turn is the completion
-    assert ours(given, ("chosen", "rejected"), GENERATION, "last_turn") == both
+    assert ours(given, SIDES, GENERATION, "last_turn") == both
 
 
 def test_scopes_that_cannot_be():
@@ -214,14 +203,9 @@ def test_scopes_that_cannot_be():
 
 
 def test_pairs_with_their_prompt_inside():
-    rows = [{side: pair["prompt"] + pair[side] for side in ("chosen", "rejected")} for pair in PAIRS]
-    assert (
-        ours(rows, ("chosen", "rejected"), CHATML)
-        == trl_dpo(rows, CHATML)
-        == ours(PAIRS, ("chosen", "rejected"), CHATML)
-    )
+    assert ours(INSIDE, SIDES, CHATML) == trl_dpo(INSIDE, CHATML) == ours(PAIRS, SIDES, CHATML)
     text = [{"chosen": "The lantern costs nine", "rejected": "The lantern costs ten"}]
-    assert ours(text, ("chosen", "rejected"), None) == trl_dpo(text, None)
+    assert ours(text, SIDES, None) == trl_dpo(text, None)
 
 
 def test_pairs_whose_answer_merges_with_the_prompt():
@@ -229,12 +213,9 @@ def test_pairs_whose_answer_merges_with_the_prompt():
 
     The end-of-text token behind it is ours: TRL only warns that a template without one teaches no end.
     """
-    pair = {
-        "prompt": MESSAGES[0][:1],
-        "chosen": [{"role": "assistant", "content": "lantern silk"}],
-        "rejected": [{"role": "assistant", "content": "costs"}],
-    }
-    got = ours([pair], ("chosen", "rejected"), PLAIN)
+    answers = {"chosen": [_says("assistant", "lantern silk")], "rejected": [_says("assistant", "costs")]}
+    pair = {"prompt": MESSAGES[0][:1], **answers}
+    got = ours([pair], SIDES, PLAIN)
     chat = chat_tokenizer(PLAIN)
     assert got == [[(ids + [chat.eos], labels + [chat.eos]) for ids, labels in row] for row in trl_dpo([pair], PLAIN)]
     ((ids, labels), _) = got[0]

@@ -35,8 +35,23 @@ def read(*inputs: Path | str, **options) -> list[str]:
     return [row_texts(row, ("text",))[0] for shard in shards for row in shard.rows()]
 
 
+def refused(message: str, *inputs: Path | str, **options) -> str:
+    """What is said, in one line that matches."""
+    with pytest.raises(DataError, match=message) as problem:
+        read(*inputs, **options)
+    assert "\n" not in str(problem.value)
+    return str(problem.value)
+
+
 def texts(split: str) -> list[str]:
     return [TEXTS[i] for i in SPLITS[split]]
+
+
+def in_files(folder: Path, suffix: str = "parquet", before: str = "", **options) -> None:
+    """Each split in a file that its name ends."""
+    folder.mkdir(exist_ok=True)
+    for split, rows in SPLITS.items():
+        getattr(WHOLE.select(rows), f"to_{suffix}")(folder / f"{before}{split}.{suffix}", **options)
 
 
 def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
@@ -56,12 +71,9 @@ def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
         for name, data_dir in subsets.items()
     }).to_dataset_card_data(card)  # fmt: skip
     sizes = [datasets.SplitInfo(split, 100, len(rows)) for split, rows in SPLITS.items()]
-    infos = {
-        name: datasets.DatasetInfo(config_name=name, features=WHOLE.features, splits=datasets.splits.SplitDict(
-            {size.name: size for size in sizes}
-        ))
-        for name in subsets
-    }  # fmt: skip
+    splits = datasets.splits.SplitDict({size.name: size for size in sizes})
+    info = {"features": WHOLE.features, "splits": splits}
+    infos = {name: datasets.DatasetInfo(config_name=name, **info) for name in subsets}
     datasets.info.DatasetInfosDict(infos).to_dataset_card_data(card)
     DatasetCard(f"---\n{card}\n---\n\n# A card\n").save(folder / "README.md")
     return folder
@@ -84,8 +96,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_split_is_what_datasets_says(split: str, pushed: Path):
     """Of a clone, of its folder of files, and of the files by a glob."""
     if "pct1" in split:
-        with pytest.raises(DataError, match=r'--split train\[33%:34%\]\(pct1_dropremainder\): Using "pct1.*13 rows'):
-            read(pushed, split=split)
+        refused(r'--split train\[33%:34%\]\(pct1_dropremainder\): Using "pct1.*13 rows', pushed, split=split)
         return
     expected = datasets.load_dataset(str(pushed), split=split)["text"]
     assert read(pushed, split=split) == list(expected)
@@ -99,12 +110,9 @@ def test_several_splits_are_never_merged_by_themselves(pushed: Path, tmp_path: P
     saved = tmp_path / "saved"
     datasets.DatasetDict({name: WHOLE.select(rows) for name, rows in SPLITS.items()}).save_to_disk(saved)
     for place in (pushed, pushed / "data", f"{pushed}/data/*.parquet", f"{pushed}/**/*.parquet", saved):
-        with pytest.raises(DataError, match=r"holds several splits \(.*train.*\); choose one with --split") as refused:
-            read(place)
-        assert str(place) in str(refused.value) and "\n" not in str(refused.value)
-        assert all(name in str(refused.value) for name in SPLITS)
-        with pytest.raises(DataError, match=r"no split dev; there are .*validation.* \(--split\)"):
-            read(place, split="dev")
+        said = refused("several splits .*--split", place)
+        assert str(place) in said and all(name in said for name in SPLITS)
+        refused(r"no split dev; there are .*validation.* \(--split\)", place, split="dev")
     assert read(f"{pushed}/data/train-*.parquet") == texts("train")
     assert read(*sorted((pushed / "data").glob("t*.parquet"))) == texts("test") + texts("train")  # named one by one
 
@@ -112,35 +120,28 @@ def test_several_splits_are_never_merged_by_themselves(pushed: Path, tmp_path: P
 def test_subsets_are_chosen_by_name(tmp_path: Path):
     folder = as_pushed(tmp_path / "several", {"default": "data", "small": "small"})
     for split in (None, "train"):
-        with pytest.raises(DataError, match=r"holds several subsets \(default, small\); choose one with --subset"):
-            read(folder, split=split)
-    with pytest.raises(DataError, match=r"no subset large; there are \(default, small\)"):
-        read(folder, subset="large", split="train")
-    with pytest.raises(DataError, match=r"holds several splits \(train, validation, test\)"):
-        read(folder, subset="small")
+        refused(r"several subsets .*default, small.*--subset", folder, split=split)
+    refused(r"no subset large.*default, small", folder, subset="large", split="train")
+    refused(r"several splits .*train, validation, test", folder, subset="small")
     assert read(folder, subset="small", split="test") == texts("test")
     files = resolve([folder], split="test", subset="small")
     assert [file.path for file in files] == [folder / "small" / "test-00000-of-00001.parquet"]
     named = as_pushed(tmp_path / "one", {"only": "elsewhere"})
     assert read(named, split="test") == read(named, split="test", subset="only") == texts("test")
-    with pytest.raises(DataError, match="--subset small: only datasets with a README.md"):
-        read(folder / "small", split="test", subset="small")
+    refused("--subset small: .*README.md", folder / "small", split="test", subset="small")
 
 
 def test_without_a_readme_names_and_folders_tell_splits(tmp_path: Path):
     """As for `datasets`, which is asked: nothing but the layout says what is what."""
+    in_files(tmp_path / "files", "csv", "my_")
     for split, rows in SPLITS.items():
         (tmp_path / "folders" / split).mkdir(parents=True)
         WHOLE.select(rows).to_json(tmp_path / "folders" / split / "part.jsonl")
-        (tmp_path / "files").mkdir(exist_ok=True)
-        WHOLE.select(rows).to_csv(tmp_path / "files" / f"my_{split}.csv")
     for name in ("folders", "files"):
-        with pytest.raises(DataError, match="holds several splits"):
-            read(tmp_path / name)
+        refused("holds several splits", tmp_path / name)
         assert read(tmp_path / name, split="validation") == texts("validation")
         assert read(tmp_path / name, split="test+train") == texts("test") + texts("train")
-    with pytest.raises(DataError, match=r"folders/\*/\*: holds several splits"):
-        read(f"{tmp_path}/folders/*/*")
+    refused(r"folders/\*/\*: holds several splits", f"{tmp_path}/folders/*/*")
     assert read(f"{tmp_path}/folders/t*/*", split="train[1:]") == texts("train")[1:]
     assert read(f"{tmp_path}/folders/test/*") == read(tmp_path / "folders" / "test") == texts("test")
 
@@ -149,38 +150,29 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
     """dataset_infos.json lay in every dataset of the hub. Other JSON beside `data` is not read, and named."""
     warnings: list[str] = []
     monkeypatch.setattr(logging.getLogger("megatron"), "warning", warnings.append)
-    (tmp_path / "data").mkdir()
-    for split, rows in SPLITS.items():
-        WHOLE.select(rows).to_parquet(tmp_path / "data" / f"{split}-00000-of-00001.parquet")
+    in_files(tmp_path / "data")
     for name in ("dataset_infos.json", "stats.json"):
         (tmp_path / name).write_text('{"default": {"splits": {}}}')
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# A set\n")
-    with pytest.raises(DataError, match="holds several splits"):
-        read(tmp_path)
+    refused("holds several splits", tmp_path)
     assert read(tmp_path, split="train") == texts("train")
     WHOLE.select(range(2)).to_parquet(tmp_path / "data" / "more.parquet")
     warnings.clear()
     assert read(tmp_path, split="train") == texts("train")
-    assert warnings == [
-        f"{tmp_path}: more.parquet, stats.json: of no split by name, so not read, as in the datasets package; give "
-        "such a file by itself"
-    ]
+    (warning,) = warnings
+    assert warning.startswith(f"{tmp_path}: more.parquet, stats.json: ") and "not read" in warning
 
 
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
     """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card
     tells."""
-    (tmp_path / "data").mkdir()
-    for split, rows in SPLITS.items():
-        WHOLE.select(rows).to_csv(tmp_path / "data" / f"{split}.csv", sep=";")
+    in_files(tmp_path / "data", "csv", sep=";")
     files = "".join(f"\n  - split: {split}\n    path: data/{split}.csv" for split in SPLITS)
     card = f'---\nconfigs:\n- config_name: default\n  sep: ";"\n  data_files:{files}\n---\n'
     (tmp_path / "README.md").write_text(card)
     assert read(tmp_path, split="validation+test[1:]") == texts("validation") + texts("test")[1:]
     (tmp_path / "README.md").write_text(card.replace("data/test.csv", "data/none.csv"))
-    with pytest.raises(DataError, match="no dataset that the datasets package can read") as refused:
-        read(tmp_path, split="test")
-    assert "\n" not in str(refused.value)
+    refused("datasets package", tmp_path, split="test")
 
 
 def test_plain_folders_stay_what_they_were(tmp_path: Path):
@@ -197,10 +189,8 @@ def test_plain_folders_stay_what_they_were(tmp_path: Path):
     assert read(tmp_path, split="train[1:3]") == expected[1:3]
     assert read(tmp_path / "b.jsonl", split="train") == ["b.jsonl"]
     for place in (tmp_path, tmp_path / "b.jsonl"):
-        with pytest.raises(DataError, match=r"no split test; there are train \(--split\)"):
-            read(place, split="test")
-    with pytest.raises(DataError, match=r"\*\.parquet: no such file"):
-        read(f"{tmp_path}/*.parquet")
+        refused(r"no split test; there are train \(--split\)", place, split="test")
+    refused(r"\*\.parquet: no such file", f"{tmp_path}/*.parquet")
 
 
 def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: Path):
@@ -210,39 +200,36 @@ def test_shards_of_any_name_are_splits_where_a_card_lies_beside_data(tmp_path: P
     assert len(read(tmp_path / "data")) == 4
     (tmp_path / "README.md").write_text("# a card")
     for place in (tmp_path, tmp_path / "data"):
-        with pytest.raises(DataError, match=r"holds several splits \(de, en\)"):
-            read(place)
+        refused(r"holds several splits \(de, en\)", place)
         assert read(place, split="en") == TEXTS[:2]
 
 
-@pytest.mark.parametrize("chunk", [40, 1 << 20])
-@pytest.mark.parametrize("split", ["train[3:11]", "train[:1]", "train[-1:]", "train[45%:55%]", "train[2:3]+train[7:9]"])
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "arrow"])
+SLICES = ("train[3:11]", "train[:1]", "train[-1:]", "train[45%:55%]", "train[2:3]+train[7:9]")
+KINDS = ("jsonl", "csv", "parquet", "arrow")
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "chunk"),  # each pair of a kind and a slice, and of either and a chunk
+    [(kind, split, (40, 1 << 20)[(i + j) % 2]) for i, kind in enumerate(KINDS) for j, split in enumerate(SLICES)],
+)
 def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     for i, rows in enumerate((range(9), range(9, 20))):
         file, part = tmp_path / f"{i}.{kind}", WHOLE.select(rows)
-        match kind:
-            case "jsonl":
-                part.to_json(file)
-            case "csv":
-                part.to_csv(file)
-            case "parquet":
-                part.to_parquet(file, batch_size=4)
-            case "arrow":
-                table = pyarrow.Table.from_pylist(part.to_list())
-                with pyarrow.ipc.new_stream(file, table.schema) as writer:
-                    writer.write_table(table, max_chunksize=3)
-    wanted = datasets.Dataset.from_list([{"text": text} for text in TEXTS])
+        if kind == "arrow":
+            table = pyarrow.Table.from_pylist(part.to_list())
+            with pyarrow.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+        else:
+            options = {"batch_size": 4} if kind == "parquet" else {}
+            getattr(part, f"to_{kind.removesuffix('l')}")(file, **options)
     spans = [datasets.ReadInstruction.from_spec(part).to_absolute({"train": 20})[0] for part in split.split("+")]
-    expected = [text for span in spans for text in wanted["text"][span.from_ : span.to]]
-    assert read(tmp_path, split=split) == expected
+    assert read(tmp_path, split=split) == [text for span in spans for text in TEXTS[span.from_ : span.to]]
 
 
 def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
     """It is told from the whole in the metadata; and a bad row of it is named by its place in the file."""
-    rows = [{"text": text} for text in TEXTS]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "{bad\n")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{bad\n")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
     result = preprocess(
         resolve([tmp_path / "a.jsonl"], "train[5:20]"), [tmp_path / "out"], job, metadata_file=tmp_path / "meta.json"
@@ -259,8 +246,7 @@ def test_a_pointer_of_git_lfs_is_no_data(pushed: Path, tmp_path: Path):
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
     (tmp_path / "data" / "train-00000-of-00001.parquet").write_text(pointer)
     (tmp_path / "README.md").write_text((pushed / "README.md").read_text().split("  - split: validation")[0] + "---\n")
-    with pytest.raises(DataError, match=r"train-00000-of-00001\.parquet: a pointer of git-lfs.*git lfs pull"):
-        read(tmp_path)
+    refused(r"train-00000-of-00001\.parquet: a pointer of git-lfs.*git lfs pull", tmp_path)
 
 
 def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):
@@ -281,15 +267,12 @@ def test_folders_that_were_saved(tmp_path: Path):
     assert read(tmp_path / "both", split="train") == TEXTS
     assert read(tmp_path / "both", split="test") == [TEXTS[5]]
     assert read(tmp_path / "both", split="train[5:12]+test") == [*TEXTS[5:12], TEXTS[5]]
-    with pytest.raises(DataError, match=r"both: no split valid; there are train, test \(--split\)"):
-        read(tmp_path / "both", split="valid")
+    refused(r"both: no split valid; there are train, test \(--split\)", tmp_path / "both", split="valid")
     test = datasets.Dataset.from_dict({"text": TEXTS}, split="test")
     test.save_to_disk(tmp_path / "test")
     assert read(tmp_path / "test") == read(tmp_path / "test", split="test") == TEXTS
-    with pytest.raises(DataError, match=r"no split train; there are test \(--split\)"):
-        read(tmp_path / "test", split="train")
-    with pytest.raises(DataError, match="chosen: --subset small: only datasets with a README.md"):
-        read(tmp_path / "chosen", subset="small")
+    refused(r"no split train; there are test \(--split\)", tmp_path / "test", split="train")
+    refused("chosen: --subset small: .*README.md", tmp_path / "chosen", subset="small")
 
 
 def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -306,8 +289,7 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert read("some/name", split="train_sft[:10%]") == TEXTS[:2]
     assert asked == [("some/name", "small", "test"), ("some/name", None, "train_sft")]
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["train", "test"])
-    with pytest.raises(DataError, match=r"some/name: holds several splits \(train, test\); choose one with --split"):
-        read("some/name")
+    refused("some/name: .*several splits .*train, test.*--split", "some/name")
     monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name, subset: ["only"])
     assert read("some/name") == TEXTS and asked[-1] == ("some/name", None, "only")
 

@@ -39,7 +39,7 @@ WORDS = st.sampled_from(
 @pytest.mark.parametrize(
     "kind", ["plain", "nfc and runs of blanks", "a blank before every text", "added tokens with blanks"]
 )
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(words=st.lists(st.one_of(WORDS, st.text(max_size=8)), max_size=120), between=st.sampled_from([" ", ""]))
 @example(words=["the kettle", "paints"] * 40, between=" ")
 @example(words=["ss"] * 90, between="")

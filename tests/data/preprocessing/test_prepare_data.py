@@ -5,6 +5,7 @@ import json
 import threading
 import zipfile
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,17 @@ import pytest
 import prepare_data
 from megatron.data import IndexedDataset, split_boundaries, unigram_entropy
 from megatron.tokenizer import HFTokenizer
-from tests.data.samples import TOKENIZER
+from tests.data.samples import TOKENIZER, rows_of
 from tools import quickstart_data
 from tools.datasets.corpora import SOURCES, parts
 
 
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data")
-    prepare_data.main(["-d", str(folder)])
+    folder, whole = tmp_path_factory.mktemp("data"), quickstart_data.library_documents
+    with pytest.MonkeyPatch.context() as patch:  # of the standard library enough for a megabyte
+        patch.setattr(quickstart_data, "library_documents", lambda: islice(whole(), 1200))
+        prepare_data.main(["-d", str(folder)])
     return folder / "quickstart"
 
 
@@ -112,18 +115,26 @@ def gpt2_files(folder: Path) -> None:
     (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
 
 
+def enwik8(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / "enwik8.zip", "w") as archive:
+        archive.writestr("enwik8", TEXT)
+
+
+def is_written(data: Path) -> bool:
+    return rows_of(data / "enwik8" / "enwik8_text_document") == [[*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]]
+
+
 def test_a_mirror(tmp_path: Path, mirror, capsys: pytest.CaptureFixture[str]):
     address, asked = mirror
     gpt2_files(tmp_path / "mirror")
-    with zipfile.ZipFile(tmp_path / "mirror" / "enwik8.zip", "w") as archive:
-        archive.writestr("enwik8", TEXT)
+    enwik8(tmp_path / "mirror")
     words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8"]
     for again in ([], [], ["-f"]):
         prepare_data.main([*words, *again])
     assert asked == ["/enwik8.zip", "/gpt2-vocab.json", "/gpt2-merges.txt", "/enwik8.zip"]
     assert f"{address}/enwik8.zip -> {tmp_path}/data/enwik8/enwik8.zip" in capsys.readouterr().out
-    dataset = IndexedDataset(tmp_path / "data" / "enwik8" / "enwik8_text_document")
-    assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]
+    assert is_written(tmp_path / "data")
 
 
 def test_a_mirror_that_fails_leaves_nothing(tmp_path: Path, mirror):
@@ -141,13 +152,10 @@ def test_numbered_parts():
 
 def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     gpt2_files(tmp_path)
-    (tmp_path / "enwik8").mkdir()
-    with zipfile.ZipFile(tmp_path / "enwik8" / "enwik8.zip", "w") as archive:
-        archive.writestr("enwik8", TEXT)
+    enwik8(tmp_path / "enwik8")
     words = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"]
     prepare_data.main(words)
     prepare_data.main(words)
     printed_lines = capsys.readouterr().out.splitlines()
     assert "1 documents" in printed_lines[-2] and "there already" in printed_lines[-1]
-    dataset = IndexedDataset(tmp_path / "enwik8" / "enwik8_text_document")
-    assert dataset[0].tolist() == [*HFTokenizer(TOKENIZER).tokenize(TEXT), 0]
+    assert is_written(tmp_path)

@@ -13,10 +13,8 @@ from megatron.tokenizer import HFTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 
 HF_TOKENIZER = DATASET / "hf_tokenizer"
-CHATS = [
-    [{"role": "user", "content": f"Question {i}?"}, {"role": "assistant", "content": f"Answer {'so ' * i}."}]
-    for i in range(30)
-]
+TEXTS = [{"user": f"Question {i}?", "assistant": f"Answer {'so ' * i}."} for i in range(30)]
+CHATS = [[{"role": role, "content": content} for role, content in text.items()] for text in TEXTS]
 
 
 @pytest.fixture
@@ -78,11 +76,11 @@ def test_counting_only_writes_nothing(chats: Path, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--hf-tokenizer", "{hf}"], "--vocab-file: the tokenizer.json to tokenise with is wanted"),
-        (["--skip-tokenize"], "a chat template and a token count need --hf-tokenizer"),
-        (["--skip-tokenize", "--text-column", "body"], r"no column body \(found: messages, id\)"),
+        (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
+        (["--skip-tokenize"], "--hf-tokenizer"),
+        (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
         (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
-        (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 \(from 0\): "id" is int, not text'),
+        (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 .*"id" is int'),
         (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
     ],
 )

@@ -6,7 +6,7 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow
@@ -67,6 +67,10 @@ def _parquet() -> bytes:
     return raw.getvalue()
 
 
+def _rows(file: Path) -> Iterator[shards.InputRow]:
+    return (row for found in resolve([file]) for shard in found.shards(None) for row in shard.rows())
+
+
 def _cut_zstd(content: bytes) -> bytes:
     """Cut between two blocks, where nothing but the frame's end is missing."""
     packer = zstandard.ZstdCompressor().compressobj()
@@ -77,6 +81,7 @@ def _zstd(content: bytes) -> bytes:
     return zstandard.ZstdCompressor().compress(content)
 
 
+SPLIT = LINES.index(b"\n", 500) + 1
 CONTENT = {
     "a.jsonl": LINES,
     "bom.jsonl": b"\xef\xbb\xbf" + LINES,
@@ -87,7 +92,7 @@ CONTENT = {
     "pretty.json": b"\xef\xbb\xbf" + json.dumps(ROWS, indent=2, ensure_ascii=False).encode(),
     "a.jsonl.gz": gzip.compress(LINES),
     "array.json.gz": gzip.compress(json.dumps(ROWS).encode()),
-    "frames.jsonl.zst": _zstd(LINES[:500]) + _zstd(LINES[500:]),
+    "frames.jsonl.zst": _zstd(LINES[:SPLIT]) + _zstd(LINES[SPLIT:]),
     "a.csv": _csv(","),
     "a.tsv": _csv("\t"),
     "a.csv.gz": gzip.compress(_csv(",")),
@@ -95,12 +100,9 @@ CONTENT = {
     "stream.arrow": _arrow(pyarrow.ipc.new_stream),
     "file.arrow": _arrow(pyarrow.ipc.new_file),
     "a.zip": _zip({"folder/part.jsonl": LINES}),
-    "a.tar.gz": gzip.compress(_tar({"part.jsonl": LINES[:500], "rest.jsonl.gz": gzip.compress(LINES[500:])})),
+    "a.tar.gz": gzip.compress(_tar({"part.jsonl": LINES[:SPLIT], "rest.jsonl.gz": gzip.compress(LINES[SPLIT:])})),
     "a.jsonl.zst.tar": _tar({"part.jsonl.zst": _zstd(LINES)}),
 }
-SPLIT = LINES.index(b"\n", 500) + 1
-CONTENT["frames.jsonl.zst"] = _zstd(LINES[:SPLIT]) + _zstd(LINES[SPLIT:])
-CONTENT["a.tar.gz"] = gzip.compress(_tar({"part.jsonl": LINES[:SPLIT], "rest.jsonl.gz": gzip.compress(LINES[SPLIT:])}))
 
 
 @pytest.mark.parametrize("chunk", [100, 1 << 20])
@@ -130,34 +132,35 @@ def test_whole_files_are_documents(tmp_path: Path):
     assert read(*names) == ["whole\n\nfile\n", "bare", "first", "second", "packed"]
 
 
+CUT, TABLE = "damaged or cut off", "damaged, or no"
 BAD = {
-    "cut.jsonl.gz": (gzip.compress(LINES)[:-10], "damaged or cut off"),
-    "cut.jsonl.zst": (_cut_zstd(LINES), "damaged or cut off"),
-    "cut-second.jsonl.zst": (_zstd(LINES) + _cut_zstd(LINES), "damaged or cut off"),
-    "cut.txt.zst": (_cut_zstd(LINES), "damaged or cut off"),
-    "bad.jsonl.zst": (b"no zstd here", "damaged or cut off"),
-    "bad.zip": (b"PK no zip here", "damaged or cut off"),
-    "bad.tar": (b"no tar here" * 100, "damaged or cut off"),
-    "mid.parquet": (_parquet()[:20] + b"\xff" * 40 + _parquet()[60:], "mid.parquet: damaged, or no Parquet file"),
-    "bad.parquet": (b"PAR1", "damaged, or no Parquet file"),
-    "bad.arrow": (b"no arrow here", "damaged, or no Arrow file"),
-    "nested.zip": (_zip({"inner.zip": b""}), "inner.zip in it is not read from inside an archive"),
-    "a.docx": (b"", "cannot be read; the kinds known by name are .jsonl"),
-    "a.parquet.gz": (b"", "cannot be read; the kinds known by name are .jsonl"),
-    "open.json": (b'[{"text": "a"}, {"text": "b"}', "element 1: neither a comma nor the end"),
+    "cut.jsonl.gz": (gzip.compress(LINES)[:-10], CUT),
+    "cut.jsonl.zst": (_cut_zstd(LINES), CUT),
+    "cut-second.jsonl.zst": (_zstd(LINES) + _cut_zstd(LINES), CUT),
+    "cut.txt.zst": (_cut_zstd(LINES), CUT),
+    "bad.jsonl.zst": (b"no zstd here", CUT),
+    "bad.zip": (b"PK no zip here", CUT),
+    "bad.tar": (b"no tar here" * 100, CUT),
+    "mid.parquet": (_parquet()[:20] + b"\xff" * 40 + _parquet()[60:], f"mid.parquet: {TABLE} Parquet"),
+    "bad.parquet": (b"PAR1", f"{TABLE} Parquet"),
+    "bad.arrow": (b"no arrow here", f"{TABLE} Arrow"),
+    "nested.zip": (_zip({"inner.zip": b""}), "inner.zip .*archive"),
+    "a.docx": (b"", "known .*.jsonl"),
+    "a.parquet.gz": (b"", "known .*.jsonl"),
+    "open.json": (b'[{"text": "a"}, {"text": "b"}', "element 1: .*comma"),
     "cut.json": (b'[{"text": "a"}, {"te', "element 1: not valid JSON"),
     "wrong.json": (b'[{"text": "a"}, {"text": oops}, {"text": "b"}]' + b" " * 100, "element 1: not valid JSON"),
     "latin.json": ('[{"text": "ü"}]'.encode("latin-1"), "not UTF-8"),
-    "twice.csv": (b"text,text\na,b\n", "two columns of the same name"),
-    "ragged.csv": (b"text,n\na,1\nb\n", "ragged.csv line 3: 1 fields for 2 columns"),
+    "twice.csv": (b"text,text\na,b\n", "two columns"),
+    "ragged.csv": (b"text,n\na,1\nb\n", "ragged.csv line 3: 1 .* 2 "),
     "quote.csv": (b'text,n\n"a" b,1\n', "quote.csv line 2: not CSV"),
-    "latin.csv": ("text\nü\n".encode("latin-1"), 'latin.csv line 2: "text" is not UTF-8'),
-    "latin.txt": ("ü".encode("latin-1"), r"latin.txt: not UTF-8 \(.* at byte 0\)"),
+    "latin.csv": ("text\nü\n".encode("latin-1"), 'latin.csv line 2: "text" .*UTF-8'),
+    "latin.txt": ("ü".encode("latin-1"), "latin.txt: not UTF-8 .*byte 0"),
     "deep.jsonl": (b"[" * 100000, "deep.jsonl:1: "),
     "deep.json": (b"[" * 100000, "element 0: not usable JSON"),
     "digits.json": (b'["a", ' + b"9" * 5000 + b"]", "element 1: not usable JSON"),
     "digits.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "digits.jsonl:1: not usable JSON"),
-    "null.jsonl": (b'{"text": null}', 'null.jsonl:1: "text" is NoneType, not text'),
+    "null.jsonl": (b'{"text": null}', 'null.jsonl:1: "text" is NoneType'),
 }
 
 
@@ -177,7 +180,7 @@ def test_what_cannot_be_read_is_named(name: str, tmp_path: Path):
 def test_behind_a_bad_element_an_array_goes_on(bad: bytes, tmp_path: Path):
     (tmp_path / "a.json").write_bytes(b'["a", ' + bad + b', "b"]' + b" " * 20)
     texts, problems = [], []
-    for row in (row for file in resolve([tmp_path / "a.json"]) for shard in file.shards(None) for row in shard.rows()):
+    for row in _rows(tmp_path / "a.json"):
         try:
             texts += row_texts(row, ("text",))
         except DataError as problem:
@@ -186,33 +189,28 @@ def test_behind_a_bad_element_an_array_goes_on(bad: bytes, tmp_path: Path):
     assert len(problems) == 1 and problems[0].startswith(f"{tmp_path}/a.json: element 1: not ")
 
 
-def test_a_missing_column_and_missing_files_are_named(tmp_path: Path):
+def test_what_is_missing_in_a_table_or_a_folder_is_named(tmp_path: Path):
     (tmp_path / "a.parquet").write_bytes(_parquet())
     (tmp_path / "a.arrow").write_bytes(_arrow(pyarrow.ipc.new_stream))
-    for name in ("a.parquet", "a.arrow"):
-        with pytest.raises(DataError, match=r'no column "body" \(found: text, n\)'):
-            read(tmp_path / name, key="body")
-    with pytest.raises(DataError, match="none.jsonl: no such file"):
-        read(tmp_path / "none.jsonl")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="empty: neither a dataset folder nor a folder with"):
-        read(tmp_path / "empty")
+    table = pyarrow.Table.from_pylist([{"text": "a"}, {"text": "b"}, {"text": None}])
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=2)
+    for name, key, message in (
+        ("a.parquet", "body", r'"body".*text, n'),
+        ("a.arrow", "body", r'"body".*text, n'),
+        ("rows.parquet", "text", r'rows.parquet: row 2 \(from 0\): "text" is NoneType'),
+        ("none.jsonl", "text", "none.jsonl: no such file"),
+        ("empty", "text", "empty: .*folder"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read(tmp_path / name, key=key)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 50, 1 << 20])
 def test_the_line_number_is_right_in_every_shard(chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     content = b"".join(b'{"text": "good line"}\n' * 3 + b"\n" + b"bad\n" for _ in range(3))
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(content))
-    for name in ("a.jsonl", "a.jsonl.gz"):
-        rows = [row for file in resolve([tmp_path / name]) for shard in file.shards(None) for row in shard.rows()]
-        bad = [row.where() for row in rows if row.content.strip() == b"bad"]
+    for name, data in (("a.jsonl", content), ("a.jsonl.gz", gzip.compress(content))):
+        (tmp_path / name).write_bytes(data)
+        bad = [row.where() for row in _rows(tmp_path / name) if row.content.strip() == b"bad"]
         assert bad == [f"{tmp_path / name}:{n}" for n in (5, 10, 15)]
-
-
-def test_a_row_of_a_table_is_named(tmp_path: Path):
-    table = pyarrow.Table.from_pylist([{"text": "a"}, {"text": "b"}, {"text": None}])
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
-    with pytest.raises(DataError, match=r'a.parquet: row 2 \(from 0\): "text" is NoneType'):
-        read(tmp_path / "a.parquet")
