@@ -1,5 +1,5 @@
-"""Several adapters behind one server, by the name of a model: what transformers with peft writes for each, in
-one batch, and never from each other's cache."""
+"""Several adapters behind one server, by the name of a model: each writes what peft does, all in one
+batch."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -65,8 +65,8 @@ def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: P
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
     peft.get_peft_model(model, config).save_pretrained(str(tmp_path / "copies"))
     for named, why in (
-        ([f"one={tmp_path / 'copies'}"], "one has copies of lm_head"),
-        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all, or merge all"),
+        ([f"one={tmp_path / 'copies'}"], "one .*lm_head"),
+        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all"),
     ):
         with pytest.raises(AssertionError, match=why), serving(served.folder, adapter=named):
             pass
@@ -75,7 +75,7 @@ def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: P
 LAYOUTS = {"one process": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_parallel_size": 2}}
 
 
-@pytest.fixture(scope="module", params=with_more(LAYOUTS, "tp2", "pp2"))
+@pytest.fixture(scope="module", params=with_more(LAYOUTS, "tp2", product=["pp2"]))
 def server(served: Served, request: pytest.FixtureRequest) -> Iterator[Server]:
     layout = LAYOUTS[request.param]
     named = [f"{name}={served.folder / name}" for name in FORMS]
@@ -98,10 +98,6 @@ def test_each_name_answers_by_its_adapters(served: Served, server: Server) -> No
             answers = list(pool.map(lambda one: ask(*one), asked))
             for (name, prompt), (model, text) in zip(asked, answers, strict=True):
                 assert (model, text) == (name, served.expected[name][PROMPTS.index(prompt)])
-
-
-def test_models_are_listed(served: Served, server: Server) -> None:
-    with server.client() as client:
         assert [model.id for model in client.models.list()] == [NAME, *FORMS]
         assert client.models.retrieve("wide").id == "wide"
         with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, but 'tiny-llama', 'plain'"):
