@@ -12,7 +12,7 @@ import transformers
 from megatron.checkpointing.adapters import open_with_base, write_adapters
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from tests.generation.runs import command
-from tests.generation.serving.server import FOLDER, NAME, make_model
+from tests.generation.serving.server import NAME, greedy_texts, make_model
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.tools import test_ask as asking
@@ -43,18 +43,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(tuned, place / NAME, place / "peft")
 
 
-def theirs(model: Any) -> list[str]:
-    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
-    for prompt in PROMPTS:
-        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        made = model.generate(
-            input_ids=given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[0, tokenizer.eos_token_id, 300],
-            pad_token_id=1,
-        )  # fmt: skip
-        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
-    return texts
-
-
 def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
     """The texts that generate.py writes."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
@@ -67,9 +55,9 @@ def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
 
 @pytest.mark.parametrize("ranks", with_more([1, 2], 2, product=[1]))
 def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks: int) -> None:
-    expected = theirs(adapted.model)
+    expected = greedy_texts(adapted.model, PROMPTS, TOKENS)
     with adapted.model.disable_adapter():
-        assert theirs(adapted.model) != expected
+        assert greedy_texts(adapted.model, PROMPTS, TOKENS) != expected
     layout = [] if ranks == 1 else ["--set", f"model_parallel_size={ranks}"]
     words = ["--hf-model", str(adapted.base), *layout]
     assert generated(tmp_path, ranks, *words, "--adapter", str(adapted.folder)) == expected

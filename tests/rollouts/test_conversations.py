@@ -15,9 +15,10 @@ from megatron.rollouts.answers import Answer, row_of
 from megatron.rollouts.conversations import opening
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import LAYOUTS, with_keys
+from tests.rollouts.test_rollouts import LAYOUTS, task, with_keys
 from tests.rollouts.toy import LEARNS, Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, write_task
 
+__all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.
 KEYS: dict[str, Any] = {
     "seq_length": 32, "max_position_embeddings": 32, "reward_functions": None, "rollout.max_completion_length": 24,
@@ -27,11 +28,6 @@ KEYS: dict[str, Any] = {
 def with_environment(task: dict[str, Any], changes: dict[str, Any], name: str = "Sums") -> dict[str, Any]:
     file = Path(task["vocab_file"]).with_name("environments.py")
     return with_keys(task, KEYS, {"rollout.environment": f"{file}:{name}"}, changes)
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return write_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")

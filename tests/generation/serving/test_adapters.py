@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.generation.serving.server import FOLDER, NAME, Server, make_model, serving
+from tests.generation.serving.server import NAME, Server, greedy_texts, make_model, serving
 from tests.marks import with_more
 
 PROMPTS = (
@@ -35,28 +35,16 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("adapters")
-    expected = {NAME: written(make_model(folder))}
+    expected = {NAME: greedy_texts(make_model(folder), PROMPTS, TOKENS)}
     for seed, (name, form) in enumerate(FORMS.items()):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / NAME)
         torch.manual_seed(seed)
-        tuned = peft.get_peft_model(
-            model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **form)
-        ).eval()
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **form)
+        tuned = peft.get_peft_model(model, config).eval()
         tuned.save_pretrained(str(folder / name))
-        expected[name] = written(tuned)
+        expected[name] = greedy_texts(tuned, PROMPTS, TOKENS)
     assert len({tuple(texts) for texts in expected.values()}) == 3
     return Served(folder, expected)
-
-
-def written(model: Any) -> list[str]:
-    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
-    for prompt in PROMPTS:
-        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        made = model.generate(
-            input_ids=given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[0, 300], pad_token_id=1
-        )
-        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
-    return texts
 
 
 def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: Path) -> None:
