@@ -102,8 +102,9 @@ def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
 
 # What a layout cuts does not hang on where weights come from.
 @pytest.mark.parametrize(
-    "layouts", [pytest.param([(1, 1)], id="one"), pytest.param(LAYOUTS, id="all", marks=pytest.mark.product)]
+    ("cases", "layouts"),
+    [pytest.param(LAST, [(1, 1)], id="last"), pytest.param((), LAYOUTS, id="all", marks=pytest.mark.product)],
 )
-def test_ours_to_a_folder_of_transformers(layouts: Layouts, tmp_path: Path) -> None:
-    exports = [exported(case, tmp_path / case.replace(" ", "_")) for case in CASES]
-    assert_within_bound("ours -> HF", exports, layouts)
+def test_ours_to_a_folder_of_transformers(cases: tuple[str, ...], layouts: Layouts, tmp_path: Path) -> None:
+    exports = [exported(case, tmp_path / case.replace(" ", "_")) for case in cases or CASES]
+    assert_within_bound("ours -> HF", exports, layouts, cases)

@@ -72,7 +72,7 @@ def test_in_every_layout_as_alone(layout: str, alone: dict[str, list[tuple]]) ->
 
 def test_preempted_ones_begin_anew() -> None:
     """A cache of 9 blocks beside the states: five rows begin, and have room to grow for two of them."""
-    requests = [Request([i + 2, 7, 9], SamplingParams(1.5), 36, i, stop_token_ids=(), logprobs=0) for i in range(9)]
+    requests = [Request([i + 2, 7, 9], SamplingParams(1.5), 50, i, stop_token_ids=(), logprobs=0) for i in range(9)]
     expected = answers(Batcher(model_of("hybrid", recompute=True)), requests)
     model, rows = model_of("hybrid"), 6
     size = rows * model.stage.state_bytes + 9 * BLOCK_SIZE * model.stage.cache_bytes

@@ -31,7 +31,7 @@ def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreR
     draw = random.Random(seed)
     texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
     requests: list[ScoreRequest] = []
-    for i in range(36):
+    for i in range(54):
         context = draw.choice(texts)
         length = min(draw.choice([1, 1, 2, 5, 9, positions]), positions + 1 - len(context))
         continuation = [draw.randrange(vocabulary) for _ in range(length)]

@@ -333,15 +333,20 @@ def test_a_flood_is_turned_away(server: Server) -> None:
 
     async def flood() -> tuple[Any, list[Any]]:
         async with server.clients() as client:
+
+            async def until(count: int) -> None:
+                while (load := await asyncio.to_thread(server.get, "/health"))["running"] + load["waiting"] < count:
+                    await asyncio.sleep(0.02)
+
             given = {**short, "prompt": ["a"] * 199, "max_tokens": POSITIONS - 100, "extra_body": {"ignore_eos": True}}
             most = asyncio.create_task(_endless(client, given, stream=False))
-            while (load := await asyncio.to_thread(server.get, "/health"))["running"] + load["waiting"] < 199:
-                await asyncio.sleep(0.02)
-            answered = await client.completions.create(**short)  # type: ignore[call-overload]
+            await until(199)
+            last = asyncio.create_task(client.completions.create(**short))  # type: ignore[call-overload]
+            await until(200)
             with pytest.raises(openai.RateLimitError) as refused:
-                await client.completions.create(**{**short, "prompt": ["a"] * 2})  # type: ignore[call-overload]
+                await client.completions.create(**short)  # type: ignore[call-overload]
             most.cancel()
-            return answered, [refused.value.code, refused.value.response.headers["retry-after"]]
+            return await last, [refused.value.code, refused.value.response.headers["retry-after"]]
 
     answered, refused = asyncio.run(flood())
     assert answered.choices[0].finish_reason == "length" and refused == ["queue_full", "2"]
