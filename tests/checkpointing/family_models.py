@@ -183,28 +183,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": _YARN,
     "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
 }
-SCALED = (
-    "gpt_neox sequential",
-    "llama 2",
-    "mistral",
-    "qwen 2",
-    "qwen 3",
-    "smollm 3",
-    "olmo 1",
-    "olmo 2",
-    "gemma 2",
-    "granite",
-    "glm 4",
-    "cohere 2",
-    "starcoder 2",
-    "apertus",
-    "seed oss",
-    "mixtral",
-    "olmoe",
-    "qwen 2 moe",
-    "qwen 3 moe",
-    "gpt oss",
-)
+SCALED = [
+    *("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
+    *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
+    *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss"),
+]
 
 
 def odd_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
@@ -217,12 +200,16 @@ def config_of(case: str, **more: Any) -> Any:
     return getattr(transformers, kind)(**{**_SIZES, **changes, **more})
 
 
-@torch.no_grad()
 def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:
-    """Every weight random, biases and norms included, none of them near another's usual value."""
     model = transformers.AutoModelForCausalLM.from_config(
         config_of(case, **more), attn_implementation="eager", experts_implementation="eager"
     )
+    return randomise(model, case).to(dtype).eval()
+
+
+@torch.no_grad()
+def randomise(model: Any, case: str) -> Any:
+    """Every weight random, biases and norms included, none of them near another's usual value."""
     generator = torch.Generator().manual_seed(0)
     for name, param in model.named_parameters():
         value = 0.15 * torch.randn(param.shape, generator=generator)
@@ -231,7 +218,7 @@ def random_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> 
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.15 * torch.randn(buffer.shape, generator=generator))
-    return model.to(dtype).eval()
+    return model
 
 
 def on_disk(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from megatron.checkpointing import load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.layout import layer_file
 from megatron.model.weight_map import layer_params
+from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs, load
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
@@ -33,8 +34,7 @@ def checkpoint(run: str, step: int = 3) -> Path:
 
 
 def raw_layer(run: str, layer: int, rank: int = 0) -> dict[str, Tensor]:
-    """A layer file of the golden run as torch reads it."""
-    return torch.load(checkpoint(run) / layer_file(layer, rank), weights_only=True)
+    return read(checkpoint(run), layer, rank)
 
 
 def whole(path: Path, args: NeoXArgs) -> Weights:
@@ -50,6 +50,22 @@ def write_at(path: Path, args: NeoXArgs, source: Path, size: int) -> Path:
             state = local_layer_state(layer, tensors, args, tensor_rank=rank, tensor_size=size)
             save_tensors(state, path / layer_file(layer, rank))
     return path
+
+
+def written(path: Path, args: NeoXArgs, weights: Weights, size: int = 1, naming: str | None = None) -> Path:
+    """The layer files of all tensor ranks."""
+    path.mkdir(exist_ok=True)
+    for rank in range(size):
+        for layer, specs in layer_params(args).items():
+            local = {spec.name: shard(weights[layer][spec.name], spec, rank, size) for spec in specs}
+            state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=size, naming=naming)
+            save_tensors(state, path / layer_file(layer, rank))
+    return path
+
+
+def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
+    """A layer file as torch reads it."""
+    return torch.load(path / layer_file(layer, rank), weights_only=True)
 
 
 def assert_same(one: Weights, other: Weights) -> None:

@@ -1,7 +1,7 @@
-"""Adapters against peft: its folders give its logits here, ours give our logits there, merged ones the
-same."""
+"""Adapters against peft: its folders give its logits here, ours give ours there, merged ones the same."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,17 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
-from megatron.checkpointing.adapters import (
-    AdapterSource,
-    compare_merged,
-    export_peft,
-    open_adapter,
-    open_base,
-    open_with_base,
-    write_adapters,
-    write_merged,
-)
-from megatron.checkpointing.adapters.merging import unmerged_logits
+from megatron.checkpointing.adapters.base import open_base
+from megatron.checkpointing.adapters.exporting import export_peft
+from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
+from megatron.checkpointing.adapters.sources import AdapterSource, open_adapter, open_with_base
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.saved_config import load_checkpoint_args
@@ -48,63 +41,32 @@ class Case(NamedTuple):
     changes: dict[str, Any] = {}
 
 
+ALL: dict[str, Any] = {"target_modules": "all-linear"}
+NEOX_COPIES = {"modules_to_save": ["embed_in", "lm_head"]}
+NEOX_LINEARS = {"target_modules": ["query_key_value", "dense", "dense_4h_to_h"]}
+TIED = {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
 CASES: dict[str, Case] = {
-    "gpt_neox": Case("gpt_neox", {"target_modules": "all-linear"}),
-    "gpt_neox rslora copies": Case(
-        "gpt_neox",
-        {
-            "target_modules": ["query_key_value", "dense", "dense_4h_to_h"],
-            "use_rslora": True,
-            "modules_to_save": ["embed_in", "lm_head"],
-        },
-    ),
-    "gpt_neox dora": Case("gpt_neox sequential", {"target_modules": "all-linear", "use_dora": True}),
-    "gpt_neox tied": Case(
-        "gpt_neox no bias",
-        {"target_modules": ["query_key_value"], "modules_to_save": ["embed_in", "lm_head"]},
-    ),
+    "gpt_neox": Case("gpt_neox", ALL),
+    "gpt_neox rslora copies": Case("gpt_neox", {**NEOX_LINEARS, **NEOX_COPIES, "use_rslora": True}),
+    "gpt_neox dora": Case("gpt_neox sequential", {**ALL, "use_dora": True}),
+    "gpt_neox tied": Case("gpt_neox no bias", {**NEOX_COPIES, "target_modules": ["query_key_value"]}),
     "llama attention": Case("llama 3", {**ATTENTION, "use_rslora": True}),
-    "llama dora": Case("llama 3", {"target_modules": "all-linear", "use_dora": True}),
-    "llama added tokens": Case("llama 2", {"target_modules": "all-linear"}, 3),
-    "llama tied added tokens": Case(
-        "llama linear",
-        {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-        4,
-    ),
+    "llama dora": Case("llama 3", {**ALL, "use_dora": True}),
+    "llama added tokens": Case("llama 2", ALL, 3),
+    "llama tied added tokens": Case("llama linear", TIED, 4),
     "mixtral attention": Case("mixtral", ATTENTION),
     "qwen 2 moe attention": Case("qwen 2 moe windows", {**ATTENTION, "use_dora": True}),
     "gpt oss attention": Case("gpt oss", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, **LLAMA_COPIES, "use_dora": True}),
-    **{
-        f"{family} {kind}": Case(family, {"target_modules": "all-linear", **more})
-        for family in (
-            "mistral",
-            "qwen 3",
-            "smollm 3",
-            "olmo 2",
-            "olmo 3",
-            "gemma 3",
-            "gpt 2",
-            "qwen 2",
-            "olmo 1",
-            "gemma 2",
-            "phi 3",
-            "phi 3 short",
-            "ministral 3",
-            "granite",
-            "glm 4",
-            "cohere 2",
-            "starcoder 2",
-            "apertus",
-            "seed oss",
-        )
-        for kind, more in {"lora": {}, "dora": {"use_dora": True}}.items()
-    },
 }
-FIRST = ("gpt_neox rslora copies", "gpt_neox dora", "gpt_neox tied", "llama dora", "llama tied added tokens")
-# Of each other family one kind by `make test-all`, by turns; the other by `make test-all`.
-_BY_TURNS = [case for case in CASES if case.endswith((" lora", " dora")) and case not in FIRST]
-SOAK = [case for i, case in enumerate(_BY_TURNS) if i % 4 in (1, 2)]
+FIRST = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
+MORE = ("llama attention", "llama copies", "qwen 2 moe attention", "gpt oss attention", "gpt 2 lora", "phi 3 dora")
+OTHERS = [
+    *("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3", "gpt 2", "qwen 2", "olmo 1", "gemma 2", "phi 3"),
+    *("phi 3 short", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
+]
+for _family in OTHERS:
+    CASES |= {f"{_family} lora": Case(_family, ALL), f"{_family} dora": Case(_family, {**ALL, "use_dora": True})}
 
 
 @torch.no_grad()
@@ -146,7 +108,7 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
     return (ours[..., : theirs.shape[-1]] - theirs).abs().max().item()
 
 
-@pytest.mark.parametrize("name", with_more(CASES, *(CASES.keys() - {*FIRST, *SOAK}), product=SOAK))
+@pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {*FIRST, *MORE}))
 def test_peft_both_ways(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     theirs = trained(tmp_path, case)
@@ -179,8 +141,8 @@ def test_peft_both_ways(tmp_path: Path, name: str) -> None:
         assert furthest(alone(TOKENS).logits, theirs) < BOUND
 
 
-@pytest.mark.parametrize("layouts", [pytest.param([(2, 1), (1, 2), (2, 2)], marks=pytest.mark.more)])
-def test_every_layout(tmp_path: Path, layouts: list[tuple[int, int]]) -> None:
+@pytest.mark.more
+def test_every_layout(tmp_path: Path) -> None:
     names = ("gpt_neox rslora copies", "gpt_neox dora", "llama dora", "llama attention", "llama tied added tokens")
     models, expected = [], []
     for name in names:
@@ -190,7 +152,7 @@ def test_every_layout(tmp_path: Path, layouts: list[tuple[int, int]]) -> None:
         base, (source,) = open_with_base([folder / "peft"])
         weights = {n: {**base.read(n), **source.read(n)} for n in range(source.args.num_layers + 5)}
         models.append((source.args.user_values, {n: tensors for n, tensors in weights.items() if tensors}))
-    for layout, logits in logits_by_layout(models, layouts).items():
+    for layout, logits in logits_by_layout(models, [(2, 1), (1, 2), (2, 2)]).items():
         for name, ours, theirs in zip(names, logits, expected, strict=True):
             assert furthest(ours, theirs) < BOUND, (name, layout)
 
@@ -223,16 +185,15 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     save_file({key: value for key, value in tensors.items() if key != name}, file)
     assert f"missing {name}" in refusal(tmp_path)
     save_file({**tensors, name: tensors[name][:, :8].contiguous()}, file)
-    assert f"{name}: shape (4, 8), not (4, 32)" in refusal(tmp_path)
+    assert re.search(re.escape(name) + r".* \(4, 8\).* \(4, 32\)", refusal(tmp_path))
     save_file({**tensors, "base_model.model.model.norm.weight": torch.ones(32)}, file)
     assert "norm" in refusal(tmp_path)
     save_file({**tensors, name.replace("q_proj", "k_projector"): tensors[name].clone()}, file)
-    assert "k_projector: no linear of this model" in refusal(tmp_path)
+    assert "k_projector: " in refusal(tmp_path)
 
 
 def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
-    """GPT-NeoX's adapter in LLaMA's families: each module has the A, and its own rows of B. The other way
-    there is none."""
+    """GPT-NeoX's adapter in LLaMA's families: each module has the A, and its rows of B. Not the other way."""
     random_model("llama 2").save_pretrained(tmp_path / "model")
     random_model("gpt_neox").save_pretrained(tmp_path / "neox")
     for model, target in (("model", "query_key_value"), ("neox", "q_proj")):
@@ -245,7 +206,7 @@ def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
         }
         source = AdapterSource(tmp_path, args, lambda layer, values=values: values.get(layer, {}))
         if model == "neox":
-            with pytest.raises(CheckpointError, match="q_proj: gpt_neox has no such module.*but query_key_value"):
+            with pytest.raises(CheckpointError, match="q_proj: gpt_neox .*query_key_value"):
                 export_peft(source, tmp_path / "no")
             continue
         export_peft(source, tmp_path / "out", base=str(tmp_path / model))
@@ -287,9 +248,9 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
     (tmp_path / "other").mkdir()
     import_hf(HFFolder(tmp_path / "model"), tmp_path / "other")
-    with pytest.raises(CheckpointError, match="were trained on other weights than"):
+    with pytest.raises(CheckpointError, match="trained on other weights than .*other"):
         open_with_base([adapters], tmp_path / "other")
-    with pytest.raises(CheckpointError, match="holds adapters alone, over the weights of .*base/global_step0"):
+    with pytest.raises(CheckpointError, match="adapters alone, .*base/global_step0"):
         load_checkpoint_args(adapters)
     manifest = read_manifest(adapters)
     assert manifest is not None and manifest.base is not None

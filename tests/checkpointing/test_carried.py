@@ -1,5 +1,4 @@
-"""What stands beside the weights of a HuggingFace model, and their precision, into a checkpoint and out
-again."""
+"""Files beside the weights of a HuggingFace model, and their precision, into a checkpoint and out again."""
 
 import json
 from dataclasses import replace
@@ -18,6 +17,7 @@ from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, l
 from megatron.checkpointing.weight_files import describe_checkpoint
 from tests.checkpointing.family_models import random_model
 from tests.checkpointing.golden import GOLDEN
+from tests.checkpointing.test_huggingface import imported, model_folder
 from tools.ckpts import convert_hf_to_neox
 
 TERMS = {"LICENSE": "as it is", "LICENSE.txt": "too", "USE_POLICY.md": "# Do no harm", "NOTICE": "Built with it"}
@@ -45,20 +45,14 @@ BESIDE = (
 )  # fmt: skip
 
 
-def model_folder(path: Path, family: str = "llama 3", dtype: torch.dtype = torch.float32, **sizes: Any) -> Path:
-    random_model(family, dtype, **sizes).save_pretrained(path)
-    return path
-
-
-@pytest.mark.parametrize("family", ["gpt_neox", "llama 3", "olmo 3", "gemma 3"])
+@pytest.mark.parametrize("family", ["gpt_neox", "gemma 3"])
 def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "hf", family)
     for name, text in (TERMS | {"README.md": CARD}).items():
         (folder / name).write_text(text)
     before = json.loads((folder / "config.json").read_text()) | FIELDS
     (folder / "config.json").write_text(json.dumps(before))
-    path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
-    args, _ = load_checkpoint_args(path)
+    path, args = imported(folder, tmp_path / "neox")
     for trained in (False, True):
         if trained:
             manifest = read_manifest(path)
@@ -80,7 +74,8 @@ def test_terms_card_and_every_field_come_out_as_they_went_in(family: str, tmp_pa
 
 
 def test_processors_and_further_templates_come_out_as_they_went_in(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "hf", vocab_size=384)
+    folder = tmp_path / "hf"
+    random_model("llama 3", vocab_size=384).save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(GOLDEN / "dataset" / "hf_tokenizer")
     tokenizer.chat_template = {name: f"{{{{ {name!r} }}}}" for name in ("default", "rag", "tool_use")}
     tokenizer.save_pretrained(folder)
@@ -105,15 +100,13 @@ def test_processors_and_further_templates_come_out_as_they_went_in(tmp_path: Pat
     assert (tmp_path / "bare" / "processor_config.json").is_file()
     assert not {"tekken.json", "additional_chat_templates"} & {file.name for file in (tmp_path / "bare").iterdir()}
     (tmp_path / "back" / "additional_chat_templates" / "thesis.tex").write_text("")
-    with pytest.raises(CheckpointError, match="holds additional_chat_templates/thesis.tex, no model's"):
+    with pytest.raises(CheckpointError, match="holds additional_chat_templates/thesis.tex"):
         export_hf(path, args, tmp_path / "back")
 
 
 def test_a_field_that_would_change_the_model_does_not_come_back(tmp_path: Path) -> None:
     """A run that reads longer texts than the imported model."""
-    folder = model_folder(tmp_path / "hf", "llama 2")
-    path, _ = import_hf(HFFolder(folder), tmp_path / "neox")
-    args, _ = load_checkpoint_args(path)
+    path, args = imported(model_folder(tmp_path / "hf", "llama 2"), tmp_path / "neox")
     longer = args.replace(max_position_embeddings=4 * args.max_position_embeddings, rotary_emb_base=77777)
     export_hf(path, longer, tmp_path / "back")
     after = json.loads((tmp_path / "back" / "config.json").read_text())
@@ -133,7 +126,7 @@ def mixed(path: Path) -> dict[str, Tensor]:
 def test_weights_of_several_kinds_take_a_precision(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = mixed(tmp_path / "hf")
     typed = ["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox")]
-    with pytest.raises(SystemExit, match=r"several or unknown kinds \(bfloat16, float32\); .* --precision"):
+    with pytest.raises(SystemExit, match=r"bfloat16, float32.* --precision"):
         convert_hf_to_neox.main(typed)
     convert_hf_to_neox.main([*typed, "--precision", "bf16"])
     path = tmp_path / "neox" / "global_step0"
@@ -155,6 +148,6 @@ def test_a_number_that_fp16_cannot_hold_is_named(tmp_path: Path) -> None:
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     typed = ["--hf-model", str(tmp_path / "hf"), "--output-dir", str(tmp_path / "neox"), "--precision", "fp16"]
-    with pytest.raises(SystemExit, match=r"model.norm.weight: holds 1e\+06, which fp16 cannot"):
+    with pytest.raises(SystemExit, match=r"model.norm.weight: .*1e\+06.*fp16"):
         convert_hf_to_neox.main(typed)
     assert not list((tmp_path / "neox").iterdir())

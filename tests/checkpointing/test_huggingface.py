@@ -1,8 +1,8 @@
-"""HuggingFace folders: golden checkpoints to them, there and back to the bit, the files around, and what is
-refused."""
+"""HuggingFace folders: golden checkpoints to them, there and back to the bit, files around, and refusals."""
 
 import json
 import os
+import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
@@ -16,18 +16,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, load_tensors, read_manifest, save_tensors, verify
-from megatron.checkpointing.families import from_hf, hf_config, hf_shapes, to_hf
+from megatron.checkpointing import CheckpointError, read_manifest, save_tensors, verify
+from megatron.checkpointing.families import hf_config, hf_shapes, to_hf
 from megatron.checkpointing.huggingface import HFFolder, export_hf, find_hf, import_hf, is_hf, load_checkpoint_args
 from megatron.checkpointing.huggingface.folder import write_weights
 from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.layout import layer_file, layer_files
-from megatron.checkpointing.weights import load_weights, local_layer_state
-from megatron.model.weight_map import layer_params
-from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
-from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at
+from tests.checkpointing.family_models import ODD, odd_model, random_model
+from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at, written
+from tests.marks import with_more
 from tests.model.stages import random_weights, small
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
@@ -42,30 +40,48 @@ def tensors_of(path: Path) -> dict[str, Tensor]:
     return {name: value for file in sorted(path.glob("*.safetensors")) for name, value in load_file(file).items()}
 
 
-def logits_of(path: Path, tokens: Tensor) -> Tensor:
-    """By plain transformers, which must find every tensor and no other."""
-    model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)  # type: ignore[misc]
-    assert not any(loading_info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
-        loading_info
+def imported(folder: Path | HFFolder, to: Path, **how: Any) -> tuple[Path, NeoXArgs]:
+    """The checkpoint of a folder, whose logits are those of transformers, and its arguments."""
+    path, parity = import_hf(HFFolder(folder) if isinstance(folder, Path) else folder, to, **how)
+    assert parity.difference <= parity.bound
+    return path, load_checkpoint_args(path)[0]
+
+
+def there_and_back(folder: Path | HFFolder, place: Path, **how: Any) -> dict[str, Tensor]:
+    """Imported into `place / "ours"` and exported into `place / "back"`; the tensors there."""
+    path, args = imported(folder, place / "ours", **how)
+    export_hf(path, args, place / "back")
+    return tensors_of(place / "back")
+
+
+def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        ours[name].dtype == value.dtype and ours[name].equal(value) for name, value in theirs.items()
     )
-    with torch.no_grad():
-        return model.eval()(tokens).logits
+
+
+def loaded(path: Path) -> Any:
+    """By plain transformers, which must find every tensor and no other."""
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model, info = load(path, output_loading_info=True)
+    assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
 
 
 # -- golden --------------------------------------------------------------------------------------------------
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("run", RUNS)
 def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path: Path) -> None:
-    """Of GPT-NeoX's own forward pass, from its training YAML as it is; and the tensors of its own
-    converter."""
+    """Of GPT-NeoX's forward pass, from its training YAML as it is; and the tensors of its own converter."""
     args, facts = load_checkpoint_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
     assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
     assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
     comparison = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
     base = LLAMA if run.startswith("llama") else NEOX
     tokens = torch.from_numpy(np.load(base / "fixed_input_2x65.npy").astype("int64"))[:, :-1]
-    logits = logits_of(tmp_path / "hf", tokens)
+    logits = loaded(tmp_path / "hf")(tokens).logits
     difference = (logits - torch.from_numpy(np.load(RUNS[run] / "logits_step3.npy"))).abs().max().item()
     print(f"{run}: {difference:.2e}; {comparison}")
     assert difference <= 1e-5
@@ -84,49 +100,26 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     args = small(gpt_j_residual=False, no_weight_tying=True)
     weights = random_weights(args)
     weights[2]["mlp.linear2.bias"][3] = float("nan")
-    (tmp_path / "c").mkdir()
-    for layer in weights:
-        state = local_layer_state(layer, weights[layer], args, tensor_rank=0, tensor_size=1)
-        save_tensors(state, tmp_path / "c" / layer_file(layer, 0))
-    named = r"hf: NaN or Inf in gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias: .*take an earlier checkpoint"
-    with pytest.raises(CheckpointError, match=named):
-        export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
+    with pytest.raises(CheckpointError, match=r"hf: NaN or Inf .*gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias"):
+        export_hf(written(tmp_path / "c", args, weights), args, tmp_path / "hf", tokenizer=False)
     assert not (tmp_path / "hf").exists()
-
-
-def test_sequential_residual_at_two_tensor_ranks(tmp_path: Path) -> None:
-    """Each rank holds the whole row bias, which GPT-NeoX's converter sums: its logits are 0.3 off."""
-    args = small(gpt_j_residual=False, no_weight_tying=True)
-    weights = random_weights(args)
-    (tmp_path / "c").mkdir()
-    for rank in range(2):
-        for layer, specs in layer_params(args).items():
-            local = {spec.name: shard(weights[layer][spec.name], spec, rank, 2) for spec in specs}
-            state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=2)
-            assert layer != 2 or torch.equal(state["mlp.linear2.bias"], weights[2]["mlp.linear2.bias"])
-            save_tensors(state, tmp_path / "c" / layer_file(layer, rank))
-    comparison = export_hf(tmp_path / "c", args, tmp_path / "hf", tokenizer=False)
-    assert comparison is not None and comparison.difference < 1e-5
-    bias = tensors_of(tmp_path / "hf")["gpt_neox.layers.0.mlp.dense_4h_to_h.bias"]
-    assert torch.equal(bias, weights[2]["mlp.linear2.bias"])
 
 
 # -- there and back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("case", "how"),
+    ("case", "dtype", "how"),
     [
-        ("gpt_neox", {"tensor": 2, "pipe": 2}), ("gpt_neox sequential", {"pipe": 0}), ("llama 3", {"naming": "te"}),
-        ("gpt_neox", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", {"tensor": 4}), ("gemma 3", {}),
-        ("olmo 3", {"tensor": 2}), ("qwen 3", {"tensor": 2, "pipe": 2}), ("mistral", {"iteration": 7}),
-        ("mixtral", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", {"tensor": 2}),
+        ("gpt_neox", "float32", {"tensor": 2, "pipe": 2}), ("llama 3", "bfloat16", {"naming": "te"}),
+        ("gpt_neox", "float32", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", "bfloat16", {"tensor": 4}),
+        ("qwen 3", "bfloat16", {"pipe": 2}), ("mistral", "float32", {"iteration": 7, "pipe": 0}),
+        ("mixtral", "float32", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", "bfloat16", {"tensor": 2}),
     ],
 )  # fmt: skip
-def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_there_and_back_changes_no_bit(case: str, dtype: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Through files, padded vocabulary and all; the checkpoint alone says how to go back."""
-    folder = model_folder(tmp_path / "hf", case, dtype, max_shard_size="40KB")
+    folder = model_folder(tmp_path / "hf", case, getattr(torch, dtype), max_shard_size="40KB")
     vocabulary = tokenizers.models.WordLevel({"<|endoftext|>": 0, **{f"w{i}": i for i in range(1, 90)}})
     tokenizers.Tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -137,73 +130,54 @@ def test_there_and_back_changes_no_bit(case: str, how: dict[str, Any], dtype: to
     assert ("Transformer-Engine" in facts.names) == ("naming" in how) and args.padded_vocab_size == 128
     comparison = export_hf(path, args, tmp_path / "back", shard_bytes=30_000)
     assert comparison is not None and comparison.difference <= 1e-5
-    theirs, ours = tensors_of(folder), tensors_of(tmp_path / "back")
-    assert ours.keys() == theirs.keys() and len(list((tmp_path / "back").glob("*.safetensors"))) > 1
-    for name, value in theirs.items():
-        assert ours[name].dtype == dtype and torch.equal(ours[name], value), name
+    assert same_bits(tensors_of(tmp_path / "back"), tensors_of(folder))
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (folder / file).read_bytes()
     assert HFFolder(tmp_path / "back").config["vocab_size"] == 90
 
 
-def test_every_case_of_every_family_passes_the_check(tmp_path: Path) -> None:
-    """The check builds each layer for its turn alone: its numbers are those of the models as wholes."""
-    for case in CASES:
-        model = random_model(case)
-        model.save_pretrained(tmp_path / case)
-        folder = HFFolder(tmp_path / case)
-        keys, tensors = from_hf(folder.config, folder.get)
-        weights: dict[int, dict[str, Tensor]] = {}
-        for layer, name, value in tensors:
-            weights.setdefault(layer, {})[name] = value
-        comparison = compare_logits(folder, NeoXArgs.from_dict(keys), weights.__getitem__, 90)
-        tokens = torch.randint(0, 90, (2, comparison.length), generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            assert comparison.largest == pytest.approx(model(tokens).logits.abs().max().item(), rel=1e-5)
+MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
-@pytest.mark.parametrize(
-    "case", [case if case == "olmo 1" else pytest.param(case, marks=pytest.mark.more) for case in ODD]
-)
+@pytest.mark.parametrize("case", with_more(ODD, *MORE, product=ODD.keys() - {"olmo 1", *MORE}))
 def test_folders_of_every_family_come_out_as_they_went_in(case: str, tmp_path: Path) -> None:
     odd_model(case, torch.bfloat16).save_pretrained(tmp_path / "model")
-    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
-    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
-    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "back"))
-    assert before.keys() == after.keys()
-    assert all(after[name].dtype == value.dtype and after[name].equal(value) for name, value in before.items())
+    assert same_bits(there_and_back(tmp_path / "model", tmp_path), tensors_of(tmp_path / "model"))
     config, again = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "back"))
     differing = {name for name in config if config[name] != again.get(name)}
     assert differing <= {"rope_parameters"}, {name: (config[name], again.get(name)) for name in differing}
 
 
 def test_what_experts_may_take_in_training_is_left_out_of_the_check(tmp_path: Path) -> None:
-    random_model("mixtral").save_pretrained(tmp_path / "model")
-    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
-    args = load_checkpoint_args(made)[0].replace(moe_expert_capacity_factor=0.5, moe_router_type="sinkhorn")
-    comparison = export_hf(made, args, tmp_path / "back")
+    made, args = imported(model_folder(tmp_path / "model", "mixtral"), tmp_path / "run")
+    trained = args.replace(moe_expert_capacity_factor=0.5, moe_router_type="sinkhorn")
+    comparison = export_hf(made, trained, tmp_path / "back")
     assert comparison is not None and comparison.difference < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["tanh", "epsilon", "heads", "bias", "NaN"])
-def test_the_check_refuses_another_model(wrong: str, tmp_path: Path) -> None:
+@torch.no_grad()
+def test_the_check_refuses_another_model(tmp_path: Path) -> None:
+    """It builds each layer for its turn alone: its numbers are those of the model as a whole."""
     args = small(no_weight_tying=True)
-    weights = random_weights(args)
-    changes: dict[str, Any] = {"tanh": {"bias_gelu_fusion": True}, "epsilon": {"layernorm_epsilon": 1e-3}}
-    shapes = hf_shapes(args)
-    write_weights(tmp_path, shapes, torch.float32, to_hf(args, weights.items()))
+    write_weights(tmp_path, hf_shapes(args), torch.float32, to_hf(args, random_weights(args).items()))
     (tmp_path / "config.json").write_text(json.dumps(hf_config(args)))
-    assert compare_logits(HFFolder(tmp_path), args, weights.__getitem__, 64).difference < 1e-5
-    other = args.replace(**changes.get(wrong, {}))
-    if wrong == "heads":
-        rows = weights[3]["attention.query_key_value.weight"]
-        rows[:16] = rows[:16].roll(8, 0)
-    elif wrong == "bias":
-        weights[2]["mlp.linear2.bias"] *= 2
-    elif wrong == "NaN":
-        weights[2]["mlp.linear2.bias"][3] = torch.nan
-    with pytest.raises(CheckpointError, match="is not the same model: largest logit difference"):
-        compare_logits(HFFolder(tmp_path), other, weights.__getitem__, 64)
+    comparison = compare_logits(HFFolder(tmp_path), args, random_weights(args).__getitem__, 64)
+    tokens = torch.randint(0, 64, (2, comparison.length), generator=torch.Generator().manual_seed(0))
+    largest = loaded(tmp_path)(tokens).logits.abs().max().item()
+    assert comparison.difference < 1e-5 and comparison.largest == pytest.approx(largest, rel=1e-5)
+    turned, doubled, broken = (random_weights(args) for _ in range(3))
+    rows = turned[3]["attention.query_key_value.weight"]
+    rows[:16] = rows[:16].roll(8, 0)
+    doubled[2]["mlp.linear2.bias"] *= 2
+    broken[2]["mlp.linear2.bias"][3] = torch.nan
+    for keys, weights in (
+        ({"bias_gelu_fusion": True}, random_weights(args)),
+        ({"layernorm_epsilon": 1e-3}, random_weights(args)),
+        *(({}, weights) for weights in (turned, doubled, broken)),
+    ):
+        with pytest.raises(CheckpointError, match="not the same model.* logit difference"):
+            compare_logits(HFFolder(tmp_path), args.replace(**keys), weights.__getitem__, 64)
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen 2 moe"])
@@ -216,10 +190,7 @@ def test_one_tensor_of_all_experts_is_read_as_one_of_each(case: str, tmp_path: P
     assert any(name.endswith("gate_up_proj") for name in tensors_of(tmp_path / "all"))
     assert every.shapes == dict(each.shapes) and every.dtypes == each.dtypes
     assert all(torch.equal(every.get(name), each.get(name)) for name in each.shapes)
-    made, _ = import_hf(every, tmp_path / "run", tensor=2)
-    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
-    back, given = tensors_of(tmp_path / "back"), tensors_of(tmp_path / "each")
-    assert back.keys() == given.keys() and all(torch.equal(back[name], value) for name, value in given.items())
+    assert same_bits(there_and_back(every, tmp_path, tensor=2), tensors_of(tmp_path / "each"))
 
 
 def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round(tmp_path: Path) -> None:
@@ -231,9 +202,7 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
     for name, value in made.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value)
     assert max(p.stat().st_size for p in tmp_path.glob("*.safetensors")) < 50 + 300
-    (tmp_path / "old").mkdir()
-    config = random_model("llama 3").config
-    config.save_pretrained(tmp_path / "old")
+    random_model("llama 3").config.save_pretrained(tmp_path / "old")
     torch.save(made, tmp_path / "old" / "pytorch_model.bin")
     old = HFFolder(tmp_path / "old")
     assert all(torch.equal(old.get(name), value) for name, value in made.items())
@@ -257,11 +226,11 @@ def test_mixed_and_too_large_numbers_are_refused(tmp_path: Path) -> None:
     state = torch.load(path / layer_file(3, 0), weights_only=True)
     state["mlp.linear1.bias"] = state["mlp.linear1.bias"].bfloat16()
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"several kinds \(bfloat16, float32\); choose one with --precision"):
+    with pytest.raises(CheckpointError, match=r"bfloat16, float32.*--precision"):
         export_hf(path, args, tmp_path / "hf", tokenizer=False)
     state["mlp.linear1.bias"] = torch.full_like(state["mlp.linear1.bias"], 1e6)
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"layer 3: mlp.linear1.bias: holds 9.99e\+05, which fp16 cannot"):
+    with pytest.raises(CheckpointError, match=r"layer 3: mlp.linear1.bias: .*9.99e\+05.*fp16"):
         export_hf(path, args, tmp_path / "hf", dtype=torch.float16, tokenizer=False)
     assert not list(tmp_path.glob("*hf*"))
 
@@ -286,7 +255,7 @@ def test_tokenizer_template_and_card(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bare")
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.pad_token_id == 5
     assert HFFolder(tmp_path / "bare").config["pad_token_id"] == 5
-    with pytest.raises(CheckpointError, match="--pad-token-id: 9999: the tokenizer has no such token"):
+    with pytest.raises(CheckpointError, match="--pad-token-id: 9999"):
         export_hf(checkpoint(run), bare, tmp_path / "bare", pad_token_id=9999)
     named = golden_args(run, vocab_file=str(TOKENIZER))
     export_hf(checkpoint(run), named, tmp_path / "named", vocab_is_hf=True)
@@ -310,10 +279,8 @@ def test_missing_and_extra_tensors_are_all_told_and_grouped(tmp_path: Path) -> N
         del state["mlp.linear1.bias"]
         state["attention.sinks"] = torch.zeros(4)
         save_tensors(state, path / layer_file(layer, 0))
-    text = refused("does not fit this model", path, args, tmp_path / "hf")
-    assert text.splitlines()[1:] == [
-        "  layers 2-3, 5: missing mlp.linear1.bias", "  layers 2-3, 5: extra attention.sinks",
-    ]  # fmt: skip
+    text = refused("missing", path, args, tmp_path / "hf")
+    assert re.search("2-3, 5: missing mlp.linear1.bias\n.* 2-3, 5: extra attention.sinks$", text), text
     refused("set no_weight_tying: true", path, args.replace(no_weight_tying=False), tmp_path / "hf")
     deeper = args.replace(num_layers=5, attention_config=None)
     text = refused("num_layers: 4, the model has 5", path, deeper, tmp_path / "hf")
@@ -327,10 +294,8 @@ def test_a_head_that_should_not_be_there(tmp_path: Path) -> None:
     tensors = tensors_of(folder)
     del tensors["lm_head.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"(?s)(?=.*layers\.N\.mlp\.up_proj.* 1\)).*tie_word_embeddings.*true"):
         import_hf(HFFolder(folder), tmp_path / "neox")
-    assert "missing model.layers.N.mlp.up_proj.weight (layers 1)" in str(caught.value)
-    assert "tie_word_embeddings should be true" in str(caught.value)
     assert not (tmp_path / "neox").exists()
 
 
@@ -338,30 +303,26 @@ def test_a_tokenizer_of_another_size(tmp_path: Path) -> None:
     args = golden_args("neox_pp1_mp1", vocab_file=str(TOKENIZER))
     tokenizer_keys = {"vocab_file": str(TOKENIZER), "tokenizer_type": "HFTokenizer"}
     small_args = small(padded_vocab_size=256, no_weight_tying=True, **tokenizer_keys)
-    (tmp_path / "c").mkdir()
-    for layer, tensors in random_weights(small_args).items():
-        save_tensors(local_layer_state(layer, tensors, small_args, tensor_rank=0, tensor_size=1),
-                     tmp_path / "c" / layer_file(layer, 0))  # fmt: skip
-    with pytest.raises(CheckpointError, match="tokenizer has 380 tokens, its embedding 256 rows"):
-        export_hf(tmp_path / "c", small_args, tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="tokenizer cannot be had: .*no such file.*--no_save_tokenizer"):
+    with pytest.raises(CheckpointError, match="tokenizer.* 380 .* 256 rows"):
+        export_hf(written(tmp_path / "c", small_args, random_weights(small_args)), small_args, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match="tokenizer .*nowhere.*no such file.*--no_save_tokenizer"):
         export_hf(checkpoint("neox_pp1_mp1"), args.replace(vocab_file="nowhere/tokenizer.json"), tmp_path / "hf")
 
 
 def test_targets_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args, source = golden_args("neox_pp1_mp1"), checkpoint("neox_pp1_mp1")
-    refused("cannot be written .*; give another folder", source, args, Path("/proc/nothing/hf"))
+    refused("/proc/nothing.* cannot be written", source, args, Path("/proc/nothing/hf"))
     (tmp_path / "file").write_text("")
     refused("is a file", source, args, tmp_path / "file")
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.tex").write_text("")
-    refused("holds thesis.tex, no model's; give another folder", source, args, tmp_path / "work")
+    refused("holds thesis.tex", source, args, tmp_path / "work")
     with pytest.raises(CheckpointError, match="cannot be written"):
         import_hf(HFFolder(model_folder(tmp_path / "model")), "/proc/nothing/neox")
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9, 60_000))
-    refused(r"takes up to 67\.\d\d MB, 60\.00 kB are free; make room", source, args, tmp_path / "hf")
-    with pytest.raises(CheckpointError, match="make room"):
+    refused(r" 67\.\d\d MB, 60\.00 kB ", source, args, tmp_path / "hf")
+    with pytest.raises(CheckpointError, match=r" 60\.00 kB"):
         import_hf(HFFolder(tmp_path / "model"), tmp_path / "neox")
     assert not list(tmp_path.glob("*hf")) and not list((tmp_path / "neox").glob("*"))
 
@@ -391,20 +352,18 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
     manifest = read_manifest(path)
     assert manifest is not None and manifest.layout.tensor == 2
     (path / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="is there already, and no import"):
+    with pytest.raises(CheckpointError, match="global_step0.* already.*no import"):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox")
 
 
 def test_damaged_layers_are_found_while_others_are_written(tmp_path: Path) -> None:
-    path, _ = import_hf(HFFolder(model_folder(tmp_path / "hf")), tmp_path / "neox")
-    args, _ = load_checkpoint_args(path)
+    path, args = imported(model_folder(tmp_path / "hf"), tmp_path / "neox")
     export_hf(path, args, tmp_path / "back", check=False)
     for layer in (4, 8):
         whole = bytearray((path / layer_file(layer, 0)).read_bytes())
         whole[len(whole) // 2] ^= 1
         (path / layer_file(layer, 0)).write_bytes(whole)
-    named = r"damaged: layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\); load another"
-    with pytest.raises(CheckpointError, match=named):
+    with pytest.raises(CheckpointError, match=r"layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\)"):
         export_hf(path, args, tmp_path / "back", check=False)
     assert HFFolder(tmp_path / "back").config and not (tmp_path / ".tmp_back").exists(), "the earlier one stays"
     (path / layer_file(5, 0)).unlink()
@@ -421,20 +380,20 @@ def test_damaged_folders(tmp_path: Path) -> None:
             import_hf(HFFolder(folder), tmp_path / "neox")
 
     (folder / "model.safetensors").write_bytes(whole[:-100])
-    says("model.safetensors: damaged, .* should end at byte")
+    says("model.safetensors: damaged, .* byte")
     (folder / "model.safetensors").write_bytes(b"\x80\x04" + whole)
-    says("damaged, or not a safetensors file")
+    says("model.safetensors: .*not a safetensors file")
     (folder / "model.safetensors").unlink()
-    says("holds no weights: no model.safetensors, pytorch_model.bin")
+    says("no model.safetensors, pytorch_model.bin")
 
     class Harm:
         def __reduce__(self) -> Any:
             return os.mkdir, (str(tmp_path / "harm"),)
 
     torch.save({"model.norm.weight": Harm()}, folder / "pytorch_model.bin")
-    says(r"pytorch_model.bin: asks to run (posix|os).mkdir, which is not on the allow-list; nothing was run")
+    says(r"pytorch_model.bin: .*(posix|os).mkdir")
     torch.save([1, 2], folder / "pytorch_model.bin")
-    says("not a file of tensors by name")
+    says("pytorch_model.bin: .*tensors by name")
     assert not (tmp_path / "harm").exists()
     (folder / "pytorch_model.bin").unlink()
     (folder / "model.safetensors").write_bytes(whole)
@@ -445,16 +404,18 @@ def test_damaged_folders(tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    says("incomplete, without model-00001-of-00002.safetensors")
+    says("incomplete, .*model-00001-of-00002.safetensors")
 
 
 def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = model_folder(tmp_path / "hf")
     assert is_hf("hf://org/name") and is_hf(folder) and not is_hf(tmp_path) and find_hf(folder) == folder
+    with pytest.raises(CheckpointError, match="no tokenizer.json"):
+        import_hf(HFFolder(folder), tmp_path / "other", save_tokenizer=True)
     for name in ("nowhere/at/all", "/nowhere", "./nowhere"):
-        with pytest.raises(CheckpointError, match=f"{name}: no such folder, and not ORG/NAME"):
+        with pytest.raises(CheckpointError, match=f"{name}: no such folder.*ORG/NAME"):
             find_hf(name)
-    with pytest.raises(CheckpointError, match=r"org/name at revision v1: cannot be had .*hf download org/name"):
+    with pytest.raises(CheckpointError, match=r"org/name at revision v1: .*hf download org/name"):
         find_hf("hf://org/name@v1")
     asked = []
 
@@ -466,32 +427,14 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert find_hf("org/name", "v2") == folder and asked == [("org/name", "v2", True)]
 
 
-def test_the_imported_files_hold_nothing_but_plain_tensors(tmp_path: Path) -> None:
-    path, _ = import_hf(HFFolder(model_folder(tmp_path / "hf")), tmp_path / "neox", tensor=2, save_tokenizer=False)
-    args = load_checkpoint_args(path)[0]
-    for layer, specs in layer_params(args).items():
-        for rank in range(2):
-            state = load_tensors(path / layer_file(layer, rank))
-            assert {name: tuple(value.shape) for name, value in state.items()} == {
-                spec.name: spec.local_shape(2) for spec in specs
-            }
-    embedding = load_weights(path, args, layers=[0], tensor_rank=0, tensor_size=1)[0]
-    assert embedding["word_embeddings.weight"].shape[0] == 128
-    with pytest.raises(CheckpointError, match="has no tokenizer.json to save"):
-        import_hf(HFFolder(tmp_path / "hf"), tmp_path / "other", save_tokenizer=True)
-
-
 def test_gpt_2_as_it_is_published(tmp_path: Path) -> None:
     """Its names lack the prefix of the class with a head, and masks stand among its weights."""
-    model = odd_model("gpt 2")
-    model.save_pretrained(tmp_path / "model")
+    odd_model("gpt 2").save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "model.safetensors"
     plain = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32) for i in range(4)}
     save_file({**plain, **masks}, path, metadata={"format": "pt"})
-    made, _ = import_hf(HFFolder(tmp_path / "model"), tmp_path / "run")
-    export_hf(made, load_checkpoint_args(made)[0], tmp_path / "back")
-    after = load_file(tmp_path / "back" / "model.safetensors")
+    after = there_and_back(tmp_path / "model", tmp_path)
     assert {f"transformer.{name}" for name in plain} == after.keys()
     save_file({**plain, "lm_head.weight": plain["wte.weight"].clone()}, path, metadata={"format": "pt"})
     import_hf(HFFolder(tmp_path / "model"), tmp_path / "again")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing import (
-    CheckpointError,
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.layout import (
     find_checkpoint,
     layer_file,
     list_checkpoints,
@@ -33,7 +33,7 @@ def test_golden_directories() -> None:
     assert find_checkpoint(ckpt).name == "global_step3"
     assert find_checkpoint(ckpt, 0).name == "global_step0"
     assert [p.name for p in list_checkpoints(ckpt)] == ["global_step0", "global_step3"]
-    with pytest.raises(CheckpointError, match="iteration 2; it holds steps 0, 3"):
+    with pytest.raises(CheckpointError, match="iteration 2.* 0, 3"):
         find_checkpoint(ckpt, 2)
     with pytest.raises(CheckpointError, match="folder around it"):
         find_checkpoint(ckpt / "global_step3")
@@ -45,7 +45,7 @@ def test_natural_order_and_unfinished(tmp_path: Path) -> None:
     (tmp_path / "global_step300").write_text("a file")
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [2, 10, 100]
     assert list_checkpoints(tmp_path / "none") == []
-    with pytest.raises(CheckpointError, match="no file `latest`; it holds steps 2, 10, 100"):
+    with pytest.raises(CheckpointError, match="`latest`.* 2, 10, 100"):
         find_checkpoint(tmp_path)
 
 
@@ -57,7 +57,7 @@ def test_latest(tmp_path: Path) -> None:
     (tmp_path / "0").rename(tmp_path / "global_step0")
     assert find_checkpoint(tmp_path).name == "global_step0"
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(CheckpointError, match="names global_step7, which is not there; it holds steps 0"):
+    with pytest.raises(CheckpointError, match="global_step7.* 0"):
         find_checkpoint(tmp_path)
     for bad in ("", "../x", ".."):
         (tmp_path / "latest").write_text(bad)

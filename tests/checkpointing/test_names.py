@@ -48,29 +48,27 @@ def wrapped(state: State) -> State:
 
 
 def old_rows(qkv: Tensor, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Tensor:
-    """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2 and
-    w3."""
+    """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2, w3."""
     q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
     slices = int(head_dim * (kv_heads / heads))
     parts = [q.view(heads, head_dim, -1), k.view(heads, slices, -1), v.view(heads, slices, -1)]
     return torch.cat(parts, 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("foreign", [te, legacy])
-def test_layer_files_under_foreign_names(foreign: Callable[[State], State], tmp_path: Path) -> None:
-    run = "neox_pp2_mp2"
-    for layer in LAYERS:
-        for rank in (0, 1):
-            save_tensors(foreign(raw_layer(run, layer, rank)), tmp_path / layer_file(layer, rank))
-    assert_same(whole(tmp_path, golden_args(run)), whole(checkpoint(run), golden_args(run)))
-
-
-@pytest.mark.parametrize("foreign", [dict, te, legacy])
-@pytest.mark.parametrize("prefix", ["", "sequential."])
-def test_nested_layout_of_the_forks_converters(foreign: Callable, prefix: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("foreign", [te, legacy, dict])
+@pytest.mark.parametrize("prefix", [None, "", "sequential."])
+def test_layer_files_and_the_nested_layout_of_the_forks_converters(
+    foreign: Callable, prefix: str | None, tmp_path: Path
+) -> None:
+    """Under foreign names. prefix: of names in the one file of a rank; None: files of layers."""
     run, args = "neox_pp2_mp2", golden_args("neox_pp2_mp2")
     for rank in (0, 1):
-        module = {f"{prefix}{n}.{k}": t for n in LAYERS for k, t in foreign(raw_layer(run, n, rank)).items()}
+        states = {layer: foreign(raw_layer(run, layer, rank)) for layer in LAYERS}
+        if prefix is None:
+            for layer, state in states.items():
+                save_tensors(state, tmp_path / layer_file(layer, rank))
+            continue
+        module = {f"{prefix}{layer}.{name}": t for layer, state in states.items() for name, t in state.items()}
         outer = {"module": {"module": module}, "optimizer": {}, "ds_version": "0.14.0", "iteration": 0}
         save_tensors(outer, tmp_path / model_file(rank))
     assert_same(whole(tmp_path, args), whole(checkpoint(run), args))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -10,41 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import (
-    EPHEMERAL,
-    CheckpointError,
-    Manifest,
-    ParallelLayout,
-    Retention,
-    begin_checkpoint,
-    check_model,
-    find_checkpoint,
-    layer_file,
-    list_checkpoints,
-    load_tensors,
-    model_keys,
-    publish,
-    read_latest,
-    read_manifest,
-    save_tensors,
-    step_of,
-    verify,
-    write_bytes,
-)
+from megatron.checkpointing import EPHEMERAL
+from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.layout import find_checkpoint, layer_file, list_checkpoints, read_latest, step_of
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.publish import begin_checkpoint, publish
+from megatron.checkpointing.retention import Retention
+from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
 from tests.checkpointing.golden import checkpoint, golden_args
 
-MANIFEST = Manifest(
-    run_id="r1",
-    iteration=0,
-    consumed_samples=12,
-    layout=ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
-    model=model_keys(golden_args("neox_pp1_mp1")),
-    seed=1234,
-    tokenizer="sha256:ab",
-    data={"train": "sha256:cd"},
-    versions={"torch": torch.__version__},
-    created="2025-01-01T00:00:00+00:00",
-)
+LAYOUT = ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4)
+MODEL = model_keys(golden_args("neox_pp1_mp1"))
+DATA, VERSIONS, CREATED = {"train": "sha256:cd"}, {"torch": torch.__version__}, "2025-01-01T00:00:00+00:00"
+MANIFEST = Manifest("r1", 0, 12, LAYOUT, MODEL, 1234, "sha256:ab", DATA, VERSIONS, CREATED)
 
 
 def save(
@@ -75,10 +54,8 @@ def test_what_is_published(tmp_path: Path) -> None:
     assert set(manifest.files) == listed
     assert Manifest.from_json(manifest.to_json()) == manifest
 
-
-def test_configs_of_one_name_are_both_kept(tmp_path: Path) -> None:
-    path = publish(begin_checkpoint(tmp_path, 1), tmp_path, 1, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
-    assert sorted(p.read_text() for p in (path / "configs").iterdir()) == ["x", "y"]
+    path = publish(begin_checkpoint(tmp_path, 4), tmp_path, 4, MANIFEST, {"x/a.yml": "x", "y/a.yml": "y"})
+    assert sorted(p.read_text() for p in (path / "configs").iterdir()) == ["x", "y"], "both of one name"
 
 
 def test_keep_last_n(tmp_path: Path) -> None:
@@ -95,8 +72,7 @@ def test_keep_last_n(tmp_path: Path) -> None:
 
 
 def test_what_else_stays(tmp_path: Path) -> None:
-    """Multiples, and the best of those that have a validation loss; what stands only until the next goes
-    first."""
+    """Multiples, and the best of those with a validation loss; what stands only until the next goes first."""
     losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
     for step, loss in losses.items():
         save(tmp_path, step, keep=Retention(2, every=4, best=1), validation_loss=loss)
@@ -119,10 +95,8 @@ def test_what_cannot_be_deleted_ends_no_save(tmp_path: Path, monkeypatch: pytest
         for step in (2, 3):
             save(tmp_path, step, keep=Retention(1), say=log_lines.append)
             assert read_latest(tmp_path) == f"global_step{step}"
-    assert log_lines == [
-        f"{tmp_path}/global_step{step}: the older checkpoint could not be deleted (Device or resource busy); delete it "
-        "by hand" for step in (1, 2)
-    ]  # fmt: skip
+    for line, step in zip(log_lines, (1, 2), strict=True):
+        assert line.startswith(f"{tmp_path}/global_step{step}: ") and "Device or resource busy" in line
     save(tmp_path, 4, keep=Retention(1))
     assert sorted(os.listdir(tmp_path)) == ["global_step4", "latest"], "as soon as it can be"
 
@@ -141,9 +115,7 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
     assert not log_lines and not (run / "global_step2").is_symlink()
     (run / "global_step1").symlink_to(tmp_path / "archive" / "global_step1")
     save(run, 3, keep=Retention(1), say=log_lines.append)
-    assert len(log_lines) == 1 and log_lines[0].startswith(
-        f"{run}/global_step1: is a link, and stays: keep_last_n_checkpoints"
-    )
+    assert re.match(f"{run}/global_step1: .*link.*keep_last_n_checkpoints", *log_lines)
     assert sorted(os.listdir(run)) == ["global_step1", "global_step3", "latest"]
     assert all(verify(tmp_path / "archive" / f"global_step{step}") for step in (1, 2))
 
@@ -153,7 +125,7 @@ def test_an_old_checkpoint_that_cannot_be_read_ends_no_save(tmp_path: Path) -> N
     (save(tmp_path, 1, validation_loss=0.5) / "manifest.json").write_text("{")
     save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=log_lines.append)
     assert read_latest(tmp_path) == "global_step2" and len(log_lines) == 1
-    assert "global_step1" in log_lines[0] and log_lines[0].endswith("no older checkpoint was deleted")
+    assert "global_step1" in log_lines[0] and "deleted" in log_lines[0]
 
 
 class Killed(BaseException):
@@ -176,16 +148,13 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, nth: int) -> None:
 
         return counted
 
-    monkeypatch.setattr(os, "rename", wrap(os.rename))
-    monkeypatch.setattr(os, "replace", wrap(os.replace))
-    monkeypatch.setattr(os, "fsync", wrap(os.fsync))
-    monkeypatch.setattr(shutil, "rmtree", wrap(shutil.rmtree))
+    for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, wrap(getattr(module, name)))
 
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_killed_at_any_moment(step: int, tmp_path: Path) -> None:
-    """Saving step 6 after step 3, or step 3 again: what `latest` names is whole, and a later save
-    recovers."""
+    """Saving step 6 after step 3, or step 3 again: what `latest` names is whole; a later save recovers."""
     survived = nth = 0
     while not survived:
         nth += 1
@@ -253,16 +222,12 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
         read_manifest(path)
 
 
-def test_neox_checkpoint_has_no_manifest() -> None:
-    assert read_manifest(checkpoint("neox_pp1_mp1")) is None
-    assert verify(checkpoint("neox_pp1_mp1")) is None
-
-
-def test_another_model_is_refused() -> None:
+def test_another_model_is_refused_with_a_manifest_and_without() -> None:
+    assert read_manifest(checkpoint("neox_pp1_mp1")) is verify(checkpoint("neox_pp1_mp1")) is None
     args = golden_args("neox_pp1_mp1")
     saved = load_tensors(checkpoint("neox_pp1_mp1") / "mp_rank_00_model_states.pt")["args"]
     check_model(saved, args, "x")
-    with pytest.raises(CheckpointError, match=r"^num_attention_heads: 2 \(--set\), but the model of x had 4"):
+    with pytest.raises(CheckpointError, match=r"^num_attention_heads: 2 \(--set\).* x .* 4"):
         check_model(saved, golden_args("neox_pp1_mp1", num_attention_heads=2), "x")
     mine = json.loads(json.dumps(model_keys(args)))
     check_model(mine, args, "x")

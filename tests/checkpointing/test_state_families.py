@@ -1,5 +1,4 @@
-"""HuggingFace's families of Mamba and of hybrids: fields, older spellings, refusals, and tensors that are
-carried along."""
+"""HuggingFace's families of Mamba and of hybrids: fields, older spellings, refusals, and carried tensors."""
 
 import json
 import re
@@ -9,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import canonical_config, from_hf, hf_config
-from megatron.checkpointing.families.table import family_rows
-from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.manifest import check_model, model_keys, saved_model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import PADDED, VOCAB, collected, config_of, on_disk, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_of
 from tests.checkpointing.test_families import args_of
+from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
 from tests.model.stages import small
 
 CASES = ("mamba", "falcon mamba", "mamba 2", "nemotron h")
@@ -42,20 +41,16 @@ def logits_differ_by(case: str, **changes: Any) -> float:
         return (logits - model(TOKENS, use_cache=False).logits).abs().max().item()
 
 
-@pytest.mark.parametrize("changes", [
-    {"n_groups": 1, "chunk_size": 7}, {"n_groups": 2, "chunk_size": 3, "time_step_limit": (0.0, float("inf"))},
+@pytest.mark.parametrize(("case", "changes"), [
+    ("mamba 2", {"n_groups": 1, "chunk_size": 7}),
+    ("mamba 2", {"n_groups": 2, "chunk_size": 3, "time_step_limit": (0.0, float("inf"))}),
+    ("nemotron h", {"n_group": 1, "topk_group": 1, "mlp_hidden_act": "gelu"}),
+    ("nemotron h", {"layers_block_type": ["moe", LINEAR], "norm_topk_prob": False}),
+    ("nemotron h", {"layers_block_type": [LINEAR, LINEAR], "time_step_min": 1e-30}),
+    ("nemotron h", {"layers_block_type": [FULL, "mlp"]}),
 ])  # fmt: skip
-def test_one_group_of_heads_and_two(changes: dict[str, Any]) -> None:
-    assert logits_differ_by("mamba 2", **changes) < 1e-5
-
-
-@pytest.mark.parametrize("changes", [
-    {"n_group": 1, "topk_group": 1}, {"norm_topk_prob": False}, {"mlp_hidden_act": "gelu"},
-    {"layers_block_type": ["moe", LINEAR]}, {"layers_block_type": [LINEAR, LINEAR], "time_step_min": 1e-30},
-    {"layers_block_type": [FULL, "mlp"]},
-])  # fmt: skip
-def test_hybrids_of_several_kinds(changes: dict[str, Any]) -> None:
-    assert logits_differ_by("nemotron h", **changes) < 1e-5
+def test_groups_of_heads_and_hybrids_of_several_kinds(case: str, changes: dict[str, Any]) -> None:
+    assert logits_differ_by(case, **changes) < 1e-5
 
 
 def test_older_spellings_of_config_json() -> None:
@@ -86,21 +81,21 @@ def test_older_spellings_of_config_json() -> None:
 
 
 @pytest.mark.parametrize(("case", "changes", "message"), [
-    ("mamba", {"use_bias": True}, "use_bias: true is not supported: in_proj and out_proj have biases there"),
-    ("mamba", {"hidden_act": "gelu"}, "hidden_act: gelu is not supported, only silu"),
-    ("falcon mamba", {"intermediate_size": 40}, "intermediate_size: 40 is no multiple of hidden_size 32"),
-    ("mamba 2", {"hidden_act": "relu"}, "hidden_act: relu is not supported, only silu"),
-    ("mamba 2", {"expand": 3}, "expand: 3 times hidden_size 32 is not num_heads times head_dim, 64"),
-    ("nemotron h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type: rwkv is not supported"),
-    ("nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern: X is not"),
-    ("nemotron h", {"attention_bias": True}, "attention_bias: True is not supported, only False"),
-    ("nemotron h", {"tie_word_embeddings": True}, "tie_word_embeddings: True is not supported, only False"),
-    ("nemotron h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act: gelu is not supported, only silu"),
-    ("nemotron h", {"sliding_window": 8}, "sliding_window: 8 is not supported"),
-    ("nemotron h", {"mlp_bias": True}, "mlp_bias: true is not supported in a model with moe blocks"),
-    ("nemotron h", {"n_shared_experts": 2}, "n_shared_experts: 2 is not supported, only 1"),
-    ("nemotron h", {"n_routed_experts": 1}, "n_routed_experts: 1: a mixture has two experts at least"),
-    ("nemotron h", {"mlp_hidden_act": "xielu"}, "mlp_hidden_act: xielu is not supported"),
+    ("mamba", {"use_bias": True}, "use_bias: true"),
+    ("mamba", {"hidden_act": "gelu"}, "hidden_act: gelu"),
+    ("falcon mamba", {"intermediate_size": 40}, "intermediate_size: 40"),
+    ("mamba 2", {"hidden_act": "relu"}, "hidden_act: relu"),
+    ("mamba 2", {"expand": 3}, "expand: 3 "),
+    ("nemotron h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type: rwkv"),
+    ("nemotron h", {"layers_block_type": None, "hybrid_override_pattern": "MX"}, "hybrid_override_pattern: X"),
+    ("nemotron h", {"attention_bias": True}, "attention_bias: True"),
+    ("nemotron h", {"tie_word_embeddings": True}, "tie_word_embeddings: True"),
+    ("nemotron h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act: gelu"),
+    ("nemotron h", {"sliding_window": 8}, "sliding_window: 8"),
+    ("nemotron h", {"mlp_bias": True}, "mlp_bias: true"),
+    ("nemotron h", {"n_shared_experts": 2}, "n_shared_experts: 2"),
+    ("nemotron h", {"n_routed_experts": 1}, "n_routed_experts: 1"),
+    ("nemotron h", {"mlp_hidden_act": "xielu"}, "mlp_hidden_act: xielu"),
 ])  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((CheckpointError, ConfigError), match=re.escape(message)) as caught:
@@ -127,37 +122,21 @@ def test_which_family_has_which_blocks() -> None:
     assert hf_config(two.replace(mamba_time_step_limit=[0.0, 0.5]))["time_step_limit"] == [0.0, 0.5]
     assert hf_config(two.replace(mamba_num_heads=6, no_weight_tying=True))["mamba_num_heads"] == 6
     told = refused(one.replace(mamba_use_bias_in_linears=True))
-    assert told[0].startswith("  mamba: config.json: use_bias: true is not supported")
+    assert "mamba: " in told[0] and "use_bias: true" in told[0]
     told = refused(one.replace(norm="layernorm"))
-    assert told[0] == "  mamba: norms (norm): rmsnorm there, layernorm here"
+    assert re.search(r"mamba: .*\(norm\): rmsnorm .*layernorm", told[0])
     mixed = small(**plain, **heads, attention_config=["mamba2", "global"])
-    assert refused(mixed, family="nemotron_h") == ["  nemotron_h: kinds of blocks (attention_config): no global there"]
+    (told,) = refused(mixed, family="nemotron_h")
+    assert re.search(r"nemotron_h: .*\(attention_config\): .*global", told)
     hybrid = small(**plain, **heads, attention_config=["mamba2", "attention"], no_weight_tying=True)
-    told = refused(hybrid)[0]
-    assert told.startswith("  nemotron_h: biases in attention (use_bias_in_attn_linear): no there, yes here; biases of")
-    assert "mamba2 (all layers) there, ['mamba2', 'attention'] here" in refused(hybrid, family="mamba2")[0]
+    assert re.search(r"nemotron_h: .*\(use_bias_in_attn_linear\).*; ", refused(hybrid)[0])
+    assert re.search(r" mamba2 .*\['mamba2', 'attention'\]", refused(hybrid, family="mamba2")[0])
     low_and_high = hybrid.replace(use_bias_in_attn_linear=False, mamba_time_step_limit=[0.1, 0.5])
-    assert refused(low_and_high, family="nemotron_h") == [
-        "  nemotron_h: lowest and highest time step (mamba_time_step_limit): (0.1, inf) there, (0.1, 0.5) here"
-    ]
+    (told,) = refused(low_and_high, family="nemotron_h")
+    assert re.search(r"\(mamba_time_step_limit\): \(0.1, inf\) .*\(0.1, 0.5\)", told)
     # A family of attention says what its blocks are, not all that follows.
     (told,) = refused(one, family="llama")
-    assert told.startswith("  llama: kinds of blocks (attention_config): global (all layers)") and "mamba_" not in told
-
-
-def test_words_of_the_table() -> None:
-    rows = {row.model_types[0]: row for row in family_rows()}
-    assert rows["mamba"].features[:2] == ("blocks of Mamba alone", "no positions")
-    assert "MLP without gate" not in rows["mamba"].features and "tied head" in rows["mamba"].features
-    assert "norms of B, C and time steps" in rows["falcon_mamba"].features
-    assert "8 groups of heads" in rows["mamba2"].features
-    assert rows["nemotron_h"].features[0] == "blocks of Mamba 2, attention, MLP or experts, in any order"
-    assert {"sigmoid scores", "a shared expert", "relu2", "grouped queries"} <= set(rows["nemotron_h"].features)
-    assert "layers without positions" not in rows["nemotron_h"].features
-
-
-def tensors_of(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors")
+    assert re.search(r"llama: .*\(attention_config\): global ", told) and "mamba_" not in told
 
 
 def nemotron_folder(path: Path) -> dict[str, Tensor]:
@@ -177,23 +156,15 @@ def nemotron_folder(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name]) for name, value in one.items()
-    )
-
-
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_layers_of_further_tokens_are_carried_along(tensor: int, tmp_path: Path) -> None:
     tensors = nemotron_folder(tmp_path / "hf")
     folder = HFFolder(tmp_path / "hf")
     assert set(folder.carried) == {name for name in tensors if name.startswith("mtp.")} and len(folder.carried) == 3
-    path, parity = import_hf(folder, tmp_path / "ours", tensor=tensor)
-    assert parity.difference < 1e-5
-    args, _ = load_checkpoint_args(path)
+    path, args = imported(folder, tmp_path / "ours", tensor=tensor)
     assert args.moe_router_bias_update_rate == 0.0 and args.has_experts(1)
     export_hf(path, args, tmp_path / "back")
-    assert same(tensors, tensors_of(tmp_path / "back"))
+    assert same_bits(tensors_of(tmp_path / "back"), tensors)
     before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("hf", "back"))
     assert {name: after.get(name) for name in before} == before
     export_hf(path, args, tmp_path / "named", family="nemotron_h", dtype=torch.float32)
@@ -230,9 +201,7 @@ def test_bits_of_a_checkpoint_in_16_bits(case: str, tmp_path: Path) -> None:
     for name in [name for name in tensors if name.endswith(("A_log", ".D"))]:
         tensors[name] = tensors[name].float() * 1.001
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "ours", tensor=2, pipe=2)
-    export_hf(path, load_checkpoint_args(path)[0], tmp_path / "back")
-    assert same(tensors, tensors_of(tmp_path / "back"))
+    assert same_bits(there_and_back(tmp_path / "hf", tmp_path, tensor=2, pipe=2), tensors)
 
 
 def test_one_bias_of_experts_decides_the_choice() -> None:
@@ -248,8 +217,8 @@ def test_one_bias_of_experts_decides_the_choice() -> None:
 def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
     """What no shape shows; heads of attention are not told where there is none."""
     random_model("nemotron h").save_pretrained(tmp_path / "hf")
-    path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "ours")
-    args, saved = load_checkpoint_args(path)[0], saved_model(path)
+    path, args = imported(tmp_path / "hf", tmp_path / "ours")
+    saved = saved_model(path)
     check_model(saved, args, "it")
     for changes, key in (
         ({"attention_config": ["mamba2", "moe", "attention", "mlp", "moe", "mamba2"]}, "attention_config"),

@@ -10,36 +10,60 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing.families import hf_config, to_hf
 from megatron.checkpointing.layout import layer_file
+from megatron.data import Batch
 from megatron.model import build_stage
 from megatron.model.weight_map import layer_params
 from megatron.mpu import ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, whole, write_at
+from tests.checkpointing.golden import (
+    assert_same,
+    checkpoint,
+    golden_args,
+    raw_layer,
+    read,
+    whole,
+    write_at,
+    written,
+)  # fmt: skip
 from tests.checkpointing.test_names import LAYERS, TE, renamed
 from tests.model.stages import Weights, random_weights, small, stage_with
 
-ALONE = ParallelGroups.single()
 NATIVE: dict[str, Any] = {"te_backend": "native", "te_mha": True, "te_layernorm_mlp": True}
 GATED: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "num_kv_heads": 2}
 
 
-def written(path: Path, args: NeoXArgs, weights: Weights, size: int = 1) -> Path:
-    """The layer files of all tensor ranks."""
-    path.mkdir(exist_ok=True)
-    for rank in range(size):
-        for layer, specs in layer_params(args).items():
-            local = {spec.name: shard(weights[layer][spec.name], spec, rank, size) for spec in specs}
-            state = local_layer_state(layer, local, args, tensor_rank=rank, tensor_size=size)
-            save_tensors(state, path / layer_file(layer, rank))
-    return path
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"gpt_j_residual": True}, NATIVE, NATIVE | GATED | {"norm": "rmsnorm", "rms_norm_epsilon": 1e-8}],
+    ids=["sequential", "parallel", "Transformer-Engine", "Transformer-Engine llama"],
+)
+def test_files_of_two_ranks_are_what_transformers_computes(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Parts of a row-parallel bias under gpt_j_residual, else copies (which GPT-NeoX adds up, 0.3 off)."""
+    args = small(**keys)
+    weights = random_weights(args)
+    tokens = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+    expected = stage_with(args, weights)(None, Batch(tokens, tokens, torch.ones_like(tokens))).transpose(0, 1)
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config(args)))
+    tensors = to_hf(args, whole(written(tmp_path / "two", args, weights, 2), args).items())
+    # A file's embed_out is this version's lm_head.
+    problems = model.load_state_dict({n.replace("embed_out", "lm_head"): t for n, t in tensors}, strict=False)
+    assert not problems.unexpected_keys and set(problems.missing_keys) <= {"lm_head.weight"}, problems
+    model.tie_weights()
+    torch.testing.assert_close(model.eval()(tokens).logits, expected, rtol=0, atol=1e-5)
 
 
-def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
-    return torch.load(path / layer_file(layer, rank), weights_only=True)
+def files_of(path: Path, **keys: Any) -> tuple[NeoXArgs, Weights, Path]:
+    """A small model, its weights, and its files."""
+    args = small(**keys)
+    weights = random_weights(args)
+    return args, weights, written(path / "c", args, weights)
 
 
 def test_golden_weights_under_transformer_engines_names(tmp_path: Path) -> None:
@@ -101,9 +125,7 @@ def test_grouped_queries_and_gates_have_transformer_engines_rows(size: int, tmp_
 
 @pytest.mark.parametrize("norm, names", [("te_rmsnorm", ["weight"]), ("te_layernorm", ["weight", "bias"])])
 def test_norms_wrapped_as_gpt_neox_wraps_transformer_engines(norm: str, names: list[str], tmp_path: Path) -> None:
-    args = small(norm=norm)
-    weights = random_weights(args)
-    path = written(tmp_path / "c", args, weights)
+    args, weights, path = files_of(tmp_path, norm=norm)
     for layer, modules in ((2, ["input_layernorm", "post_attention_layernorm"]), (5, ["norm"])):
         norm_names = {name for name in read(path, layer) if "norm" in name}
         assert norm_names == {f"{module}.norm.{name}" for module in modules for name in names}
@@ -120,9 +142,7 @@ UNUSED: list[tuple[dict[str, Any], dict[str, float]]] = [
 
 @pytest.mark.parametrize("keys, unused", UNUSED)
 def test_norms_that_gpt_neox_saves_unused(keys: dict[str, Any], unused: dict[str, float], tmp_path: Path) -> None:
-    args = small(**keys)
-    weights = random_weights(args)
-    path = written(tmp_path / "c", args, weights)
+    args, weights, path = files_of(tmp_path, **keys)
     block = read(path, 2)
     for name, value in unused.items():
         assert name not in weights[2]
@@ -136,16 +156,13 @@ def test_norms_that_gpt_neox_saves_unused(keys: dict[str, Any], unused: dict[str
 
 
 def test_trained_norms_are_not_dropped(tmp_path: Path) -> None:
-    untied = small(gpt_j_residual=True)
-    path = written(tmp_path / "c", untied, random_weights(untied))
-    with pytest.raises(CheckpointError, match=r"post_attention_layernorm\.\w+ is trained.*gpt_j_tied: false"):
+    _, _, path = files_of(tmp_path, gpt_j_residual=True)
+    with pytest.raises(CheckpointError, match=r"post_attention_layernorm\.\w+ .*gpt_j_tied: false"):
         whole(path, small(**TIED))
 
 
 def test_biases_of_norms_that_are_not_wanted(tmp_path: Path) -> None:
-    args = small()
-    weights = random_weights(args)
-    path = written(tmp_path / "c", args, weights)
+    args, weights, path = files_of(tmp_path)
     with pytest.raises(CheckpointError, match="extra input_layernorm.bias.*compat_norm_bias: true"):
         whole(path, args.replace(use_bias_in_norms=False))
     assert_same(whole(path, args.replace(use_bias_in_norms=False, compat_norm_bias=True)), weights)
@@ -153,9 +170,8 @@ def test_biases_of_norms_that_are_not_wanted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("te, module", [(False, "rotary_emb"), (True, "rotary_embeddings")])
 def test_rotary_buffer(te: bool, module: str, tmp_path: Path) -> None:
-    args = small(rotary_save_freqs_buffer=True, rotary_pct=0.5, te_mha=te, te_backend="native")
-    weights = random_weights(args)
-    path = written(tmp_path / "c", args, weights)
+    keys = {"rotary_save_freqs_buffer": True, "rotary_pct": 0.5, "te_mha": te, "te_backend": "native"}
+    args, weights, path = files_of(tmp_path, **keys)
     assert f"attention.{module}.inv_freq" in read(path, 2)
     torch.testing.assert_close(read(path, 2)[f"attention.{module}.inv_freq"], torch.tensor([1.0, 0.01]))
     assert not any("inv_freq" in name for layer in (0, 5) for name in read(path, layer))
@@ -167,11 +183,9 @@ def test_rotary_buffer(te: bool, module: str, tmp_path: Path) -> None:
 
 def test_a_norm_without_parameters_has_an_empty_file(tmp_path: Path) -> None:
     """As GPT-NeoX writes and wants it."""
-    args = small(norm="non_parametric_layernorm")
-    weights = random_weights(args)
-    path = written(tmp_path / "c", args, weights)
+    args, weights, path = files_of(tmp_path, norm="non_parametric_layernorm")
     assert read(path, 5) == {}
     assert_same(whole(path, args), weights)
     (path / layer_file(5, 0)).unlink()
     assert_same(whole(path, args), weights)
-    assert not list(build_stage(args, ALONE).layers["5"].parameters())
+    assert not list(build_stage(args, ParallelGroups.single()).layers["5"].parameters())

@@ -1,5 +1,4 @@
-"""Evaluation on ranks of the worker pool, beside lm-eval's own `hf` backend on the same tiny model and
-tasks."""
+"""Evaluation on ranks of the worker pool, beside lm-eval's own `hf` backend on the same model and tasks."""
 
 import contextlib
 import io
@@ -57,8 +56,7 @@ def documents() -> list[str]:
 
 
 def make_model(folder: Path, bos: bool = False, seed: int = 0) -> str:
-    """A random llama of 4 layers and a tokenizer trained on `documents`; bos: it begins every text with
-    one."""
+    """A random llama of 4 layers and a tokenizer trained on `documents`; bos: it begins texts with one."""
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())

@@ -12,11 +12,10 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.evaluation.task_loading import SHIPPED
-from megatron.training import train
 from tests.evaluation.runs import command, lm_eval_command, make_model, make_tasks, on_terminal
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import NEOX, begin, config
+from tests.training.runs import NEOX, config, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +26,12 @@ def model(tmp_path_factory) -> str:
 
 
 def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, [str(part) for part in argv], init=False, timeout=120)[0]
+    return run_ranks(command, ranks, [str(part) for part in argv], init=False, timeout=600)[0]
+
+
+def assert_close_to_hf(output: str) -> None:
+    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", output)
+    assert compared and float(compared[1]) < 1e-4, output
 
 
 def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
@@ -43,8 +47,7 @@ def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     assert re.search(
         r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", output, re.MULTILINE
     )
-    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", output)
-    assert compared and float(compared[1]) < 1e-4
+    assert_close_to_hf(output)
     assert not re.search("error|exception|traceback", output + problems, re.IGNORECASE), "a healthy log"
     (file,) = out.glob("tiny_eval_results_*.json")
     assert re.fullmatch(r"tiny_eval_results_\d\d-\d\d-\d{4}-\d\d-\d\d-\d\d\.json", file.name)
@@ -71,7 +74,7 @@ _STATES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("family", with_more(_STATES, "Mamba", "FalconMamba", "Mamba2"))
+@pytest.mark.parametrize("family", with_more(_STATES, "FalconMamba", product=["Mamba", "Mamba2"]))
 def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, tmp_path: Path) -> None:
     import torch
     import transformers
@@ -88,8 +91,7 @@ def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, t
         "--eval_limit", 4, "--compare-hf",
     )  # fmt: skip
     assert code == 0, problems
-    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", output)
-    assert compared and float(compared[1]) < 1e-4
+    assert_close_to_hf(output)
 
 
 @pytest.mark.more
@@ -104,7 +106,7 @@ def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
              "3", "--tasks", "shipped_choice", "--include_path", str(SHIPPED), "--output_path",
              str(tmp_path / "theirs"), "--apply_chat_template", "--fewshot_as_multiturn", "true",
              "--system_instruction", "Be brief.", "--log_samples"]  # fmt: skip
-    run_ranks(lm_eval_command, 1, typed, init=False, timeout=120)
+    run_ranks(lm_eval_command, 1, typed, init=False, timeout=600)
     ours, theirs = (
         json.loads(next((tmp_path / whose).rglob("*results_*.json")).read_text()) for whose in ("ours", "theirs")
     )
@@ -121,14 +123,14 @@ def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
     for key in ("model_num_parameters", "model_dtype", "device", "limit", "random_seed", "numpy_seed", "fewshot_seed"):
         assert ours["config"][key] == theirs["config"][key], key
     assert ours["model_source"] == "neox" and ours["pretty_env_info"].startswith("PyTorch version")
-    assert abs(ours["date"] - theirs["date"]) < 300, "when it began"
+    assert abs(ours["date"] - theirs["date"]) < 86_400, "when it began, in seconds"
 
 
 def test_bars_and_lines_do_not_glue_together(model, tmp_path):
     """Standard errors that are bootstrapped, and the hf backend, have bars of their own."""
     typed = ["--hf-model", model, "--eval_tasks", "shipped_cloze", "shipped_choice", "--eval_limit", "2",
              "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
-    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=120)[0]
+    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=600)[0]
     bars = [line for line in lines if "%|" in line]
     assert len(bars) == 1 and re.fullmatch(r"Running evaluation harness: 100%\|█+\| 10/10 \[[^]]*\]", bars[0]), lines
     assert not [line for line in lines if "bootstrapping" in line]
@@ -136,8 +138,8 @@ def test_bars_and_lines_do_not_glue_together(model, tmp_path):
 
 
 def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:
-    """For the pool: (exit code, requests scored) of an evaluation that is interrupted, of the same again,
-    again, and of another model's."""
+    """For the pool: (exit code, requests scored) of an evaluation interrupted, twice again, and of another
+    model."""
     import eval as script
     from megatron.evaluation import language_model, model_operations
 
@@ -162,13 +164,12 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
 
 
 def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(model, tmp_path):
-    (tmp_path / "other").mkdir()
     other = make_model(tmp_path / "other", seed=1)
     rest = [
         "--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12",
         "--set", f"eval_cache={tmp_path}/cache",
     ]  # fmt: skip
-    runs = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=120)[0]
+    runs = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=600)[0]
     (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = runs
     assert (broken, again, third, foreign) == (130, 0, 0, 0)
     assert first >= 16 and first + second == all_of_them == 48 and nothing == 0
@@ -177,43 +178,40 @@ def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(mod
     assert len(results) == 3 and results[0] == results[1], "none replaces another of the same second"
 
 
-def saved(rank: int, world: int, values: dict[str, Any]) -> None:
-    """For the pool: two steps and a checkpoint."""
-    training = begin(values)
-    train(training)
-    training.engine.close()
-
-
-def test_a_checkpoint_in_two_layouts_as_typed(tmp_path):
+@pytest.mark.parametrize("by_deepy", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_a_checkpoint_in_two_layouts_as_typed(by_deepy, tmp_path):
     """`python deepy.py eval.py -d configs config.yml --eval_tasks ...` on two ranks."""
     make_tasks(tmp_path)
     values = config(
         NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2,
     )  # fmt: skip
-    run_ranks(saved, 1, values)
+    run_ranks(run_to_end, 1, values)
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
     (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\n")
-    typed = ["deepy.py", "--num_gpus", "2", "eval.py", "-d", str(tmp_path), "a.yml", "tp", "--eval_tasks",
-             "shipped_choice", "own_text", "--eval_include_path", str(tmp_path), "--eval_output_dir", str(tmp_path),
-             "--compare-hf"]  # fmt: skip
-    done = subprocess.run([sys.executable, *typed], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stdout + done.stderr
-    compared = re.search(r"largest difference to lm-eval's hf backend: (\S+)", done.stdout)
-    assert compared and float(compared[1]) < 1e-4, done.stdout
+    typed = ["-d", str(tmp_path), "a.yml", "tp", "--eval_tasks", "shipped_choice", "own_text", "--eval_include_path",
+             str(tmp_path), "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
+    if by_deepy:
+        typed = [sys.executable, "deepy.py", "--num_gpus", "2", "eval.py", *typed]
+        done = subprocess.run(typed, cwd=ROOT, capture_output=True, text=True, timeout=600)
+        code, output, problems = done.returncode, done.stdout, done.stderr
+    else:
+        code, output, problems = run(*typed, ranks=2)
+    assert code == 0, output + problems
+    assert_close_to_hf(output)
     (file,) = tmp_path.glob("eval_results_*.json")
     assert set(json.loads(file.read_text())["results"]) == {"shipped_choice", "own_text"}
 
 
 def test_what_is_wrong_is_said_in_a_line(model, tmp_path):
     code, _, errors = run("--hf-model", model, "--eval_tasks", "gone.yaml", "--eval_output_dir", tmp_path)
-    assert code == 1 and errors == "eval.py: error: --eval_tasks: eval_tasks: gone.yaml: no such file\n"
+    assert code == 1 and re.fullmatch("eval.py: error: .*eval_tasks: gone.yaml: .*\n", errors)
     code, _, errors = run("--hf-model", tmp_path, "--eval_tasks", "shipped_choice")
     assert code == 1 and errors.startswith("eval.py: error: --hf-model: ")
     (tmp_path / "file").touch()
     code, _, errors = run("--hf-model", model, "--eval_tasks", "x", "--eval_output_dir", tmp_path / "file" / "there")
-    assert code == 1 and "eval_output_dir: " in errors and "cannot be written to" in errors
+    assert code == 1 and "eval_output_dir: " in errors and f"{tmp_path}/file" in errors
     code, _, errors = run("--hf-model", model)
-    assert code == 1 and "eval_tasks: is required for evaluation" in errors
+    assert code == 1 and "eval_tasks: is required" in errors
 
 
 def test_a_task_without_scores_makes_the_command_fail_but_not_the_others(model, tmp_path):
@@ -221,7 +219,7 @@ def test_a_task_without_scores_makes_the_command_fail_but_not_the_others(model, 
     (tmp_path / "gone.yaml").write_text((tmp_path / "own_text.yaml").read_text().replace("own.jsonl", "gone.jsonl"))
     tasks = ("--eval_tasks", str(tmp_path / "gone.yaml"), "shipped_choice")
     code, output, _ = run("--hf-model", model, *tasks, "--eval_output_dir", tmp_path, "--eval_limit", 2, ranks=2)
-    assert code == 1 and "gone.yaml has no scores: its data" in output and "| shipped_choice" in output
+    assert code == 1 and "gone.yaml has no scores" in output and "| shipped_choice" in output
     code, _, output = run("--hf-model", model, *tasks[:2], "--eval_output_dir", tmp_path / "no")
-    assert code == 1 and "eval.py: error: --eval_tasks: eval_tasks: " in output and "cannot be had" in output
+    assert code == 1 and "eval.py: error: " in output and "eval_tasks: " in output and "gone.jsonl" in output
     assert not list((tmp_path / "no").glob("*.json")), "no results where nothing could be run"

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.evaluation.harness import EvaluationResults
 from tests.evaluation.runs import LAYOUTS, answers, make_model, make_tasks, reference, scores
+from tests.marks import with_more
 from tests.pool import run_ranks
 
 TASKS = ("shipped_choice", "shipped_cloze", "shipped_perplexity", "own_group", "own_text")
@@ -40,22 +41,19 @@ def flat(said: list[Any]) -> list[float]:
     return [part for answer in said for part in (answer if isinstance(answer, tuple | list) else [answer])]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "one process", product=["tp2", "pp2"]))
 def test_as_the_hf_backend_in_every_layout(layout, place, expected):
     ranks, changes = LAYOUTS[layout]
     changes = {**changes, "eval_include_path": place[1]}
-    results = run_ranks(scores, ranks, place[0], TASKS, changes, timeout=120)
+    results = run_ranks(scores, ranks, place[0], TASKS, changes, timeout=600)
     assert results[1:] == [None] * (ranks - 1), "rank 0 alone has them"
     assert_same(results[0], expected)
     assert results[0].results["groups"]["own_group"]["acc,none"] == expected.results["groups"]["own_group"]["acc,none"]
 
 
 def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
-    """BOS before every text but where it stands already; the template and what the system says; examples as
-    turns."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "tasks").mkdir()
-    folder, tasks_folder = make_model(tmp_path / "model", bos=True), make_tasks(tmp_path / "tasks")
+    """BOS before texts that have none; the template and what the system says; examples as turns."""
+    folder, tasks_folder = make_model(tmp_path, bos=True), make_tasks(tmp_path)
     tasks = ("own_choice", "own_text", "shipped_perplexity")
     settings: dict[str, Any] = {"apply_chat_template": True, "system_instruction": "Be brief.", "num_fewshot": 2}
     reference_results = reference(folder, tasks, tasks_folder, limit=5, **settings)
@@ -63,4 +61,4 @@ def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
         "eval_include_path": [tasks_folder], "eval_limit": 5, "eval_apply_chat_template": True,
         "eval_system_prompt": "Be brief.", "eval_num_fewshot": 2, "eval_batch_size": 3,
     }  # fmt: skip
-    assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=120)[0], reference_results)
+    assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=600)[0], reference_results)

@@ -60,19 +60,15 @@ def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
 
 
 def test_continuations(both):
+    """Of which two are longer than the model."""
     ours, theirs = both
+    before = ours.counts.too_long
     scores, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
     for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, scores, expected, strict=True):
         assert value == pytest.approx(wanted, rel=1e-5, abs=1e-4), pair
         assert greedy == wanted_greedy
     assert ours.max_length == theirs.max_length == POSITIONS
     assert (ours.eot_token_id, ours.prefix_token_id) == (theirs.eot_token_id, theirs.prefix_token_id)
-
-
-def test_texts_longer_than_the_model_are_counted_and_cut_or_skipped(both):
-    ours, theirs = both
-    before = ours.counts.too_long
-    ours.loglikelihood(instances("loglikelihood", PAIRS))
     assert ours.counts.too_long - before == 2
 
 
@@ -83,7 +79,7 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(both, overlong, 
     before = (ours.counts.too_long, ours.counts.skipped)
     asked = instances("generate_until", [("The sun", {"max_gen_toks": 8}), (LONG, {"max_gen_toks": 5})])
     if overlong == "refuse":
-        with pytest.raises(ConfigError, match="eval_overlong: refuse: question 1 has .* tokens"):
+        with pytest.raises(ConfigError, match="eval_overlong: refuse: .* 1 "):
             ours.generate_until(asked)
         return
     generated = ours.generate_until(asked)
@@ -106,10 +102,12 @@ def test_written_texts(both):
 
 def test_what_cannot_be_asked_is_said(both):
     ours, _ = both
-    with pytest.raises(ValueError, match=r"generation_kwargs: num_beams: not known here"):
-        ours.generate_until(instances("generate_until", [("a", {"num_beams": 3})]))
-    with pytest.raises(ValueError, match=f"leaves no place for a question in the model's {POSITIONS} positions"):
-        ours.generate_until(instances("generate_until", [("a", {"max_gen_toks": POSITIONS})]))
+    for kwargs, facts in (
+        ({"num_beams": 3}, "generation_kwargs: num_beams: "),
+        ({"max_gen_toks": POSITIONS}, f" {POSITIONS} "),
+    ):
+        with pytest.raises(ValueError, match=facts):
+            ours.generate_until(instances("generate_until", [("a", kwargs)]))
 
 
 def test_an_empty_question_is_asked_all_the_same(both):
@@ -132,7 +130,10 @@ def test_a_log_without_a_terminal_hears_of_it(caplog):
     with caplog.at_level(logging.INFO), EvaluationProgress(logger, every=0.05) as progress:
         progress.expect(400)
         progress.update(180)
-        time.sleep(0.2)
+        for _ in range(1000):
+            if len(caplog.records) > 2:
+                break
+            time.sleep(0.1)
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) > 2
     assert all(re.match(r"Running evaluation harness:  45%\|#+\d? +\| 180/400 \[", line) for line in lines), lines

@@ -24,7 +24,7 @@ from megatron.training import train
 from tests.evaluation.runs import make_tasks
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, begin, bit_equal, config
+from tests.training.runs import NEOX, begin, bit_equal, config
 
 TASKS = ["shipped_choice", "shipped_perplexity", "own_text"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -77,7 +77,7 @@ def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
             folder = tmp_path_factory.mktemp("run")
             make_tasks(folder)
             ranks, changes = LAYOUTS[layout]
-            same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=120)
+            same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
             assert same == [True] * ranks
             done[layout] = rows(folder / "with"), rows(folder / "without")
         return done[layout]
@@ -89,7 +89,7 @@ def scored(found: Rows, name: str = "eval_tasks/shipped_perplexity_byte_perplexi
     return {row["iteration"]: row[name] for row in found if name in row}
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 with sequence parallelism", "pp2"))
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 x pp2", product=["pp2", "tp2 with sequence parallelism"]))
 def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
     evaluated, plain = runs(layout)
     losses = [[row["train/lm_loss"] for row in metrics if "train/lm_loss" in row] for metrics in (evaluated, plain)]
@@ -130,19 +130,24 @@ def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, in
 
 def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
     make_tasks(tmp_path)
-    counts = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=120)[0]
+    counts = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=600)[0]
     assert [requests for requests, _ in counts] == [0] * 6
     tensors = [count for _, count in counts[2:]]  # the first step makes the optimizer's
     assert max(tensors) == min(tensors), counts
 
 
+class Lines(logging.Handler):
+    """Adds each line of a log to a list."""
+
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__()
+        self.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+
+
 def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says, and what ended the run."""
-    training = begin(values)
-    log_lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: log_lines.append(record.getMessage())  # type: ignore[method-assign]
-    training.logger.addHandler(handler)
+    training, log_lines = begin(values), list[str]()
+    training.logger.addHandler(Lines(log_lines))
     try:
         train(training, [InTraining(training)])
     except ConfigError as problem:
@@ -162,25 +167,25 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
     (tmp_path / "own_long.yaml").write_text(long)
     tasks = ["own_gone", "own_long", "shipped_choice"]
     values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
-    logs = run_ranks(failing, 2, values, timeout=120)
+    logs = run_ranks(failing, 2, values, timeout=600)
     text = "\n".join(logs[0])
     assert "own_gone" in text and "gone.jsonl" in text
     if policy == "stop":
         assert all(lines[-1].startswith("ended: ") and "eval_failures: stop" in lines[-1] for lines in logs)
         return
-    assert "own_long is left out: ValueError: an answer of 900 tokens (max_gen_toks) leaves no place" in text
+    assert re.search(r"own_long .*ValueError: .* 900 .*max_gen_toks", text)
     assert "run finished at iteration 4" in text
     accuracies = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
     assert list(accuracies) == [0, 2, 4], "the others are scored"
 
 
-def refused_metrics(rank: int, world: int, values: dict[str, Any], metrics: list[str]) -> list[str]:
-    """For the pool: what is said of each metric of `save_best` when the callback is made; nothing of those
-    that are."""
+def refused(rank: int, world: int, values: dict[str, Any], changes: list[dict[str, Any]]) -> list[str]:
+    """For the pool: what is said of each change of keys when the callback is made; nothing where it can
+    be."""
     training, messages = begin(values), []
-    for metric in metrics:
+    for keys in changes:
         try:
-            InTraining(dataclasses.replace(training, args=training.args.replace(save_best=metric)))
+            InTraining(dataclasses.replace(training, args=training.args.replace(**keys)))
             messages.append("")
         except ConfigError as problem:
             messages.append(str(problem))
@@ -188,18 +193,19 @@ def refused_metrics(rank: int, world: int, values: dict[str, Any], metrics: list
     return messages
 
 
-def test_a_misspelt_metric_of_a_task_is_refused_before_anything_is_evaluated(tmp_path):
+def test_misspelt_metrics_and_tasks_are_refused_before_anything_is_evaluated(tmp_path):
     make_tasks(tmp_path)
     values = values_of(tmp_path) | {"eval_tasks": ["shipped_choice", "own_text", "own_group"], "eval_num_fewshot": 0}
     good = ["eval_tasks/shipped_choice_acc", "eval_tasks/own_text_exact_match", "eval_tasks/own_choice_acc_norm",
             "eval_tasks/own_group_acc", "validation/lm_loss"]  # fmt: skip
     bad = ["eval_tasks/shipped_choice_accuracy:max", "eval_tasks/own_txt_exact_match", "eval_tasks/choice_acc"]
-    messages_of_ranks = run_ranks(refused_metrics, 2, values, [*good, *bad], timeout=120)
-    for messages in messages_of_ranks:
+    changes: list[dict[str, Any]] = [{"save_best": metric} for metric in (*good, *bad)]
+    for messages in run_ranks(refused, 2, values, [*changes, {"eval_tasks": ["gone.yaml"]}], timeout=600):
         assert messages[: len(good)] == [""] * len(good)
-        for metric, line in zip(bad, messages[len(good) :], strict=True):
-            assert f"save_best: {metric.removesuffix(':max')}: this run has no such metric; its tasks have" in line
-            assert "eval_tasks/shipped_choice_acc, " in line
+        *of_metrics, of_task = messages[len(good) :]
+        for metric, line in zip(bad, of_metrics, strict=True):
+            assert f"save_best: {metric.removesuffix(':max')}: " in line and "eval_tasks/shipped_choice_acc, " in line
+        assert "eval_tasks: gone.yaml: no such file" in of_task
 
 
 def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
@@ -208,9 +214,7 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
     training, log_lines, real, calls = begin(values), [], model_operations.score, []
     language_model._FIRST_PART = 1
-    handler = logging.Handler()
-    handler.emit = lambda record: log_lines.append(record.getMessage())  # type: ignore[method-assign]
-    training.logger.addHandler(handler)
+    training.logger.addHandler(Lines(log_lines))
 
     def scored(*given: Any, **options: Any) -> Any:
         calls.append(training.progress.iteration)
@@ -226,34 +230,12 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
 def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
     make_tasks(tmp_path)
-    values = values_of(tmp_path, model_parallel_size=2) | {
-        "eval_tasks": ["shipped_choice"],
-        "eval_limit": 20,
-        "train_iters": 8,
-    }
-    logs = run_ranks(interrupted, 2, values, timeout=120)
+    keys = {"eval_tasks": ["shipped_choice"], "eval_limit": 20, "train_iters": 8}
+    values = values_of(tmp_path, model_parallel_size=2) | keys
+    logs = run_ranks(interrupted, 2, values, timeout=600)
     whole, until = map(int, logs[0][-1].removeprefix("parts: ").split())
     assert whole > until == 2
     text = "\n".join(logs[0])
-    assert "evaluation at iteration 2 was given up: a signal ends the run" in text
+    assert "evaluation at iteration 2 was given up" in text
     assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
     assert list(scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")) == [0]
-
-
-def refused(rank: int, world: int, values: dict[str, Any]) -> str:
-    """For the pool: why the callback cannot be made."""
-    training = begin(values)
-    try:
-        InTraining(training)
-    except ConfigError as problem:
-        return str(problem)
-    finally:
-        training.engine.close()
-    return "nothing"
-
-
-def test_what_is_no_task_is_refused_before_the_first_step(tmp_path):
-    make_tasks(tmp_path)
-    values = values_of(tmp_path) | LLAMA | {"gpt_j_residual": False, "eval_tasks": ["gone.yaml"]}
-    for problem in run_ranks(refused, 2, values, timeout=120):
-        assert problem == "program: eval_tasks: gone.yaml: no such file"

@@ -1,5 +1,4 @@
-"""`--adapter`: the text of transformers with peft, from every command, of peft's folders and our
-checkpoints."""
+"""`--adapter`: the text of transformers with peft, from every command, of peft's folders and checkpoints."""
 
 import json
 from pathlib import Path
@@ -13,7 +12,8 @@ import transformers
 from megatron.checkpointing.adapters import open_with_base, write_adapters
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from tests.generation.runs import command
-from tests.generation.serving.server import FOLDER, NAME, make_model
+from tests.generation.serving.server import NAME, greedy_texts, make_model
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.tools import test_ask as asking
 
@@ -43,18 +43,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(tuned, place / NAME, place / "peft")
 
 
-def theirs(model: Any) -> list[str]:
-    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
-    for prompt in PROMPTS:
-        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        made = model.generate(
-            input_ids=given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[0, tokenizer.eos_token_id, 300],
-            pad_token_id=1,
-        )  # fmt: skip
-        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
-    return texts
-
-
 def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
     """The texts that generate.py writes."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
@@ -65,12 +53,11 @@ def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
     return [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", with_more([1, 2], 2, product=[1]))
 def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks: int) -> None:
-    expected = theirs(adapted.model)
+    expected = greedy_texts(adapted.model, PROMPTS, TOKENS)
     with adapted.model.disable_adapter():
-        assert theirs(adapted.model) != expected
+        assert greedy_texts(adapted.model, PROMPTS, TOKENS) != expected
     layout = [] if ranks == 1 else ["--set", f"model_parallel_size={ranks}"]
     words = ["--hf-model", str(adapted.base), *layout]
     assert generated(tmp_path, ranks, *words, "--adapter", str(adapted.folder)) == expected
@@ -83,9 +70,8 @@ def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks:
     words = [str(alone / "configs" / "adapter.yml"), "--set", f"vocab_file={adapted.base}/tokenizer.json", *layout[1:]]
     words += ["tokenizer_type=HFTokenizer"]
     assert generated(tmp_path, ranks, *words, f"load={tmp_path / 'ours'}") == expected
-    assert (
-        generated(tmp_path, ranks, *words, "lora=null", f"load={imported.parent}", "--adapter", str(alone)) == expected
-    )
+    beside = ["lora=null", f"load={imported.parent}", "--adapter", str(alone)]
+    assert generated(tmp_path, ranks, *words, *beside) == expected
 
 
 def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> None:
@@ -102,9 +88,10 @@ def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> N
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)
         assert json.loads(out)["answers"][0]["answer"] == expected, words
-    code, _, err = asking.run("--model", str(alone), "--adapter", str(adapted.folder), "q")
-    assert code == 1 and "holds adapters itself; give the model below them" in err
-    code, _, err = asking.run("--model", str(adapted.base), "--adapter", str(alone), "q")
-    assert code == 1 and "its adapters were trained on other weights than" in err
-    code, _, err = asking.run("--model", str(adapted.base), "--adapter", str(adapted.base), "q")
-    assert code == 1 and "holds no adapters" in err
+    for model, adapter, facts in (
+        (alone, adapted.folder, "holds adapters itself"),
+        (adapted.base, alone, "trained on other weights than"),
+        (adapted.base, adapted.base, "holds no adapters"),
+    ):
+        code, _, err = asking.run("--model", str(model), "--adapter", str(adapter), "q")
+        assert code == 1 and facts in err

@@ -1,9 +1,11 @@
 """The choice of a token: filters and penalties against transformers', frequencies against probabilities."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron.generation import SamplingParams
@@ -20,36 +22,24 @@ def chooser_of(
     return TokenSampler(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("top_k", [1, 5, 49, VOCAB, VOCAB + 9])
-def test_top_k_equals_transformers(top_k: int) -> None:
-    from transformers import TopKLogitsWarper
-
-    expected = TopKLogitsWarper(top_k)(None, LOGITS.clone())
-    torch.testing.assert_close(filter_logits(LOGITS, [top_k] * ROWS), expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("flatter", [1.0, 30.0])  # the nucleus is larger than the first candidates
-@pytest.mark.parametrize("top_p", [0.01, 0.3, 0.9, 0.999, 1.0])
-def test_top_p_equals_transformers(top_p: float, flatter: float) -> None:
-    from transformers import TopPLogitsWarper
-
+@pytest.mark.parametrize(
+    ("name", "warper", "values"),
+    [
+        ("top_k", transformers.TopKLogitsWarper, [1, 5, 49, VOCAB, VOCAB + 9]),
+        ("top_p", transformers.TopPLogitsWarper, [0.01, 0.3, 0.9, 0.999, 1.0]),
+        ("min_p", transformers.MinPLogitsWarper, [1e-5, 0.02, 0.5, 1.0]),
+    ],
+)
+def test_filters_equal_transformers(name: str, warper: Any, values: list[Any], flatter: float) -> None:
     logits = LOGITS / flatter
-    expected = TopPLogitsWarper(top_p)(None, logits.clone())
-    torch.testing.assert_close(filter_logits(logits, top_p=[top_p] * ROWS), expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("min_p", [1e-5, 0.02, 0.5, 1.0])
-def test_min_p_equals_transformers(min_p: float) -> None:
-    from transformers import MinPLogitsWarper
-
-    expected = MinPLogitsWarper(min_p)(None, LOGITS.clone())
-    torch.testing.assert_close(filter_logits(LOGITS, min_p=[min_p] * ROWS), expected, rtol=0, atol=0)
+    for value in values:
+        expected = warper(value)(None, logits.clone())
+        torch.testing.assert_close(filter_logits(logits, **{name: [value] * ROWS}), expected, rtol=0, atol=0)
 
 
 def test_biases_and_least_lengths_equal_transformers() -> None:
     """Rows with, and rows without, step by step until all may end."""
-    from transformers import MinNewTokensLengthLogitsProcessor, SequenceBiasLogitsProcessor
-
     bias = {3: 7.5, 40: -100.0, 699: 2.0}
     logits = torch.zeros(3, VOCAB)
     logits[:, 5] = 9.0  # one of the ends
@@ -58,14 +48,15 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     tokens = [[1, 2], [1, 2], [1, 2]]
     least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
     sampler = TokenSampler(samplings, [(2, sequence) for sequence in tokens], VOCAB, torch.device("cpu"), least)
-    biased = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
+    biased = transformers.SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})
     for _ in range(4):
         expected = []
         for row, sequence in enumerate(tokens):
             ids, scores = torch.tensor([sequence]), logits[row : row + 1].clone()
             scores = biased(ids, scores) if row == 0 else scores
             ends = [end for end in least[row][1] if end < VOCAB]
-            scores = MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")(ids, scores)
+            least_of_row = transformers.MinNewTokensLengthLogitsProcessor(2, least[row][0], ends, device="cpu")
+            scores = least_of_row(ids, scores)
             expected.append(int(scores.argmax()))
         chosen = sampler.sample(logits, [])
         assert chosen.tolist() == expected
@@ -77,41 +68,22 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
 
 def test_rows_are_filtered_each_in_its_own_way() -> None:
     """In transformers' order; rows of one batch as if they were alone."""
-    from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    given = [
-        (10, 0.8, 0.0),
-        (0, 0.0, 0.0),
-        (3, 0.0, 0.0),
-        (0, 0.5, 0.0),
-        (0, 0.0, 0.1),
-        (600, 0.95, 0.01),
-        (1, 1.0, 1.0),
-    ]
+    given = [(10, 0.8, 0.0), (0, 0.0, 0.0), (3, 0.0, 0.0), (0, 0.5, 0.0), (0, 0.0, 0.1), (600, 0.95, 0.01), (1, 1, 1)]
+    kinds = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper, transformers.MinPLogitsWarper)
     logits = LOGITS[: len(given)]
     filtered = filter_logits(logits, *zip(*given, strict=True))
-    for row, (top_k, top_p, min_p) in enumerate(given):
+    for row, values in enumerate(given):
         expected = logits[row : row + 1].clone()
-        for wanted, kind in ((top_k, TopKLogitsWarper), (top_p, TopPLogitsWarper), (min_p, MinPLogitsWarper)):
-            expected = kind(wanted)(None, expected) if wanted else expected
-        assert torch.equal(filtered[row], expected[0]), given[row]
-        assert torch.equal(filter_logits(logits[row : row + 1], [top_k], [top_p], [min_p])[0], expected[0])
-
-
-def test_nothing_is_filtered_by_default() -> None:
+        for value, kind in zip(values, kinds, strict=True):
+            expected = kind(value)(None, expected) if value else expected
+        assert torch.equal(filtered[row], expected[0]), values
+        assert torch.equal(filter_logits(logits[row : row + 1], *([value] for value in values))[0], expected[0])
     assert torch.equal(filter_logits(LOGITS), LOGITS)
-    assert torch.equal(filter_logits(LOGITS, [0] * ROWS, [0.0] * ROWS, [0.0] * ROWS), LOGITS)
 
 
 @pytest.mark.parametrize(
     "sampling",
-    [
-        SamplingParams(1.0),
-        SamplingParams(0.5),
-        SamplingParams(2.0, top_k=7),
-        SamplingParams(0.8, 20, 0.7),
-        SamplingParams(1.5, min_p=0.05),
-    ],
+    [SamplingParams(0.5), SamplingParams(2.0, top_k=7), SamplingParams(0.8, 20, 0.7), SamplingParams(1.5, min_p=0.05)],
 )
 def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> None:
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
@@ -148,18 +120,15 @@ def test_greedy_rows_beside_sampled_ones() -> None:
 
 
 def test_repetition_penalty_equals_transformers() -> None:
-    from transformers import RepetitionPenaltyLogitsProcessor
-
     texts = [[4, 9, 9, 30], [1, 2, 3, 699], [0, 0, 0, 0]]
-    expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(texts), LOGITS[:3].clone())
+    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor(texts), LOGITS[:3].clone())
     chooser = chooser_of([SamplingParams(repetition_penalty=1.7)] * 3, [(2, text[:3]) for text in texts])
     chooser.update(torch.tensor([text[3] for text in texts]))
     torch.testing.assert_close(chooser._penalise(LOGITS[:3]), expected, rtol=0, atol=0)
 
 
 def openai(logits: Tensor, generated: list[int], frequency: float, presence: float) -> Tensor:
-    """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence` of OpenAI's
-    documentation."""
+    """`mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence`, says OpenAI."""
     penalised = logits.clone()
     for token in set(generated):
         penalised[token] -= generated.count(token) * frequency + presence
@@ -176,11 +145,7 @@ def test_frequency_and_presence_penalties_are_openai_s() -> None:
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
     chooser.update(torch.tensor([9, 8, 4]))
     penalised = chooser._penalise(LOGITS[:3])
-    expected = [
-        openai(LOGITS[0], [9, 9], 0.5, 0.0),
-        LOGITS[1],
-        openai(LOGITS[2], [4, 4, 6, 4], -0.3, 1.5),
-    ]
+    expected = [openai(LOGITS[0], [9, 9], 0.5, 0.0), LOGITS[1], openai(LOGITS[2], [4, 4, 6, 4], -0.3, 1.5)]
     torch.testing.assert_close(penalised, torch.stack(expected))
 
 

@@ -1,5 +1,4 @@
-"""Stand-ins for servers that are not installed here: they answer the JSON that vLLM and SGLang document, by
-a rule instead of a model, and fail as they are told."""
+"""Stand-ins for servers that are not installed here: they answer the JSON that vLLM and SGLang document."""
 
 import http.server
 import json
@@ -14,9 +13,9 @@ LOGPROB = -1.5
 
 @dataclass
 class StandIn:
-    """A server that runs. asked: (path, body) of every POST, in order. version: of its weights, as SGLang
-    has it. failures: answers of 500 that are still to come; garbage: what it answers to requests for text in
-    the place of its JSON; deaf: whether it keeps the weights it has, whatever it is told."""
+    """A server that runs, and answers by a rule. asked: (path, body) of every POST. version: of its weights,
+    as SGLang has it. failures: answers of 500 still to come; garbage: what it answers in the place of JSON;
+    deaf: whether it keeps the weights it has; token: it asks for."""
 
     address: str = ""
     asked: list[tuple[str, Any]] = field(default_factory=list)
@@ -24,6 +23,7 @@ class StandIn:
     failures: int = 0
     garbage: bytes | None = None
     deaf: bool = False
+    token: str | None = None
 
     def answer(self, path: str, body: Any) -> Any:
         """The JSON of an answer; None: an empty one."""
@@ -56,7 +56,10 @@ def standing_in(**changes: Any) -> Iterator[StandIn]:
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._send(200, json.dumps(server.answer(self.path, None)).encode())
+            if server.token is not None and self.headers["authorization"] != f"Bearer {server.token}":
+                self._send(401, b'{"error": {"message": "a token is needed"}}')
+            else:
+                self._send(200, json.dumps(server.answer(self.path, None)).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -1,5 +1,4 @@
-"""Online DPO: pairs of the model's own answers, by rewards or by a judge: the same steps in every layout,
-what the judge is shown, its failures, interrupted runs, and that it learns."""
+"""Online DPO: pairs of the model's own answers, by rewards or by a judge."""
 
 import json
 import math
@@ -15,9 +14,21 @@ from megatron.objectives.preference import DIFFERENCE
 from megatron.operations.report.rollout_rows import read_rollouts
 from megatron.rollouts.judging import compare
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
+from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.rollouts.test_resume import answers_in
 from tests.rollouts.test_rollouts import LAYOUTS, with_keys
-from tests.rollouts.toy import Seen, steps_of, whole_run, write_task
+from tests.rollouts.toy import (
+    LEARNS,
+    Seen,
+    assert_same_steps,
+    is_right,
+    learned,
+    lines_of,
+    steps_of,
+    whole_run,
+    write_task,
+)
 from tests.training.runs import bit_equal
 
 JUDGES = '''"""Judges of the task."""
@@ -73,18 +84,13 @@ def judged(task: dict[str, Any], name: str, *changes: dict[str, Any]) -> dict[st
     return with_keys(task, judge, *changes)
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "logs" / "rollouts.jsonl").read_text().splitlines()]
-
-
 @pytest.fixture(scope="module")
 def alone(task: dict[str, Any]) -> dict[str, Seen]:
     return {name: run_ranks(steps_of, 1, values, 4)[0] for name, values in kinds(task).items()}
 
 
 def kinds(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Four answers with rewards; two that are judged, for two steps that are taken twice, with a loss beside
-    all pairs of a step."""
+    """Four answers with rewards; two that are judged, for two steps taken twice, with a loss of all pairs."""
     several = {"rollout.num_iterations": 2, "rollout.steps_per_generation": 2, "dpo_loss_type": ["aot", "sft"]}
     return {
         "rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
@@ -92,33 +98,18 @@ def kinds(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize(
-    "layout,kind",
-    [
-        ("dp2", "judge"),
-        ("pp2", "rewards"),
-        *(
-            pytest.param(layout, kind, marks=pytest.mark.more)
-            for layout, kind in (
-                ("tp2, sp", "rewards"),
-                ("pp2", "judge"),
-                ("zero3", "judge"),
-                ("zero1, deepspeed", "rewards"),
-                ("zero3, deepspeed", "judge"),
-            )
-        ),
-    ],
-)
-def test_layouts_equal_one_process(layout: str, kind: str, task: dict[str, Any], alone: dict[str, Seen]) -> None:
+COVERED = [("dp2", "judge"), ("pp2", "rewards"), ("zero3, deepspeed", "judge")]
+PRODUCT = [("tp2, sp", "rewards"), ("pp2", "judge"), ("zero3", "judge"), ("zero1, deepspeed", "rewards")]
+
+
+@pytest.mark.parametrize("cell", with_more([*COVERED, *PRODUCT], COVERED[-1], product=PRODUCT), ids=" ".join)
+def test_layouts_equal_one_process(cell: tuple[str, str], task: dict[str, Any], alone: dict[str, Seen]) -> None:
+    layout, kind = cell
     ranks, keys = LAYOUTS[layout]
     small = {"train_micro_batch_size_per_gpu": 2} if "pp2" in layout else {}
     ours, reference = run_ranks(steps_of, ranks, with_keys(kinds(task)[kind], keys, small), 4)[0], alone[kind]
     assert len(ours.answers[0]) == 32, "answers of a generation: 8 prompts a step, four answers or two steps"
-    assert ours.answers == reference.answers
-    assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
-    assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
-    for now, then in zip(ours.metrics, reference.metrics, strict=True):
-        assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
+    assert_same_steps(ours, reference)
     assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in ours.metrics[: 1 if kind == "judge" else 4])
 
 
@@ -131,12 +122,6 @@ def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any
     assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.more
-def test_exact_sampling_differs_by_nothing(task: dict[str, Any]) -> None:
-    for metrics in run_ranks(steps_of, 1, judged(task, "wordier", {"rollout.exact": True}))[0].metrics:
-        assert metrics[f"{DIFFERENCE}_max"] == 0.0
-
-
 def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path: Path) -> None:
     """Between the steps of a generation, after whose first the log-probabilities are others than the
     sampler's; the file has the better of two judged answers as chosen, and a report shows it."""
@@ -147,16 +132,14 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
     run_ranks(whole_run, 1, again, stop_at=3)
     assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
     lines = lines_of(tmp_path / "run")
-    assert [{**row, "run_id": None} for row in lines_of(tmp_path / "again")] == [
-        {**row, "run_id": None} for row in lines
-    ]
+    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
     for first, second in zip(lines[::2], lines[1::2], strict=True):
         more = len(first["completion"].split()) - len(second["completion"].split())
         expected = (0, 0) if more == 0 else (1, -1) if more > 0 else (-1, 1)
         assert (first["advantage"], second["advantage"]) == expected
         assert (first["reward"] is None) == (more == 0)
     assert {line["advantage"] for line in lines} == {-1, 0, 1}
-    metrics = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    metrics = lines_of(tmp_path / "run", "metrics")
     untrained = sum(line["advantage"] == 0 for line in lines[:32]) / 32
     assert metrics[0]["train/frac_reward_zero_std"] == pytest.approx(untrained)
     assert metrics[0]["train/reward_margin"] == 1.0 and metrics[0]["train/reward"] == pytest.approx(0.5)
@@ -172,8 +155,8 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
 def test_failures_of_a_judge_are_named_and_a_judge_that_likes_places_has_none(
     task: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A pair on which it raises, or gives what is no verdict, is not trained, nor is any where it says
-    nothing. One that always takes the first answer is shown either first, and teaches neither place."""
+    """A pair on which it raises, gives no verdict, or says nothing, is not trained. One that always takes the
+    first answer is shown either first, and teaches neither place."""
     for name in ("broken", "first", "silent"):
         values = judged(task, name, {"train_iters": 2, "save": str(tmp_path / name), "checkpoint_factor": 2})
         run_ranks(whole_run, 1, {**values, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 16})
@@ -220,29 +203,29 @@ def test_verdicts_do_not_depend_on_the_order(judges: Any) -> None:
 
 
 def test_a_judge_that_cannot_be_asked_is_refused(judges: Any) -> None:
-    with pytest.raises(RewardError, match=r"alone: .*declare it as alone\(prompts, completions\)"):
+    with pytest.raises(RewardError, match=r"alone: .*alone\(prompts, completions\)"):
         judges("alone").check()
-    with pytest.raises(RewardError, match="json: expected FILE.py:NAME"):
+    with pytest.raises(RewardError, match="json: .*FILE.py:NAME"):
         RewardFunctions(["json"], timeout_s=1.0, pairwise=True)
 
 
 @pytest.mark.parametrize(
     "changes,said",
     [
-        ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge .* judges answers; remove one of the two"),
-        ({"reward_functions": None}, "reward_functions: is required .* rollout.environment or rollout.judge"),
-        ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* set 2"),
-        ({"rollout.num_generations": 1}, "rollout.num_generations: an answer alone"),
-        ({"rollout.exact": True}, "rollout.num_generations: of more than two answers not all are trained"),
-        ({"rollout.temperature": 0}, "rollout.temperature: the likeliest tokens make one answer"),
-        ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: servers give log-probabilities at"),
-        ({"rl_epsilon": 0.1}, "rl_epsilon: only train_impl: reinforce reads it, not dpo"),
-        ({"kl_div_beta": 0.0}, "kl_div_beta: only train_impl: reinforce reads it, not dpo"),
-        ({"dataset_impl": "pairwise"}, "rollout: only dataset_impl: online reads it, not pairwise"),
-        ({"dpo_reference": "cache"}, "dpo_reference: cache is for answers that are read"),
-        ({"prefix_sharing": False}, "prefix_sharing: a row holds one answer"),
-        ({"train_impl": "kto"}, "dataset_impl: online is for train_impl: reinforce and dpo, not kto"),
-        ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: compares two answers"),
+        ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
+        ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
+        ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
+        ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
+        ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
+        ({"rollout.temperature": 0}, "rollout.temperature: "),
+        ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
+        ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
+        ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
+        ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
+        ({"dpo_reference": "cache"}, "dpo_reference: cache "),
+        ({"prefix_sharing": False}, "prefix_sharing: "),
+        ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
+        ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task: dict[str, Any]) -> None:
@@ -250,22 +233,12 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task
         NeoXArgs.from_dict(with_keys(task, {"rollout.num_generations": 4}, changes))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("by", ["judge", "rewards"])
+@pytest.mark.parametrize("by", with_more(["judge", "rewards"], "judge", product=["rewards"]))
 def test_answers_are_better_in_the_end(by: str, tmp_path: Path) -> None:
-    """Right answers, of which the judge, or the reward, alone says what they are."""
-    task = of_pairs(tmp_path, most=2)
-    quick = {"num_layers": 1, "train_batch_size": 32, "train_iters": 80, "log_interval": 50, "checkpoint_factor": 1000}
-    learns = {"optimizer": {"type": "Adam", "params": {"lr": 4e-3}}, "save": str(tmp_path / "run")}
-    short = {"rollout.max_completion_length": 1, "rollout.temperature": 1.0}
-    if by == "judge":
-        values = judged(task, "right", quick, learns, short)
-    else:
-        functions = {"reward_functions": [f"{tmp_path / 'rewards.py'}:right"], "rollout.num_generations": 4}
-        values = with_keys(task, quick, learns, short, functions)
-    run_ranks(whole_run, 1, values, timeout=240)
-    sums = {f"{a} + {b} =": str(a + b) for a in range(2) for b in range(2)}
-    right = [line["completion"].split()[:1] == [sums[line["prompt"]]] for line in lines_of(tmp_path / "run")]
-    step = len(right) // 80
-    first, last = sum(right[: 5 * step]) / (5 * step), sum(right[-10 * step :]) / (10 * step)
-    assert first < 0.2 and last > 0.8, (first, last)
+    """Right answers, as the judge or the reward alone tells; the control is the run's own beginning."""
+    task, keys = of_pairs(tmp_path, most=2), {"rollout.max_completion_length": 1, "rollout.temperature": 1.0}
+    keys |= {**LEARNS, "train_batch_size": 32}
+    functions = {"reward_functions": [f"{tmp_path / 'rewards.py'}:right"], "rollout.num_generations": 4}
+    values = judged(task, "right", keys) if by == "judge" else with_keys(task, keys, functions)
+    before, after = learned(values, tmp_path / "run", is_right)
+    assert after > before + 0.5, (before, after)

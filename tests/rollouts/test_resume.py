@@ -10,9 +10,10 @@ import pytest
 
 from megatron.rollouts import sampler
 from megatron.training import train
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts.test_rollouts import with_keys
-from tests.rollouts.toy import rollouts_of, whole_run, write_task
+from tests.rollouts.toy import lines_of, rollouts_of, whole_run, write_task
 from tests.training.runs import begin, bit_equal
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -59,8 +60,7 @@ def signalled_while_it_answers(
     rank: int, world_size: int, values: dict[str, Any], at: int, number: signal.Signals = signal.SIGTERM, looks: int = 1
 ) -> list[int]:
     """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
-    of the answers of that generation that were there when sampling ended. looks: after how many tokens it
-    looks for signals."""
+    of that generation's answers when sampling ended. looks: after how many tokens it looks for signals."""
     sampler._LOOKS = looks
     training = begin(values)
     rollouts = rollouts_of(training, f"{values['save']}/logs")
@@ -85,17 +85,16 @@ def signalled_while_it_answers(
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
         {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
         {"dp": 2},
-        pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.more),
+        pytest.param({}, marks=pytest.mark.product),
+        pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
         pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
     ],
-    ids=["alone", "pp2", "dp2", "zero3", "exact"],
+    ids=["pp2", "dp2", "alone", "zero3", "exact"],
 )
 def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) -> None:
-    """Nothing of the generation is kept, no step is taken any more, and the next start goes on bit for
-    bit."""
+    """Nothing of the generation is kept, no step is taken any more; the next start goes on bit for bit."""
     task, ranks = write_task(tmp_path), 2 if layout else 1
     keys = {key: value for key, value in layout.items() if key != "dp"}
     values = with_keys(task, {"train_iters": 4, "checkpoint_factor": 100}, keys)
@@ -132,8 +131,8 @@ def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int
     train(training, [rollouts.record], rollouts=rollouts)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.ends_processes
+@pytest.mark.parametrize("kind", with_more(KINDS, "conversations", product=KINDS.keys() - {"conversations"}))
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
     values = of_kind(kind, tmp_path, {"train_iters": 10, "checkpoint_factor": 2})
@@ -148,8 +147,7 @@ def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) 
 
 def answers_in(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's `rollouts.jsonl` but for whose they are."""
-    lines = (folder / "logs" / "rollouts.jsonl").read_text().splitlines()
-    return [{**json.loads(line), "run_id": None} for line in lines]
+    return [{**line, "run_id": None} for line in lines_of(folder)]
 
 
 def test_without_the_answers_of_its_generation_it_says_where_it_can_go_on(tmp_path: Path) -> None:
@@ -158,9 +156,7 @@ def test_without_the_answers_of_its_generation_it_says_where_it_can_go_on(tmp_pa
     values = {**values, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     run_ranks(whole_run, 1, values, stop_at=3)
     (tmp_path / "run" / "logs" / "generations" / "0.json").unlink()
-    with pytest.raises(
-        AssertionError, match="missing; the run goes on between the steps of a generation.*multiple of 4"
-    ):
+    with pytest.raises(AssertionError, match="0.json.* missing.* multiple of 4"):
         run_ranks(whole_run, 1, values)
 
 

@@ -1,5 +1,4 @@
-"""Training with rewards: the same answers and steps in every layout, no difference between sampler and
-trainer, and what happens where there is one."""
+"""Training with rewards: the same steps in every layout, and no difference between sampler and trainer."""
 
 import json
 from pathlib import Path
@@ -18,8 +17,9 @@ from megatron.rollouts.generation import penalties
 from megatron.rollouts.record import LogprobDifferenceError
 from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training import train
+from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.toy import WORDS, Seen, rollouts_of, steps_of, whole_run, write_task
+from tests.rollouts.toy import WORDS, Seen, assert_same_steps, lines_of, rollouts_of, steps_of, whole_run, write_task
 from tests.training.runs import begin
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -36,6 +36,9 @@ LOSSES: dict[str, dict[str, Any]] = {
     "reinforce, whole kl": {"rl_loss_type": "reinforce", "kl_div_beta": 0.05, "kl_impl": "full"},
     "dapo, two epochs": {"rl_loss_type": "dapo", "rollout.num_iterations": 2, "rollout.steps_per_generation": 2},
 }
+
+
+STEPS = {"grpo, kl": 2, "dapo, two epochs": 4}
 
 
 def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
@@ -55,49 +58,46 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(task: dict[str, Any]) -> dict[str, Seen]:
-    return {
-        name: run_ranks(steps_of, 1, with_keys(task, LOSSES[name]), 4)[0] for name in ("grpo, kl", "dapo, two epochs")
-    }
+    return {name: run_ranks(steps_of, 1, with_keys(task, LOSSES[name]), steps)[0] for name, steps in STEPS.items()}
 
 
-@pytest.mark.parametrize("loss", ["grpo, kl", "dapo, two epochs"])
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in ("dp2", "pp2") else pytest.mark.more) for name in LAYOUTS]
-)
-def test_layouts_equal_one_process(layout: str, loss: str, task: dict[str, Any], alone: dict[str, Seen]) -> None:
+# Each loss with each kind of layout, each layout with a loss.
+COVERED = [("dp2", "dapo, two epochs"), ("pp2", "grpo, kl"), ("tp2, sp", "dapo, two epochs"), ("zero3", "grpo, kl")]
+MORE = [("zero1, deepspeed", "grpo, kl"), ("zero3, deepspeed", "dapo, two epochs")]
+PRODUCT = {(layout, loss) for layout in LAYOUTS for loss in STEPS} - {*COVERED, *MORE}
+
+
+@pytest.mark.parametrize("cell", with_more([*COVERED, *MORE, *sorted(PRODUCT)], *MORE, product=PRODUCT), ids=" ".join)
+def test_layouts_equal_one_process(cell: tuple[str, str], task: dict[str, Any], alone: dict[str, Seen]) -> None:
+    layout, loss = cell
     ranks, keys = LAYOUTS[layout]
-    ours, reference = run_ranks(steps_of, ranks, with_keys(task, LOSSES[loss], keys), 4)[0], alone[loss]
-    assert ours.answers == reference.answers
-    assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
-    assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
-    for now, then in zip(ours.metrics, reference.metrics, strict=True):
-        assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
+    assert_same_steps(run_ranks(steps_of, ranks, with_keys(task, LOSSES[loss], keys), STEPS[loss])[0], alone[loss])
 
 
 @pytest.mark.parametrize("loss", ["rloo, kl in reward", "reinforce, whole kl"])
 def test_other_losses_in_two_ranks(loss: str, task: dict[str, Any]) -> None:
     values = with_keys(task, LOSSES[loss])
-    one = run_ranks(steps_of, 1, values)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}))[0]
+    one = run_ranks(steps_of, 1, values, 2)[0]
+    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}), 2)[0]
     assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-6)
     assert one.metrics[-1]["kl"] != 0.0 and one.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "layout", [None, "tp2, sp", "pp2", pytest.param("zero3", marks=pytest.mark.more)], ids=lambda name: name or "alone"
-)
-def test_exact_sampling_differs_by_nothing(layout: str | None, task: dict[str, Any]) -> None:
-    ranks, keys = LAYOUTS[layout] if layout is not None else (1, {})
-    for seen in run_ranks(steps_of, ranks, with_keys(task, keys, {"rollout.exact": True, "rollout.temperature": 0.7})):
+@pytest.mark.parametrize("layout", with_more(["tp2, sp", "pp2", "zero3"], product=["zero3"]))
+def test_exact_sampling_differs_by_nothing(layout: str, task: dict[str, Any]) -> None:
+    ranks, keys = LAYOUTS[layout]
+    values = with_keys(task, keys, {"rollout.exact": True, "rollout.temperature": 0.7})
+    for seen in run_ranks(steps_of, ranks, values, 2):
         for metrics in seen.metrics:
             assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
 
 
-def test_the_engine_s_sampling_differs_by_rounding(task: dict[str, Any]) -> None:
+def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing(task: dict[str, Any]) -> None:
     exact, ours = (
         run_ranks(steps_of, 1, with_keys(task, {"rollout.exact": exact, "rollout.temperature": 0.7}))[0]
         for exact in (True, False)
     )
+    assert all(metrics[f"{DIFFERENCE}_max"] == 0.0 for metrics in exact.metrics)
     assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in ours.metrics)
     assert ours.answers == exact.answers and ours.losses == pytest.approx(exact.losses, rel=1e-5, abs=1e-6)
 
@@ -129,20 +129,20 @@ def with_stale_weights(rank: int, world_size: int, values: dict[str, Any]) -> st
 def test_stale_weights_end_the_run(task: dict[str, Any]) -> None:
     values = with_keys(task, {"optimizer": {"type": "Adam", "params": {"lr": 0.03}}})
     said = run_ranks(with_stale_weights, 1, values)[0]
-    assert "more than rollout.logprob_bound 0.1" in said and int(said.partition(":")[0]) >= 2
+    assert "rollout.logprob_bound 0.1" in said and int(said.partition(":")[0]) >= 2
     assert run_ranks(with_stale_weights, 1, with_keys(values, {"rollout.logprob_bound": 0}))[0] == "ended"
 
 
 def test_a_broken_reward_is_named_and_the_run_goes_on(task: dict[str, Any], tmp_path: Path) -> None:
     """One function raises, gives NaN and hangs for some answers: these have no reward of it, and say why."""
     file = task["reward_functions"][0].rpartition(":")[0]
-    changes = {"reward_functions": [f"{file}:broken", f"{file}:wordy"], "reward_timeout_s": 4.0, "train_iters": 2}
+    changes = {"reward_functions": [f"{file}:broken", f"{file}:wordy"], "reward_timeout_s": 2.0, "train_iters": 2}
     in_order = {"rollout.num_generations": 2, "rollout.shuffle": False}
     values = with_keys(task, changes, in_order, {"save": str(tmp_path / "run"), "checkpoint_factor": 2})
-    run_ranks(whole_run, 1, values, timeout=240)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "logs" / "rollouts.jsonl").read_text().splitlines()]
+    run_ranks(whole_run, 1, values, timeout=600)
+    lines = lines_of(tmp_path / "run")
     assert len(lines) == 2 * 16 and all(line["rewards"]["wordy"] is not None for line in lines)
-    said = {"3": "no three", "4": "NaN", "5": "took longer than 4 s"}
+    said = {"3": "no three", "4": "NaN", "5": "took longer than 2 s"}
     sums = {f"{a} + {b} =": str(a + b) for a in range(5) for b in range(5)}
     for line in lines:
         kind = sums[line["prompt"]]
@@ -157,8 +157,8 @@ def test_a_step_whose_answers_are_all_cut_off_is_no_difference(task: dict[str, A
     values = with_keys(task, {"rl_mask_truncated": True, "rollout.max_completion_length": 1, "train_iters": 3})
     run_ranks(whole_narrow_run, 1, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
     assert (tmp_path / "run" / "global_step3").is_dir()
-    rows = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["consumed_tokens"] for row in rows if row["iteration"]] == [16 * 8, 32 * 8, 48 * 8]
+    rows = [row["consumed_tokens"] for row in lines_of(tmp_path / "run", "metrics") if row["iteration"]]
+    assert rows == [16 * 8, 32 * 8, 48 * 8]
 
 
 def whole_narrow_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
@@ -225,7 +225,7 @@ def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_pat
     run_ranks(judging, 1, values)
     tokens["model"]["vocab"] |= {"a": WORDS.index("b"), "b": WORDS.index("a")}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
-    with pytest.raises(AssertionError, match="reward_model: .* has another tokenizer than this run's vocab_file"):
+    with pytest.raises(AssertionError, match="reward_model: .* another tokenizer .*vocab_file"):
         run_ranks(judging, 1, values)
 
 
@@ -240,8 +240,7 @@ def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any]
     train(training, [rollouts.record], rollouts=rollouts)
     rollouts.close()
     training.engine.close()
-    logs = Path(values["save"]) / "logs"
-    return [json.loads(line) for name in ("rollouts", "metrics") for line in (logs / f"{name}.jsonl").open()]
+    return [*lines_of(Path(values["save"])), *lines_of(Path(values["save"]), "metrics")]
 
 
 def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: str, tmp_path: Path) -> None:
@@ -261,7 +260,7 @@ def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: st
 
 
 def test_experts_that_are_chosen_otherwise_in_training_are_refused(task: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="moe_router_type: chooses experts in training otherwise than in sampling"):
+    with pytest.raises(ConfigError, match="moe_router_type: "):
         NeoXArgs.from_dict(with_keys(task, {"moe_num_experts": 4}))
     topk = {"moe_num_experts": 4, "moe_router_type": "topk", "moe_top_k": 2, "rollout.exact": True}
     for metrics in run_ranks(steps_of, 1, with_keys(task, topk), 2)[0].metrics:
@@ -279,8 +278,7 @@ def test_experts_in_two_ranks_answer_and_learn_as_in_one(task: dict[str, Any]) -
         assert two.norms == pytest.approx(one.norms, rel=1e-4)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("precision", ["bfloat16", "fp16"])
+@pytest.mark.parametrize("precision", with_more(["bfloat16", "fp16"], "bfloat16", product=["fp16"]))
 def test_sixteen_bit_runs_stay_below_the_bound(precision: str, task: dict[str, Any]) -> None:
     values = with_keys(task, {"precision": precision, "rollout.temperature": 0.7, "kl_div_beta": 0.05})
     found = [metrics[DIFFERENCE] for metrics in run_ranks(steps_of, 1, values, 6)[0].metrics]
@@ -301,10 +299,7 @@ def steps_in_narrow_rows(rank: int, world_size: int, values: dict[str, Any]) -> 
     return steps_of(rank, world_size, values, 4)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    ["tp2, sp", pytest.param("pp2", marks=pytest.mark.more), pytest.param("pp2, deepspeed", marks=pytest.mark.more)],
-)
+@pytest.mark.parametrize("layout", with_more(["tp2, sp", "pp2", "pp2, deepspeed"], "pp2, deepspeed", product=["pp2"]))
 def test_rows_are_as_wide_as_the_longest_answer(layout: str, task: dict[str, Any]) -> None:
     ranks, keys = LAYOUTS[layout.partition(", d")[0]]
     engine = {"engine": "deepspeed"} if "deepspeed" in layout else {}

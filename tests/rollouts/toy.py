@@ -1,15 +1,17 @@
 """A task that a tiny model learns from rewards alone: the sum of two digits, a token an answer."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
 from megatron.rollouts.rollouts import Rollouts
 from megatron.training import Training, train
+from tests.pool import run_ranks
 from tests.training.runs import begin
 
 WORDS = ["<eod>", *map(str, range(10)), "+", "=", "a", "b", "c"]
@@ -189,10 +191,35 @@ def whole_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: in
     return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
 
 
-def rewards_of(file: Path) -> Sequence[float]:
-    """The mean reward of each generation in a `rollouts.jsonl`."""
-    found: dict[int, list[float]] = {}
-    for line in file.read_text().splitlines():
-        row = json.loads(line)
-        found.setdefault(row["generation"], []).append(row["reward"])
-    return [sum(values) / len(values) for _, values in sorted(found.items())]
+def lines_of(folder: Path, name: str = "rollouts") -> list[dict[str, Any]]:
+    """Of a file in the logs of a run."""
+    return [json.loads(line) for line in (folder / "logs" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def assert_same_steps(ours: Seen, reference: Seen) -> None:
+    """Up to the rounding of fp32 sums in another order."""
+    assert ours.answers == reference.answers
+    assert ours.losses == pytest.approx(reference.losses, rel=1e-5, abs=1e-6)
+    assert ours.norms == pytest.approx(reference.norms, rel=1e-4)
+    for now, then in zip(ours.metrics, reference.metrics, strict=True):
+        assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
+
+
+LEARNS: dict[str, Any] = {
+    "num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50, "checkpoint_factor": 1000,
+    "optimizer": {"type": "Adam", "params": {"lr": 4e-3}},
+}  # fmt: skip
+
+
+def learned(values: dict[str, Any], folder: Path, good: Callable[[dict[str, Any]], float]) -> list[float]:
+    """How good the answers of a run are by their lines, in its first twentieth and in its last tenth."""
+    run_ranks(whole_run, 1, {**values, "save": str(folder)}, timeout=600)
+    scores = [good(line) for line in lines_of(folder)]
+    first, last = scores[: len(scores) // 20], scores[-len(scores) // 10 :]
+    return [sum(part) / len(part) for part in (first, last)]
+
+
+def is_right(line: dict[str, Any]) -> float:
+    """Whether an answer begins with the sum."""
+    a, _, b = line["prompt"].removesuffix(" =").split()
+    return float(line["completion"].split()[:1] == [str(int(a) + int(b))])

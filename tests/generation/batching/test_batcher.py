@@ -1,7 +1,8 @@
-"""Requests that come and go: what becomes of one depends on itself alone, and nothing of it is left
-behind."""
+"""Requests that come and go: each depends on itself alone, and nothing of it is left behind."""
 
 import random
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.batching.test_kv_cache import chunked, random_model
 from tests.generation.runs import LAYOUTS, answers
+from tests.marks import with_more
 from tests.model.runs import LLAMA
 from tests.pool import run_ranks
 
@@ -37,7 +39,7 @@ def model_of(world_size: int = 1, **changes: Any) -> Model:
     return Model(loaded.args, loaded.groups, Bytes(), loaded.stage, loaded.dtype)
 
 
-def requests_of(count: int, seed: int = 0) -> list[Request]:
+def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
     """Of every kind, some of which begin alike."""
     draws = random.Random(seed)
     beginning = draws.choices(range(2, 64), k=40)
@@ -46,7 +48,7 @@ def requests_of(count: int, seed: int = 0) -> list[Request]:
         tokens = beginning[: draws.choice([0, 16, 33, 40])] + draws.choices(range(2, 64), k=draws.randint(1, 25))
         requests.append(
             Request(
-                tokens, draws.choice(WAYS), draws.randint(1, 40), seed=i, stop=draws.choice([(), ("3", "+7")]),
+                tokens, draws.choice(WAYS), draws.randint(1, longest), seed=i, stop=draws.choice([(), ("3", "+7")]),
                 logprobs=draws.choice([None, 0, 3]), prompt_logprobs=draws.random() < 0.2,
             )
         )  # fmt: skip
@@ -72,7 +74,33 @@ def same(found: list[tuple], expected: list[tuple]) -> None:
         torch.testing.assert_close(one[4], other[4], rtol=0, atol=1e-5)
 
 
-REQUESTS = requests_of(24)
+def finished(batcher: Batcher, first: list[Request], late: Sequence[Request] = ()) -> list[list[Event]]:
+    """The events of each; the late ones come one by one while the first run."""
+    events: dict[int, list[Event]] = {}
+    ids, left = [batcher.add(request) for request in first], list(late)
+    while batcher.busy or left:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+        if left:
+            ids.append(batcher.add(left.pop(0)))
+    return [events[id] for id in ids]
+
+
+def preemptions(batcher: Batcher) -> list[int]:
+    """A list that grows with each step by how many rows had to wait again."""
+    counts: list[int] = []
+    grow = batcher.scheduler.grow
+
+    def counted() -> None:
+        before = batcher.waiting
+        grow()
+        counts.append(batcher.waiting - before)
+
+    batcher.scheduler.grow = counted  # type: ignore[method-assign]
+    return counts
+
+
+REQUESTS = requests_of(18)
 
 
 @pytest.fixture(scope="module")
@@ -85,15 +113,13 @@ def alone() -> list[tuple]:
 
 
 # A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
-@pytest.mark.parametrize(("rows", "blocks", "chunk"), [(64, None, 1024), (5, None, 7), (24, 9, 1024), (24, 9, 3)])
+@pytest.mark.parametrize(("rows", "blocks", "chunk"), [(64, None, 1024), (5, None, 7), (24, 9, 3)])
 def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, chunk: int) -> None:
     model = model_of()
     size = None if blocks is None else blocks * BLOCK_SIZE * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
     assert blocks in (None, batcher.blocks.total)
-    preempted = []
-    grow = batcher.scheduler.grow
-    batcher.scheduler.grow = lambda: (before := batcher.waiting, grow(), preempted.append(batcher.waiting - before))  # type: ignore[method-assign, assignment, func-returns-value]
+    preempted = preemptions(batcher)
     with chunked(chunk):
         same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
         assert batcher.blocks.free_blocks == batcher.blocks.total > 0
@@ -106,20 +132,12 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
     """For the pool: half of the requests come while the others run."""
     batcher = Batcher(model_of(world_size, **layout), maximum_rows=9)
-    events: dict[int, list[Event]] = {}
-    ids = [batcher.add(request) for request in REQUESTS[:12]]
-    for late in REQUESTS[12:]:
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
-        ids.append(batcher.add(late))
-    while batcher.busy:
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
+    outcomes = [outcome(events) for events in finished(batcher, REQUESTS[:9], REQUESTS[9:])]
     assert batcher.blocks.free_blocks == batcher.blocks.total
-    return [outcome(events[id]) for id in ids]
+    return outcomes
 
 
-@pytest.mark.parametrize("name", ["one process", "tp2", "pp2", "tp2 x pp2"])
+@pytest.mark.parametrize("name", with_more(["tp2 x pp2", "one process", "tp2", "pp2"], product=["tp2", "pp2"]))
 def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
     ranks, layout = LAYOUTS[name]
     for outcomes in run_ranks(everywhere, ranks, layout):
@@ -190,13 +208,13 @@ def test_beginnings_are_run_once() -> None:
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request([]), "the prompt is empty"),
-        (Request([3, 64]), "do not exist: they go from 0 to 63"),
+        (Request([]), "prompt is empty"),
+        (Request([3, 64]), "do not exist.* 0 to 63"),
         (Request([-1]), "do not exist"),
-        (Request([3] * 66, maximum_tokens=64), "has 66 tokens and maximum_tokens is 64; the model has 128 positions"),
-        (Request([3] * 60, maximum_tokens=40), "the whole cache holds 80"),
-        (Request([3], maximum_tokens=0), "nothing is asked for"),
-        (Request([3], logprobs=65), "logprobs is 65: expected 0 to 64"),
+        (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
+        (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
+        (Request([3], maximum_tokens=0), "nothing is asked"),
+        (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
         (Request([3], stop=("a",), text=False), "text is False"),
     ],
 )
@@ -208,18 +226,14 @@ def test_refused(request_: Request, message: str) -> None:
     assert not batcher.busy and batcher.blocks.free_blocks == batcher.blocks.total == 5
 
 
-def test_a_cache_that_holds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_gb: 1e-09 GB hold no 16 tokens"):
+def test_an_automatic_size_is_told_and_a_cache_that_holds_nothing_refused() -> None:
+    with pytest.raises(ConfigError, match="kv_cache_gb: 1e-09 .* 16 tokens"):
         Batcher(model_of(kv_cache_gb=1e-9))
-
-
-def test_an_automatic_size_is_told() -> None:
     log_lines: list[str] = []
     batcher = Batcher(model_of(), maximum_rows=3, log=log_lines.append)
     assert batcher.blocks.total == 3 * POSITIONS // BLOCK_SIZE  # memory is no bound here
-    assert log_lines == [
-        f"kv_cache_gb: auto chose {3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}, for 384 tokens"
-    ]
+    size = f"{3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}"
+    assert len(log_lines) == 1 and re.match(f"kv_cache_gb: auto chose {size}.* 384 tokens", log_lines[0])
     assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
 
 
@@ -247,6 +261,6 @@ def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:
     batcher.step()
     with torch.no_grad():
         next(model.stage.layers["5"].parameters()).fill_(float("nan"))
-    with pytest.raises(CheckpointError, match="the model gives NaN as logits in fp32"):
+    with pytest.raises(CheckpointError, match="NaN .*fp32"):
         batcher.step()
     assert not batcher.busy and batcher.blocks.free_blocks == batcher.blocks.total

@@ -13,6 +13,7 @@ from megatron.generation.batching import batcher as batching
 from megatron.mpu import ParallelGroups
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import LAYOUTS, answers
+from tests.generation.state_models import MODELS as STATE_MODELS
 from tests.marks import with_more
 from tests.model.runs import MODELS
 from tests.model.stages import groups_of, random_weights, small, stage_with
@@ -25,6 +26,7 @@ TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every posi
 CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
+UNTIED |= {name: {**values, "max_position_embeddings": POSITIONS} for name, values in STATE_MODELS.items()}
 SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
 
 
@@ -106,7 +108,7 @@ def recomputed() -> dict[str, Found]:
 
 @pytest.mark.parametrize(
     "name",  # "dp2" runs one process twice
-    with_more([name for name in LAYOUTS if name != "dp2"], "tp2", "pp2", "tp2 x pp2"),
+    with_more([name for name in LAYOUTS if name != "dp2"], "tp2+sp", product=["tp2", "pp2", "tp2 x pp2"]),
 )
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
@@ -119,6 +121,7 @@ def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, F
 
 @pytest.mark.parametrize("name", sorted(set(UNTIED) - {"moe"}))  # whose tokens find other experts by rounding alone
 def test_bf16(name: str) -> None:
+    """Of states too, which are fp32 beside 16-bit weights, or as they are."""
     values = {**UNTIED[name], "precision": "bfloat16"}
     exact, rounded, cached = (
         logprobs_of(random_model({**values, **changes}))
@@ -127,24 +130,27 @@ def test_bf16(name: str) -> None:
     # The cache may move a log-probability as far as bf16 itself does, no further.
     error = max(float((a - b).abs().max()) for a, b in zip(rounded, exact, strict=True))
     assert max(float((a - b).abs().max()) for a, b in zip(cached, exact, strict=True)) < 1.5 * error
+    if name in STATE_MODELS:
+        narrow = logprobs_of(random_model({**values, "mamba_state_fp32": False}))
+        assert all(logprobs.isfinite().all() for logprobs in narrow)
+        return
     cache = random_model(values).stage.empty_cache(2, 3)
     assert {layer.keys.dtype for layer in cache.layers.values()} == {torch.bfloat16}
 
 
-def test_what_stands_behind_a_row_is_never_attended_to() -> None:
-    """Neither padding, nor what earlier texts left in the cache, nor blocks of others."""
-    model = random_model(MODELS["llama"])
-    logprobs = []
+@pytest.mark.parametrize("name", ["llama", *STATE_MODELS])
+def test_nothing_of_a_cache_before_a_text_changes_a_bit_of_it(name: str) -> None:
+    """Neither padding, nor what earlier texts left in blocks and slots; also of prompts of one token."""
+    model, logprobs = random_model(UNTIED[name]), []
+    requests = [Request(prompt, maximum_tokens=5, stop_token_ids=(), logprobs=0) for prompt in [*PROMPTS, [9], [5] * 9]]
     for dirt in (0.0, 1e3):
-        batcher = Batcher(model)
+        batcher = Batcher(model, maximum_rows=2)
         assert batcher.cache is not None
         for layer in batcher.cache.layers.values():
-            layer.keys.fill_(dirt), layer.values.fill_(dirt)
-        with chunked(CHUNK):
-            events = answers(
-                batcher, [Request(prompt, maximum_tokens=5, stop_token_ids=(), logprobs=0) for prompt in PROMPTS]
-            )
-        logprobs.append([[event.logprobs for event in row] for row in events])
+            for tensor in layer[:2]:
+                tensor.fill_(dirt)
+        with chunked(4):
+            logprobs.append([[event.logprobs for event in row] for row in answers(batcher, requests)])
     assert logprobs[0] == logprobs[1]
 
 

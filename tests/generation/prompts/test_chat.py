@@ -58,7 +58,7 @@ def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
     tokenizer = HFTokenizer(FOLDER)
     template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), tokenizer)
     assert template.render(MESSAGES) == "Be brief.|" and template.source == str(tmp_path / "chat.jinja")
-    with pytest.raises(ConfigError, match="chat_template: .*no.jinja: cannot be read"):
+    with pytest.raises(ConfigError, match="chat_template: .*no.jinja: "):
         find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), tokenizer)
 
 
@@ -76,7 +76,7 @@ def test_older_places(tmp_path: Path) -> None:
         chat_template = find_template(args_of(plain, load=str(tmp_path)), tokenizer)
         assert chat_template.text == hf.chat_template
     (tmp_path / "tokenizer_config.json").unlink()
-    with pytest.raises(ConfigError, match="there is no chat template beside vocab_file or with the model"):
+    with pytest.raises(ConfigError, match="no chat template .*vocab_file"):
         find_template(args_of(plain, load=str(tmp_path)), tokenizer)
 
 
@@ -110,33 +110,30 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
 
     rendered = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
     assert prompt("chat.jinja", CALLED) == rendered
-    with pytest.raises(APIError, match="the chat template leaves out messages of role tool"):
-        prompt("deaf.jinja", CALLED)
-    with pytest.raises(APIError, match="the chat template leaves out messages of role developer"):
-        prompt("deaf.jinja", [{"role": "developer", "content": "Be brief."}, *CALLED[:1]])
-    broken = [
-        CALLED[0],
-        {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]},
-    ]
-    with pytest.raises(APIError, match="the arguments of the tool call f are no JSON"):
-        prompt("chat.jinja", broken)
+    broken = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
+    for name, messages, facts in (
+        ("deaf.jinja", CALLED, "leaves out messages of role tool"),
+        ("deaf.jinja", [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], "role developer"),
+        ("chat.jinja", [CALLED[0], broken], "tool call f .*JSON"),
+    ):
+        with pytest.raises(APIError, match=facts):
+            prompt(name, messages)
 
 
-@pytest.mark.parametrize("threads", [0, 1])
-def test_a_template_without_end_is_stopped_in_every_thread(
-    threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_without_end_is_stopped_in_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
     (tmp_path / "chat.jinja").write_text(endless)
     template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
-    with ThreadPoolExecutor(1) as pool, pytest.raises(RequestError, match=r"stopped after 0.2 s.*chat.jinja\)"):
-        pool.submit(template.tokens, MESSAGES).result() if threads else template.tokens(MESSAGES)
+    with ThreadPoolExecutor(1) as pool:
+        for ask in (template.tokens, lambda messages: pool.submit(template.tokens, messages).result()):
+            with pytest.raises(RequestError, match=r"0.2 s.*chat.jinja\)"):
+                ask(MESSAGES)
 
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
-    with pytest.raises(RequestError, match="the chat template refuses these messages: roles must alternate"):
+    with pytest.raises(RequestError, match="refuses .*: roles must alternate"):
         template.tokens(MESSAGES)
     assert template.stop_token_ids == (0,)

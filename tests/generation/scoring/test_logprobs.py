@@ -1,4 +1,4 @@
-"""Scores of continuations against transformers, against whole texts run one by one, and the work that they
+"""Scores of continuations against transformers and whole texts run one by one, and the work that they
 take."""
 
 import math
@@ -19,30 +19,17 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
 from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
 from tests.generation.runs import LAYOUTS
-from tests.generation.scoring.cases import (
-    COLUMNS,
-    UNTIED,
-    assert_same,
-    logits_after,
-    model_of,
-    one_by_one,
-    scored,
-    some_requests,
-)
+from tests.generation.scoring import cases
+from tests.generation.scoring.cases import COLUMNS, UNTIED, assert_same, model_of, one_by_one, some_requests
 from tests.marks import with_more
 from tests.model.stages import stage_with
 from tests.pool import run_ranks
 
 IN_TEST = (
-    "gpt_neox", "gpt 2", "llama dynamic", "mistral", "qwen 2 windows", "gemma 2", "gemma 3", "phi 3 long",
-    "ministral 3", "cohere 2", "smollm 3 windows", "mixtral", "qwen 2 moe windows",
+    "gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral",
 )  # fmt: skip
+MORE = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotron h")
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
-
-
-# By `make test-all` the last of each other class of configurations; the rest differ in what other tests see.
-_LAST = {kind: case for case, (kind, _) in CASES.items()}
-MORE = {case for kind, case in _LAST.items() if kind not in {CASES[case][0] for case in IN_TEST}}
 
 
 @pytest.mark.parametrize("case", with_more(CASES, *MORE, product=CASES.keys() - {*IN_TEST, *MORE}))
@@ -74,11 +61,12 @@ def whole_texts() -> dict[str, list[ContinuationScore]]:
 
 @pytest.mark.parametrize(
     "name",
-    with_more([name for name in LAYOUTS if name != "tp2+sp"], "tp2", "pp2"),  # inference is without that one
+    with_more([name for name in LAYOUTS if name != "tp2+sp"], product=["tp2", "pp2"]),  # inference is without that one
 )
 def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
-    for scores in run_ranks(scored, ranks, layout, list(UNTIED)):
+    names = [model for model in UNTIED if ranks == 1 or model in ("llama", "window", "moe", "hybrid", "dynamic hybrid")]
+    for scores in run_ranks(cases.scored, ranks, layout, names):
         for model, ours in scores.items():
             assert_same(ours, whole_texts[model])
 
@@ -86,7 +74,7 @@ def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScor
 def test_bf16_takes_the_softmax_in_fp32() -> None:
     model = model_of({**UNTIED["llama"], "precision": "bfloat16"})
     model = Model(model.args, model.groups, model.tokenizer, model.stage.bfloat16(), torch.bfloat16, COLUMNS)
-    logits = logits_after(model, [*CONTEXT, 4, 4], len(CONTEXT))
+    logits = cases.logits_after(model, [*CONTEXT, 4, 4], len(CONTEXT))
     assert logits.dtype == torch.bfloat16
     expected = logits.double().log_softmax(-1).gather(1, torch.tensor([[4], [4], [8]])).squeeze(1).tolist()
     assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
@@ -112,8 +100,7 @@ def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple
 
 
 def test_a_context_is_run_once() -> None:
-    """Distinct contexts and continuations, each token once; of the last tokens, from which nothing follows,
-    none."""
+    """Distinct contexts and continuations, each token once; none of the last, from which nothing follows."""
     model = model_of(UNTIED["llama"])
     other = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
     requests = [(CONTEXT, choice) for choice in CHOICES] + [(other, choice) for choice in CHOICES]
@@ -142,10 +129,7 @@ def test_rows_of_models_with_states_are_one_text() -> None:
     model = model_of(UNTIED["hybrid"])
     texts = [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9], [7, 1, 6]]
     rows = make_tree_rows([(i, (CONTEXT, text)) for i, text in enumerate(texts)], hidden_size=512, branching=False)
-    assert [(row.tokens, row.branched) for row in rows] == [
-        ([*CONTEXT, 7, 1, 6], False),
-        ([*CONTEXT, 4, 4], False),
-    ]
+    assert [(row.tokens, row.branched) for row in rows] == [([*CONTEXT, 7, 1, 6], False), ([*CONTEXT, 4, 4], False)]
     requests = [(CONTEXT, text) for text in texts]
     tokens, logits = counted(model, requests, batch_size=1)
     assert (tokens, logits) == (2 * len(CONTEXT) + 5, 2 + 5)
@@ -191,11 +175,9 @@ def test_too_long_requests() -> None:
     model = model_of(UNTIED["llama"])  # 32 positions
     long, short = list(range(40)), (CONTEXT, CHOICES[0])
     requests = [short, (long, [7, 8]), ([1], long)]
-    with pytest.raises(
-        ConfigError, match="eval_overlong: refuse: text 1 has 40 tokens and 2 to be scored, the model 32"
-    ):
+    with pytest.raises(ConfigError, match="eval_overlong: refuse: text 1 .* 40 .* 2 .* 32"):
         score(model, requests, overlong="refuse")
-    with pytest.raises(ConfigError, match="eval_overlong: truncate_left: text 2 has 1 tokens and 40 to be scored"):
+    with pytest.raises(ConfigError, match="eval_overlong: truncate_left: text 2 .* 1 .* 40 "):
         score(model, requests)
     kept, cut = score(model, requests[:2])
     assert_same([kept], one_by_one(model, [short]))
@@ -211,15 +193,11 @@ def test_no_requests_and_empty_ones() -> None:
     model = model_of(UNTIED["llama"])
     assert score(model, []) == []
     assert score(model, [(CONTEXT, [])]) == [ContinuationScore([], [])]
-    with pytest.raises(ValueError, match="request 0 has no context"):
+    with pytest.raises(ValueError, match="request 0 "):
         score(model, [([], [1])])
-
-
-def test_not_a_number_is_refused() -> None:
-    model = model_of(UNTIED["llama"])
     with torch.no_grad():
         next(iter(model.stage.parameters())).fill_(math.nan)
-    with pytest.raises(CheckpointError, match="NaN as logits in fp32"):
+    with pytest.raises(CheckpointError, match="NaN .*fp32"):
         score(model, [(CONTEXT, [1])])
 
 

@@ -47,6 +47,19 @@ def make_model(folder: Path, positions: int = POSITIONS) -> transformers.LlamaFo
     return model
 
 
+def greedy_texts(model: Any, prompts: Sequence[str], tokens: int) -> list[str]:
+    """What transformers writes after each prompt."""
+    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
+    for prompt in prompts:
+        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        ends = [0, tokenizer.eos_token_id, END]
+        made = model.generate(
+            input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=1
+        )
+        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
+    return texts
+
+
 @dataclass
 class Server:
     """One that runs. ended: (exit code, stdout, stderr) of every rank, once it has."""
@@ -64,17 +77,21 @@ class Server:
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.address + path, data, {"content-type": "application/json", **headers})
         try:
-            with urllib.request.urlopen(request, timeout=30) as reply:
+            with urllib.request.urlopen(request, timeout=300) as reply:
                 return reply.status, json.loads(reply.read()), dict(reply.headers)
         except urllib.error.HTTPError as problem:
             return problem.code, json.loads(problem.read()), dict(problem.headers)
 
     def client(self, **options: Any) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.address + "/v1", api_key="none", max_retries=0, timeout=60, **options)
+        return openai.OpenAI(base_url=self.address + "/v1", api_key="none", max_retries=0, timeout=300, **options)
 
-    def idle(self, seconds: float = 5.0) -> dict[str, Any]:
+    def clients(self) -> openai.AsyncOpenAI:
+        """For many requests at a time. Its time limit is one of connecting too, which openai has at 5 s."""
+        return openai.AsyncOpenAI(base_url=self.address + "/v1", api_key="none", max_retries=0, timeout=300)
+
+    def idle(self) -> dict[str, Any]:
         """What `/health` says once nothing runs."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 100
         while (load := self.get("/health"))["running"] or load["waiting"]:
             assert time.monotonic() < deadline, load
             time.sleep(0.02)
@@ -112,7 +129,7 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
 
     def work() -> None:
         try:
-            server.ended += run_ranks(served, world_size, argv, str(folder / "pid"), init=False, timeout=90)
+            server.ended += run_ranks(served, world_size, argv, str(folder / "pid"), init=False, timeout=900)
         except BaseException as raised:
             problem.append(raised)
 
@@ -130,7 +147,7 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
 
 
 def _wait(server: Server, thread: threading.Thread, problem: list[BaseException]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         assert thread.is_alive(), problem or server.ended
         try:

@@ -1,5 +1,5 @@
-"""Several adapters behind one server, by the name of a model: what transformers with peft writes for each, in
-one batch, and never from each other's cache."""
+"""Several adapters behind one server, by the name of a model: each writes what peft does, all in one
+batch."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.generation.serving.server import FOLDER, NAME, Server, make_model, serving
+from tests.generation.serving.server import NAME, Server, greedy_texts, make_model, serving
 from tests.marks import with_more
 
 PROMPTS = (
@@ -35,28 +35,16 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("adapters")
-    expected = {NAME: written(make_model(folder))}
+    expected = {NAME: greedy_texts(make_model(folder), PROMPTS, TOKENS)}
     for seed, (name, form) in enumerate(FORMS.items()):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder / NAME)
         torch.manual_seed(seed)
-        tuned = peft.get_peft_model(
-            model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **form)
-        ).eval()
+        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **form)
+        tuned = peft.get_peft_model(model, config).eval()
         tuned.save_pretrained(str(folder / name))
-        expected[name] = written(tuned)
+        expected[name] = greedy_texts(tuned, PROMPTS, TOKENS)
     assert len({tuple(texts) for texts in expected.values()}) == 3
     return Served(folder, expected)
-
-
-def written(model: Any) -> list[str]:
-    tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
-    for prompt in PROMPTS:
-        given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-        made = model.generate(
-            input_ids=given, max_new_tokens=TOKENS, do_sample=False, eos_token_id=[0, 300], pad_token_id=1
-        )
-        texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
-    return texts
 
 
 def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: Path) -> None:
@@ -65,8 +53,8 @@ def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: P
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
     peft.get_peft_model(model, config).save_pretrained(str(tmp_path / "copies"))
     for named, why in (
-        ([f"one={tmp_path / 'copies'}"], "one has copies of lm_head"),
-        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all, or merge all"),
+        ([f"one={tmp_path / 'copies'}"], "one .*lm_head"),
+        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all"),
     ):
         with pytest.raises(AssertionError, match=why), serving(served.folder, adapter=named):
             pass
@@ -75,7 +63,7 @@ def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: P
 LAYOUTS = {"one process": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_parallel_size": 2}}
 
 
-@pytest.fixture(scope="module", params=with_more(LAYOUTS, "tp2", "pp2"))
+@pytest.fixture(scope="module", params=with_more(LAYOUTS, "tp2", product=["pp2"]))
 def server(served: Served, request: pytest.FixtureRequest) -> Iterator[Server]:
     layout = LAYOUTS[request.param]
     named = [f"{name}={served.folder / name}" for name in FORMS]
@@ -98,10 +86,6 @@ def test_each_name_answers_by_its_adapters(served: Served, server: Server) -> No
             answers = list(pool.map(lambda one: ask(*one), asked))
             for (name, prompt), (model, text) in zip(asked, answers, strict=True):
                 assert (model, text) == (name, served.expected[name][PROMPTS.index(prompt)])
-
-
-def test_models_are_listed(served: Served, server: Server) -> None:
-    with server.client() as client:
         assert [model.id for model in client.models.list()] == [NAME, *FORMS]
         assert client.models.retrieve("wide").id == "wide"
         with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, but 'tiny-llama', 'plain'"):

@@ -2,6 +2,9 @@
 
 import asyncio
 import concurrent.futures
+import http.client
+import json
+import select
 import signal
 import socket
 import time
@@ -62,6 +65,7 @@ def test_every_layout_writes_the_same(folder: Path) -> None:
     assert blocks["dp2"] == 2 * blocks["one process"], "both replicas work"
 
 
+@pytest.mark.ends_processes
 def test_a_signal_lets_running_requests_end(folder: Path) -> None:
     """With two replicas; what would take longer than serve_shutdown_timeout_s is told so, and the exit code
     is 0."""
@@ -74,18 +78,16 @@ def test_a_signal_lets_running_requests_end(folder: Path) -> None:
         endless = threads.submit(server.post, "/v1/completions", long)
         while server.get("/health")["running"] < 2:
             time.sleep(0.01)
-        begun = time.monotonic()
         server.signal(signal.SIGTERM)
-        time.sleep(0.3)
+        while (health := server.post("/health", None))[0] == 200:
+            time.sleep(0.01)
+        assert (health[0], health[1]["status"]) == (503, "shutting down")
         status, reply, headers = server.post("/v1/completions", long)
         assert (status, reply["error"]["message"]) == (503, "the server is shutting down") and headers["retry-after"]
-        status, health, _ = server.post("/health", None)
-        assert (status, health["status"]) == (503, "shutting down")
         status, reply, _ = short.result()
         assert status == 200 and reply["choices"][0]["finish_reason"] == "length"
         status, reply, _ = endless.result()
         assert (status, reply["error"]["message"]) == (503, "the server has shut down")
-        assert 3.0 < time.monotonic() - begun < 12
     assert [code for code, _, _ in server.ended] == [0, 0]
     assert server.ended[0][1].endswith("the server has shut down\n")
 
@@ -93,25 +95,34 @@ def test_a_signal_lets_running_requests_end(folder: Path) -> None:
 def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("open-sesame\n")
     changes: dict[str, Any] = {"serve_token_file": str(tmp_path / "token"), "serve_model_name": "ours"}
-    with serving(folder, **changes, serve_request_timeout_s=0.3) as server:
+    with (
+        serving(folder, **changes, serve_request_timeout_s=2, serve_body_timeout_s=3) as server,
+        socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), timeout=300) as slow,
+    ):
         body = {"model": "ours", "prompt": "a", "max_tokens": 1}
+        head = ["Host: a", "Content-Type: application/json", "Content-Length: 500", "Authorization: Bearer open-sesame"]
+        slow.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", *head, "", '{"model"']).encode())
+        assert server.get("/health")["status"] == "ok" and not select.select([slow], [], [], 0)[0], "none waits for it"
         for shown in ("", "Bearer open", "Bearer open-sesam\u00e9", "open-sesame", "Basic open-sesame"):
             status, reply, _ = server.post("/v1/completions", body, authorization=shown)
             assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
         assert server.post("/v1/models", None)[0] == 401
-        assert server.get("/health")["status"] == "ok"
         with server.client() as client:
             known = client.with_options(api_key="open-sesame")
             assert known.completions.create(**body, extra_headers={"host": "any.name"}).choices[0].finish_reason
             with pytest.raises(openai.AuthenticationError, match="a token is needed"):
                 client.models.list()
-            long: dict[str, Any] = {**body, "max_tokens": 4000, "temperature": 0, "extra_body": {"ignore_eos": True}}
+            long: dict[str, Any] = {**body, "max_tokens": 39_000, "temperature": 0, "extra_body": {"ignore_eos": True}}
             # Its time is up: the answer is cut off with an error, not with an end.
-            with pytest.raises(openai.InternalServerError, match="not done after 0.3 s"):
+            with pytest.raises(openai.InternalServerError, match="not done after 2 s"):
                 known.completions.create(**long)
-            with pytest.raises(openai.APIError, match="not done after 0.3 s"):
+            with pytest.raises(openai.APIError, match="not done after 2 s"):
                 list(known.completions.create(**long, stream=True))
         assert server.idle()["running"] == 0
+        answer = http.client.HTTPResponse(slow)
+        answer.begin()
+        assert answer.status == 408 and "not there after 3 s" in json.loads(answer.read())["error"]["message"]
+        assert slow.recv(1) == b"", "closed"
 
 
 def bound_socket(**values: object) -> Any:
@@ -124,15 +135,15 @@ def test_other_machines_need_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("NEOX_SERVE_TOKEN", raising=False)
     assert bound_socket().token is None and bound_socket(serve_host="localhost").token is None
     for host in ("0.0.0.0", "::"):
-        with pytest.raises(ConfigError, match="serve_host: .* others reach it, and would need no token"):
+        with pytest.raises(ConfigError, match="serve_host: .*token"):
             bound_socket(serve_host=host)
     monkeypatch.setenv("NEOX_SERVE_TOKEN", "from-the-environment")
     assert bound_socket(serve_host="0.0.0.0").token == "from-the-environment"
     for content in ("", "two words", "\u00e9"):
         (tmp_path / "token").write_text(content)
-        with pytest.raises(ConfigError, match="serve_token_file: .* expected one word of ASCII"):
+        with pytest.raises(ConfigError, match="serve_token_file: .*ASCII"):
             bound_socket(serve_token_file=str(tmp_path / "token"))
-    with pytest.raises(ConfigError, match="serve_token_file: .*/no: cannot be read"):
+    with pytest.raises(ConfigError, match="serve_token_file: .*/no: "):
         bound_socket(serve_token_file=str(tmp_path / "no"))
     with pytest.raises(ConfigError, match="serve_host: 203.0.113.7: |serve_port: 0 on 203.0.113.7: "):
         bound_socket(serve_host="203.0.113.7")  # of documentation, RFC 5737
@@ -157,21 +168,20 @@ def test_connections_that_bring_no_request_are_closed() -> None:
     http_server = HTTPServerThread(bound.socket, JSONResponse({}), lambda: None, header_seconds=0.5)
     port = int(bound.address.rpartition(":")[2])
     head = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
-    begun = time.monotonic()
-    connections = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(3)]
+    connections = [socket.create_connection(("127.0.0.1", port), timeout=100) for _ in range(3)]
     connections[1].sendall(head)
     connections[2].sendall(head + b"\r\n")
     answer = b""
     while not answer.endswith(b"{}"):
         answer += connections[2].recv(1000)
     connections[2].sendall(head)
-    for part in (b"a: b\r\n", b"c: d\r\n"):
-        time.sleep(0.15)
-        connections[1].sendall(part)
+    for _ in range(1000):  # it trickles on until it is closed
+        if select.select([connections[1]], [], [], 0.1)[0]:
+            break
+        connections[1].sendall(b"a: b\r\n")
     for connection in connections:
         assert connection.recv(1000) == b""
         connection.close()
-    assert 0.4 < time.monotonic() - begun < 2
     http_server.close()
 
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,22 +85,27 @@ def test_a_port_outside_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "tests"),
+    ("program", "problem"),
     [
-        ("x = bytearray(2 << 30)", "pass"),
-        ("x = []\nwhile True:\n    x.append(bytes(1 << 20))", "pass"),
-        ("open('big', 'wb').write(bytes(20 << 20))", "pass"),
-        ("import os\nos.write(3, b'x' * 1000)", "pass"),
-        ("open('/etc/rewards_test', 'w')", "pass"),
-        ("import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)", "pass"),
+        ("x = bytearray(2 << 30)", "MemoryError"),
+        ("x = []\n    while True: x.append(bytes(1 << 20))", "MemoryError"),
+        ("open('big', 'wb').write(bytes(20 << 20))", "OSError"),
+        ("open('/etc/rewards_test', 'w')", "OSError"),
     ],
-    ids=["memory", "growing", "file", "report", "disk", "kills"],
+    ids=["memory", "growing", "file", "disk"],
 )
-def test_what_is_forbidden_fails(program: str, tests: str) -> None:
-    started = time.monotonic()
-    assert not run_program(program, tests, 20)
-    assert time.monotonic() - started < 15
+def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
+    assert not run_program(program.replace("\n    ", "\n"), "pass", 100)
+    refused = f"refused = False\ntry:\n    {program}\nexcept {problem}:\n    refused = True"
+    assert run_program(refused, "assert refused", 100)
     assert not Path("/etc/rewards_test").exists()
+
+
+@pytest.mark.parametrize(
+    "program", ["os.write(3, b'x' * 1000)", "os.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)"]
+)
+def test_reports_and_kills_pass_no_tests(program: str) -> None:
+    assert not run_program(f"import os\n{program}", "pass", 100)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +143,8 @@ def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypat
     ids=["loop", "sleep", "bomb", "session", "report"],
 )
 def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
-    started = time.monotonic()
     with all_end():
         assert not run_program(program, "pass", 1.2)
-    assert time.monotonic() - started < 15
 
 
 def test_children_of_a_program_end_with_it() -> None:
@@ -163,12 +166,12 @@ def test_closing_ends_the_program_that_runs() -> None:
         except BaseException as problem:
             failed.append(problem)
 
-    thread = threading.Thread(target=score)
+    thread, before = threading.Thread(target=score), descendants()
     with all_end():
         thread.start()
-        wait_for(lambda: len(descendants()) >= 4)  # the worker, the sandbox, its first process, the program
+        wait_for(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
         functions.close()
-        thread.join(10)
+        thread.join(100)
     assert not thread.is_alive() and len(failed) == 1
 
 
@@ -180,13 +183,10 @@ def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
         ("x = 2", None),
         ("x = 2", 5),
     ]
-    functions = RewardFunctions(["code"], timeout_s=20, workers=2)
-    found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
-    functions.close()
+    with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
+        found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
     assert found.parts == {"code": [1.0, 1.0, 0.0, None, None]}
-    assert [(one.row, one.reason) for one in found.failures] == [
-        (4, "ValueError: the row's tests are neither a text nor a list of texts")
-    ]
+    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(4, "ValueError")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
@@ -199,7 +199,7 @@ def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
     libc = ctypes.CDLL(None)
     drop, sys_admin = 24, 21
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
         preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0),
     )  # fmt: skip
     assert done.stdout.startswith(
@@ -221,7 +221,7 @@ def test_users_need_no_root() -> None:
         done = subprocess.run(
             [python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534, extra_groups=[],
             input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}), capture_output=True, text=True,
-            timeout=60, cwd="/",
+            timeout=600, cwd="/",
         )  # fmt: skip
         assert (done.stdout == "passed") is passes, done
 
@@ -269,7 +269,7 @@ def all_end() -> Iterator[None]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(100):
+    for _ in range(1000):
         if condition():
             return
         time.sleep(0.1)

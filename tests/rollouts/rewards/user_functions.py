@@ -12,6 +12,11 @@ def length(completions, **kwargs):
     return [float(len(text)) for text in completions]
 
 
+def together(completions, **kwargs):
+    """How many there are in one call."""
+    return [float(len(completions))] * len(completions)
+
+
 def seen(prompts, completions, completion_ids, **kwargs):
     """Not what TRL would be given raises."""
     for prompt, completion, ids, answer, row in zip(
