@@ -12,10 +12,7 @@ from tests.pipelines.small import command, environment, finals, pipeline, record
 
 
 def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
-    """Run a pipeline and kill it outright after so long; the stage it was in, None where it ended before.
-
-    with_all: what it has started dies with it, else is left to itself.
-    """
+    """The stage in which a pipeline was killed, with_all: and what it started; None: it had ended."""
     process = subprocess.Popen(
         command("run", folder), env=environment(), start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
@@ -47,8 +44,7 @@ def descendants(pid: int, folder: Path) -> list[int]:
 
 
 def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> list[str]:
-    """Kill pipelines so many times, each until it has come to its end, and compare them with one that nobody
-    killed; the stages that the kills came in."""
+    """Kill pipelines so often and compare them with one that nobody killed; the stages of the kills."""
     whole = write_small(tmp_path / "whole")
     done = pipeline("run", whole)
     assert done.returncode == 0, done.stderr

@@ -26,8 +26,7 @@ COMMIT = "c" * 40
 
 @dataclass
 class Server:
-    """files: by path. cut: bytes after which the next answers end. asked: (method, path, first byte). ranges:
-    whether it goes on in the middle."""
+    """cut: bytes after which answers end. asked: (method, path, first byte). ranges: it can go on."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)

@@ -21,17 +21,9 @@ def local(tmp_path_factory):
     def run(path: Path, ranks: int) -> list[float]:
         if ranks not in known:
             save = tmp_path_factory.mktemp("local") / "save"
-            command = [
-                sys.executable,
-                "deepy.py",
-                "--num_gpus",
-                str(ranks),
-                "train.py",
-                str(path),
-                "--set",
-                f"save={save}",
-            ]
-            subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+            words = ["--num_gpus", str(ranks), "train.py", str(path), "--set", f"save={save}"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run([sys.executable, "deepy.py", *words], cwd=ROOT, env=env, check=True, timeout=120)
             known[ranks] = losses(save)
         return known[ranks]
 
@@ -131,16 +123,7 @@ def test_gpus_that_torch_does_not_see(slurm, write_config):
     """Four are pretended here: a node whose driver is gone must not go on with its CPU."""
     job = slurm.submit("pretrain_neox.sbatch", str(write_config()))
     log = slurm.wait(job)
-    assert slurm.state(job) == "FAILED" and "Slurm gave this node 4 GPUs, of which torch sees 0" in log, log
-
-
-def test_a_transport_below_the_bound_stops_the_job(slurm, write_config):
-    options = ("--nodes=2", "--gres=none", "pretrain_neox.sbatch")
-    job = slurm.submit(*options, str(write_config()), NEOX_MIN_ALLREDUCE_GB_S="100000")
-    log = slurm.wait(job)
-    assert slurm.state(job) == "FAILED" and re.search(
-        r"min_allreduce_gb_s: 100000 GB/s asked for; all-reduce of .* \d\S* GB/s", log
-    ), log
+    assert slurm.state(job) == "FAILED" and re.search("4 GPUs, .*torch sees 0", log), log
 
 
 def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):

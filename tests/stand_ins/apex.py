@@ -1,5 +1,4 @@
-"""A stand-in for NVIDIA's apex, by apex/optimizers/fused_adam.py, csrc/multi_tensor_adam.cu and the
-docstrings of apex/normalization/fused_layer_norm.py."""
+"""A stand-in for NVIDIA's apex, by its fused_adam.py, multi_tensor_adam.cu and fused_layer_norm.py."""
 
 from typing import Any
 
@@ -10,8 +9,7 @@ from tests.stand_ins.signatures import bind
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Capturable FusedAdam. Like apex's it counts steps by group before it knows of this step's flag, and
-    keeps one flag for all groups, that of the group before."""
+    """Capturable FusedAdam. It counts steps by group before it knows this step's flag, one for all groups."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         call = bind("apex", "FusedAdam", args, kwargs)

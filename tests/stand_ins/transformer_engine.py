@@ -1,5 +1,4 @@
-"""A stand-in for Transformer-Engine, by the docstrings of its `DotProductAttention`, quantizers and GEMM, and
-the definitions of the norms."""
+"""A stand-in for Transformer-Engine, by its docstrings and the definitions of the norms."""
 
 from enum import IntEnum
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.stand_ins.attention import attend, each_text
+from tests.stand_ins.flash_attn import attend, each_text
 from tests.stand_ins.signatures import bind
 
 PACKAGE = "transformer_engine"

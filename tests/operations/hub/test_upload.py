@@ -182,23 +182,17 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
 
 
 @pytest.mark.parametrize(
-    ("may_create", "token", "message"),
+    ("create", "token", "message"),
     [
         (False, TOKEN, "the token may not do this .403."),
         (True, "hf_other", "does not take the token .401."),
         (True, "", "no token: set HF_TOKEN"),
     ],
 )
-def test_what_the_token_may_not_is_said_before_anything_is_converted(
-    last: Upload,
-    save: Path,
-    hub: LoopbackHub,
-    monkeypatch: pytest.MonkeyPatch,
-    may_create: bool,
-    token: str,
-    message: str,
+def test_a_token_without_rights(
+    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, create: bool, token: str, message: str
 ) -> None:
-    hub.may_create = may_create
+    hub.may_create = create
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(save / "no_token"))
     with pytest.raises(HubError, match=message) as raised:

@@ -228,9 +228,6 @@ def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
     assert row["error_lines"] == ["Traceback (most recent call last):", "ValueError: [bold]a"]
     explained = (ROOT / "docs" / "jobs.md").read_text().partition("## --json")[2].partition("## submit")[0]
     assert set(re.findall(r"`(\w+)`", explained)) >= set(row)
-
-
-def test_durations() -> None:
     assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == [
         "40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h",
     ]  # fmt: skip
