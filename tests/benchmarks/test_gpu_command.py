@@ -103,9 +103,8 @@ def test_a_run_that_is_cut_leaves_a_table(
 def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
     assert start(tmp_path, "--only", "bare").wait(200) == 0
     assert start(tmp_path, "--only", "engine").wait(200) == 0
-    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == [
-        ("facts", "passed"), ("bare", "passed"), ("engine", "passed"),
-    ]  # fmt: skip
+    wanted = [("facts", "passed"), ("bare", "passed"), ("engine", "passed")]
+    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == wanted
     unknown = start(tmp_path, "--only", "nothing")
     assert "no part nothing" in unknown.communicate(timeout=200)[0] and unknown.returncode == 2
 

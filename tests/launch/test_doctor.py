@@ -93,12 +93,6 @@ def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_pa
     assert check.state == "failed" and all(fact in check.found for fact in facts)
 
 
-def test_table_for_people_of_a_machine_that_can_train(capsys, tmp_path):
-    assert main(["--port", str(free_port()), "--save", str(tmp_path)], lambda args: None) == 0
-    out = capsys.readouterr().out
-    assert re.match("python +ok ", out) and "failed" not in out and "\033" not in out
-
-
 def test_the_words_that_take_the_place_of_verify_setup(capsys, monkeypatch, listening, tmp_path):
     """Rows 48 and 53 of the commands, on a machine that shows no GPUs."""
     monkeypatch.setattr("megatron.launch.doctor.command.visible_gpus", lambda env: [])

@@ -70,7 +70,7 @@ def run(folder: Path, *words: str) -> Ended:
             for line in process.stdout:
                 file.write(line)
                 if not ranks and re.search(r"iteration +11/", line):
-                    wait_until(lambda: (save / "latest").read_text() == "global_step10")
+                    wait_until(lambda: (save / "latest").exists() and (save / "latest").read_text() == "global_step10")
                     ranks = ranks_of(process.pid)
                     os.kill(ranks[1], signal.SIGKILL)
         return Ended(process.wait(), log, save)

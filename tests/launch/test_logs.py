@@ -88,9 +88,8 @@ def test_closed_streams(closed: str, tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, **streams)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert done.stdout == ("" if ">&-" in closed.split() else "heard 0\nalso\n")
-    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == [
-        "heard 0\nalso\n", "heard 1\nalso\n",
-    ]  # fmt: skip
+    wanted = ["heard 0\nalso\n", "heard 1\nalso\n"]
+    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == wanted
 
 
 def refused(rank: int, world_size: int, folder: str, model: str, read_only: str) -> tuple[int, str]:

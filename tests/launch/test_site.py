@@ -81,9 +81,8 @@ def test_a_job_on_slingshot(job, tmp_path):
     given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
     variables, done = job(MODULES=str(Path(old).parent), **given)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == [
-        "loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"
-    ]  # fmt: skip
+    wanted = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
+    assert done.stdout.splitlines()[:3] == wanted
     assert done.stdout.splitlines()[-1] == "secret of 9 letters"
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
     expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
@@ -119,9 +118,8 @@ def test_every_variable_of_a_site_says_what_it_is_for():
     bare = [line for line in lines if re.match("default (NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON)_", line)]
     assert len(bare) > 30
     # Those of one meaning stand below each other, and the first says it.
-    assert [line.split()[1] for line in bare if " # " not in line] == [
-        "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"
-    ]  # fmt: skip
+    wanted = ["FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"]
+    assert [line.split()[1] for line in bare if " # " not in line] == wanted
 
 
 def test_commands_take_what_the_environment_says_before_the_site():

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # (none).
 TYPED = """\
 JobId=12 JobName=my run
-   UserId=root(0) GroupId=root(0) MCS_label=N/A
    Priority=4294901752 Nice=0 Account=(null) QOS=normal
    Requeue=0 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
    RunTime=00:00:00 TimeLimit=01:00:00 TimeMin=N/A
@@ -37,7 +36,6 @@ JobId=12 JobName=my run
 """
 BARE = """\
 JobId=8 JobName=neox-training
-   UserId=root(0) GroupId=root(0) MCS_label=N/A
    Priority=1 Nice=0 Account=(null) QOS=(null)
    Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 ExitCode=0:0
    RunTime=00:00:01 TimeLimit=UNLIMITED TimeMin=N/A

@@ -94,9 +94,8 @@ def test_a_scrape_says_what_metrics_jsonl_says(tmp_path: Path) -> None:
 def test_names_phases_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gauge_name("train/lm_loss") == "neox_train_lm_loss"
     assert gauge_name("eval_tasks/mmlu_acc,none") == "neox_eval_tasks_mmlu_acc_none"
-    assert [phase_of("running", text) for text in ("in the first step", "in step 12", "saving")] == [
-        "training", "training", "saving",
-    ]  # fmt: skip
+    wanted = ["training", "training", "saving"]
+    assert [phase_of("running", text) for text in ("in the first step", "in step 12", "saving")] == wanted
     assert phase_of("failed", "in step 3") == "failed"
     from megatron.neox_arguments import ConfigError, NeoXArgs
 

@@ -110,7 +110,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.timeout(600)
 def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
     folder = tmp_path / "7b"
@@ -124,7 +124,7 @@ def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
     assert "seq_curriculum" in said and "lm_loss" in said
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.timeout(600)
 def test_the_quickstart_with_fewer_steps(tmp_path):
     """What make pipeline runs, with a tenth of its steps: the gates that need more of them are lower."""

@@ -189,7 +189,7 @@ def test_a_longer_run_goes_on(copied):
     assert "iteration        1/       9" not in (copied / "logs/sft.log").read_text()
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_other_texts_begin_everything_anew(copied):
     text = json.dumps({"text": "other words " * 20}) + "\n"
     (copied / "data/raw/texts.jsonl").unlink()
@@ -213,7 +213,7 @@ def test_a_stage_that_fails_says_where(tmp_path):
     assert json.loads(pipeline("status", folder, "--json").stdout)["records"]["data"]["status"] == "failed"
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.ends_processes
 def test_an_edit_that_is_taken_back_costs_nothing(copied):
     """The run that was finished is the stage's again: after one that was stopped, or could not start."""
@@ -245,7 +245,7 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
     assert finals(copied) == before
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_damaged_and_missing_weights(copied):
     """Files that are gone are seen, and what is whole elsewhere is taken."""
     before = finals(copied)
@@ -264,7 +264,7 @@ def test_damaged_and_missing_weights(copied):
     assert done.returncode == 0 and finals(copied) == before, done.stderr
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_options_belong_to_stages(copied):
     assert pipeline("run", copied, "--only", "lora", "--set", "data_seed=9").returncode == 0
     dry = pipeline("resume", copied, "--dry-run")

@@ -207,9 +207,8 @@ def test_the_fork_s_sft_follows_a_run_of_ours(midtrained: Path, place: Path, mon
     assert attempt.args.train_iters == 20 and after_hf.args.train_data_weights == (0.89, 0.11)
     keys, args = whole.own, whole.args
     assert whole.files == ["sft_dolci_mcqa_instruct_unfiltered_synthetic_alignment_mid.yml"]
-    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
-        "train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2,
-    }  # fmt: skip
+    wanted = {"train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2}
+    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == wanted
     assert keys["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
     assert keys["train_data_weights"] == [0.89, 0.11] and keys["z_loss"] == 1e-4 and keys["lr_decay_style"] == "cosine"
     assert not keys.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}

@@ -99,8 +99,8 @@ def test_the_batch_script(tmp_path: Path) -> None:
     assert done.returncode == 1 and "submit it from the root of the repository" in done.stderr
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("experts", [pytest.param("1", marks=pytest.mark.product), "16"])
+@pytest.mark.product
+@pytest.mark.parametrize("experts", ["1", "16"])
 def test_memory_is_that_of_layers_not_of_the_model(experts: str, tmp_path: Path) -> None:
     """0.5 GB there and back, checks included, to the byte."""
     words = ["--gb", "0.5", "--hidden", "1024", "--precision", "fp32", "--repeats", "1", "--shard-mb", "200"]

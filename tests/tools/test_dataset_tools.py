@@ -74,9 +74,8 @@ def test_counting(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     ]
     write_npy(IndexedDataset(tmp_path / "b"), tmp_path / "rows", 3)
     dataset_token_count.main([str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document.idx")])
-    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == [
-        "2 documents, 6 tokens", "80 documents, 7074 tokens", "82 documents, 7080 tokens",
-    ]  # fmt: skip
+    wanted = ["2 documents, 6 tokens", "80 documents, 7074 tokens", "82 documents, 7080 tokens"]
+    assert [line.split(": ")[1] for line in capsys.readouterr().out.splitlines()] == wanted
     assert "none.idx: no such file" in refused(dataset_token_count.main, tmp_path / "none")
 
 

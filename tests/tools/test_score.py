@@ -109,7 +109,7 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.more),
+    [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.product),
      pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
 )  # fmt: skip
 def test_every_layout_gives_the_same(

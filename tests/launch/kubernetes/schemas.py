@@ -19,11 +19,6 @@ _POD_MONITOR: dict[str, Any] = {
 }  # fmt: skip
 
 
-def typo(name: str) -> str:
-    """Its last two letters swapped, or the last doubled where they are the same."""
-    return name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
-
-
 def complaints(document: Mapping[str, Any]) -> list[str]:
     """What is wrong with a manifest; [] where nothing is."""
     if (kind := document.get("kind")) not in CHECKS or document.get("apiVersion") != CHECKS[kind][0]:

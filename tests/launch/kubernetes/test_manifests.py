@@ -1,8 +1,6 @@
 """Rendered manifests against the schemas of those who read them, and what stands in them."""
 
-import copy
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +9,12 @@ import yaml
 
 from megatron.launch.kubernetes import KINDS, as_yaml, pod_config, read_site, render
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
-from tests.launch.kubernetes.schemas import CHECKS, complaints, typo
+from tests.launch.kubernetes.schemas import CHECKS, complaints
 from tests.launch.runs import ROOT
 from tools.k8s import main
 
 SITES = sorted((ROOT / "kubernetes" / "sites").glob("*.yml"))
 CONTAINER = str(ROOT / "configs" / "container_setup.yml")
-# Below these any name goes: labels, resources, variables.
-FREE = {"labels", "annotations", "data", "matchLabels", "limits", "requests", "nodeSelector"}
-Path_ = tuple[str | int, ...]
 
 
 def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
@@ -29,50 +24,11 @@ def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all("".join(map(as_yaml, manifests))))
 
 
-def keys(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """The paths of all keys that have a name of Kubernetes'."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield (*path, name)
-            if name not in FREE:
-                yield from keys(inner, (*path, name))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from keys(inner, (*path, i))
-
-
-def misspelt(document: Mapping[str, Any], path: Path_) -> dict[str, Any]:
-    """The document with one key misspelt."""
-    wrong = copy.deepcopy(dict(document))
-    target: Any = wrong
-    for part in path[:-1]:
-        target = target[part]
-    target[typo(str(path[-1]))] = target.pop(path[-1])
-    return wrong
-
-
-def typos(site: Path) -> dict[str, dict[str, Any]]:
-    """By place: a document with that key misspelt. Of places that are alike the first."""
-    found: dict[str, dict[str, Any]] = {}
-    for document in documents(site):
-        for path in keys(document):
-            parts = ["*" if isinstance(part, int) or part in ("Master", "Worker") else str(part) for part in path[:-1]]
-            found.setdefault(".".join([document["kind"], *parts, str(path[-1])]), misspelt(document, path))
-    return found
-
-
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
 def test_every_manifest_passes_the_schemas(site: Path) -> None:
     bodies = documents(site)
     assert {body["kind"] for body in bodies} >= set(CHECKS)
     assert {f"{b['kind']} {b['metadata']['name']}": complaints(b) for b in bodies if complaints(b)} == {}
-
-
-def test_forty_typos_are_caught() -> None:
-    wrong = typos(SITES[0])
-    places = [sorted(wrong)[i * len(wrong) // 40] for i in range(40)]
-    assert len(set(places)) == 40 and len({place.split(".")[0] for place in places}) == 7
-    assert [place for place in places if not complaints(wrong[place])] == []
 
 
 def of_kind(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:

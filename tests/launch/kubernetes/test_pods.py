@@ -204,7 +204,7 @@ def assert_same(found: dict[int, float], wanted: dict[int, float]) -> None:
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_four_pods_train_as_one_process(
     documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
 ) -> None:
@@ -242,7 +242,7 @@ def test_a_lost_pod_comes_back_and_the_run_goes_on(
     assert "loaded checkpoint" in resumed.lower() or "goes on" in resumed.lower(), resumed[-3000:]
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.ends_processes
 def test_a_drained_pod_does_not_end_the_job_as_done(
     documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path

@@ -52,9 +52,8 @@ def lines(*words: str) -> list[list[str]]:
 
 def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = lines()
-    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == [
-        "global_step100", "global_step10", "global_step9",
-    ]  # fmt: skip
+    wanted = ["global_step100", "global_step10", "global_step9"]
+    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == wanted
     assert jobs[0][:3] == ["sbatch", "--job-name=convert_lr=1,x", "--dependency=singleton"]
     assert jobs[0][3:] == [
         str(ROOT / "huggingface/convert_and_upload.sbatch"), "--neox_checkpoint", "global_step100",

@@ -65,9 +65,8 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert sum("answered 429" in line for line in said) == 2 and any("as the Hub says (2 of 20)" in li for li in said)
     waited = hub.asked("POST .*/commit/")
     assert waited[1].at - waited[0].at >= 0.2 and waited[2].at - waited[1].at >= 0.2
-    assert {name: repo.commits for name, repo in hub.repos.items()} == {
-        MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]},
-    }  # fmt: skip
+    wanted = {MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]}}
+    assert {name: repo.commits for name, repo in hub.repos.items()} == wanted
     files = hub.content(MODEL, "main")
     assert hub.content(MODEL, "global_step5") == files == converted(save, "global_step5", tmp_path / "again")
     neox = hub.content(NEOX, "global_step5")
@@ -157,9 +156,8 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     sent = len(hub.puts)
     publish_checkpoint(hf, print)
     assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
-    assert hub.repos[MODEL].commits == {
-        "main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"],
-    }  # fmt: skip
+    wanted = {"main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"]}
+    assert hub.repos[MODEL].commits == wanted
 
 
 @pytest.mark.more
@@ -295,7 +293,7 @@ def assert_loads(folder: Path, checkpoint: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_scores_are_in_the_card(save: Path, hub: LoopbackHub, upload: Run) -> None:
     words = ("--hf_org", "org", "--neox_checkpoint", "global_step5", "--skip-neox-upload", "--eval_tasks", "shipped")
     done = upload(*words, "--eval", "--eval_limit", "2", HF_HUB_OFFLINE="0")

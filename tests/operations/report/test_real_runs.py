@@ -64,9 +64,8 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.more
 def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     page = failed / "run" / "report.html"
-    assert titles(page) == [
-        "Loss", "Learning rate", "Gradient norm", "Tokens per second", "Utilisation", "Perplexity",
-    ]  # fmt: skip
+    wanted = ["Loss", "Learning rate", "Gradient norm", "Tokens per second", "Utilisation", "Perplexity"]
+    assert titles(page) == wanted
     drawn = figures(page)
     assert all(len(curve["x"]) > 0 for figure in drawn for curve in points(figure))
     training, validation = points(drawn[0])[0], points(drawn[0])[-1]
@@ -97,7 +96,7 @@ def test_a_run_that_goes_on_and_finishes_writes_it_anew(failed: Path) -> None:
     assert "(not asked)" not in page.read_text(), "answered before and after"
 
 
-@pytest.mark.more
+@pytest.mark.product
 @pytest.mark.ends_processes
 def test_a_run_whose_rank_1_is_killed_has_its_page(tmp_path: Path) -> None:
     (tmp_path / "trouble.py").write_text(
