@@ -22,6 +22,7 @@ from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
 from tools.docs.gpu_results import BEGIN, END, NONE, main, section
 
 ROOT = Path(__file__).resolve().parents[2]
+Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
@@ -42,7 +43,7 @@ def wait_for(folder: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict[str, Any]]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Exit status, output and table of all stub parts."""
     folder = tmp_path_factory.mktemp("gpu")
     run = start(folder, "--minutes", "1")
@@ -50,7 +51,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, d
     return run.returncode, said, table(folder)
 
 
-def test_every_part_is_told_by_itself(ran: tuple[int, str, dict[str, dict[str, Any]]]) -> None:
+def test_every_part_is_told_by_itself(ran: Ran) -> None:
     status, said, found = ran
     assert status == 1, said
     assert {name: part["state"] for name, part in found.items()} == {
@@ -67,9 +68,7 @@ def test_every_part_is_told_by_itself(ran: tuple[int, str, dict[str, dict[str, A
     assert "52.0%" in said and "31.0 GB" in said
 
 
-def test_a_test_that_takes_its_process_down_leaves_the_others(
-    ran: tuple[int, str, dict[str, dict[str, Any]]],
-) -> None:
+def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
     rows = {row["name"].split("::")[1]: row for row in ran[2]["tests"]["tests"]}
     assert {name: row["outcome"] for name, row in rows.items()} == {
         "test_before": "passed", "test_takes_it_down": "failed", "test_after": "passed", "test_wrong": "failed",
@@ -82,9 +81,7 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(
 
 @pytest.mark.ends_processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_cut_leaves_a_table(
-    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_LIMIT_S", "300")
     run = start(tmp_path, "--only", "bare", "slow")
     wait_for(tmp_path, "slow")
@@ -109,9 +106,7 @@ def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
     assert "no part nothing" in unknown.communicate(timeout=200)[0] and unknown.returncode == 2
 
 
-def test_facts_that_take_their_time_leave_the_table_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_that_take_their_time_leave_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = stub_parts.parts(tmp_path)
     chosen = [part for part in known if part.name in (FACTS, "bare")]
     path = tmp_path / "table.json"

@@ -117,7 +117,7 @@ def test_entering_sets_what_torch_reads(monkeypatch):
         ("gloo", {}, {}),
     ],
 )
-def test_memory_of_gpus_is_in_segments_that_grow(
+def test_gpu_memory_is_in_segments_that_grow(
     backend: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", given)

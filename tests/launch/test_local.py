@@ -141,9 +141,7 @@ KILLED = "print('last words', rank)\nos.kill(os.getpid(), 9) if rank == 1 else t
     ],
     ids=["first", "cause", "refusal", "handled", "killed"],
 )
-def test_the_rank_that_is_to_blame_is_shown_last(
-    launch: Launch, tmp_path: Path, script: str, code: int, facts: str
-) -> None:
+def test_the_rank_to_blame_is_shown_last(launch: Launch, tmp_path: Path, script: str, code: int, facts: str) -> None:
     found, out, _ = ended(launch(script, grace_s=1.0 if script == HANDLED else 10.0, stderr=STDOUT))
     assert found == code and re.search(facts + r"\n\Z", out), out
     assert re.search("traceback|exception|error:", out, re.I), "what people grep for"

@@ -4,7 +4,6 @@ import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,8 +13,8 @@ import yaml
 
 from megatron.pipelines.command import main
 from megatron.pipelines.promotion import promoted_weights
+from tests.launch.runs import DEEPY, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
     "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
@@ -70,23 +69,19 @@ def write_yaml(path: Path, value: Any) -> None:
     path.write_text(yaml.safe_dump(value, sort_keys=False))
 
 
-def read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
 def change_yaml(path: Path, **changes: Any) -> None:
     """Set keys of a YAML file."""
-    write_yaml(path, {**read_yaml(path), **changes})
+    write_yaml(path, {**yaml.safe_load(path.read_text()), **changes})
 
 
 def command(*words: Any) -> list[str]:
     """`deepy.py pipeline ...`."""
-    return [sys.executable, str(ROOT / "deepy.py"), "pipeline", *map(str, words)]
+    return [*DEEPY, "pipeline", *map(str, words)]
 
 
-def environment() -> dict[str, str]:
-    """One thread and no GPU for each process."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def started(*words: Any) -> "subprocess.Popen[str]":
+    """Such a command, which goes on."""
+    return subprocess.Popen(command(*words), env=environment(), stderr=subprocess.PIPE, text=True)
 
 
 def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":

@@ -1,8 +1,9 @@
-"""Whole pipelines: skipped where nothing changed, stopped by a gate, gone on with, overridden, begun anew."""
+"""Whole pipelines: skipped where nothing changed, stopped by a gate, overridden, killed, begun anew."""
 
 import fcntl
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,19 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.saved_config import checkpoint_args
-from tests.launch.runs import alive, wait_until
+from tests.launch.runs import alive, environment, wait_until
 from tests.pipelines.small import (
     GATES,
     change_yaml,
     command,
-    environment,
     finals,
     pipeline,
-    read_yaml,
     records,
+    started,
     write_small,
     write_yaml,
 )
@@ -220,11 +221,10 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
     before = finals(copied)
     change_yaml(copied / "sft.yml", data_seed=12, train_batch_size="many")
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # refused before anything moves
-    given = {key: value for key, value in read_yaml(copied / "sft.yml").items() if key != "train_batch_size"}
+    given = yaml.safe_load((copied / "sft.yml").read_text())
+    del given["train_batch_size"]
     write_yaml(copied / "sft.yml", {**given, "train_iters": 4000})
-    first = subprocess.Popen(
-        command("resume", copied, "sft", "--only"), env=environment(), stderr=subprocess.PIPE, text=True
-    )
+    first = started("resume", copied, "sft", "--only")
     log = copied / "logs/sft.log"
     wait_until(lambda: first.poll() is not None or "iteration        1/    4000" in log.read_text())
     first.send_signal(signal.SIGTERM)
@@ -277,17 +277,81 @@ def test_options_belong_to_stages(copied):
 @pytest.mark.ends_processes
 def test_two_at_once_and_a_stop(tmp_path):
     """A second pipeline is refused with the first one's process; SIGTERM ends all of the first."""
-    note = "for i in 1 2 3; do sleep 300 & echo $! >> started; wait; done; echo over"
+    note = "for i in 1 2 3; do sleep 300 & echo $! >> notes; wait; done; echo over"
     folder = write_small(tmp_path / "p", {"data": {"kind": "data", "commands": [note], "outputs": ["x"]}}, {})
-    first = subprocess.Popen(command("run", folder), env=environment(), stderr=subprocess.PIPE, text=True)
-    started = folder / "started"
-    wait_until(lambda: first.poll() is not None or (started.is_file() and started.read_text().endswith("\n")))
+    first, notes = started("run", folder), folder / "notes"
+    wait_until(lambda: first.poll() is not None or (notes.is_file() and notes.read_text().endswith("\n")))
     second = pipeline("run", folder)
     assert second.returncode == 1 and f"process {first.pid}" in second.stderr
     first.send_signal(signal.SIGTERM)
     _, said = first.communicate(timeout=200)
     assert first.returncode == 143 and "data: stopped" in said
     assert records(folder)["data"]["status"] == "stopped"
-    pids = [int(pid) for pid in started.read_text().split()]
+    pids = [int(pid) for pid in notes.read_text().split()]
     assert len(pids) == 1
     wait_until(lambda: not alive(pids[0]))
+
+
+def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
+    """The stage in which a pipeline was killed, with_all: and what it started; None: it had ended."""
+    process = subprocess.Popen(
+        command("run", folder), env=environment(), start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        assert process.returncode == 0, output
+        return None
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGKILL)
+        for pid in descendants(process.pid, folder) if with_all else []:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+    state = records(folder) if (folder / "pipeline_state.json").is_file() else {}
+    return next((name for name, record in state.items() if record["status"] == "running"), "between stages")
+
+
+def descendants(pid: int, folder: Path) -> list[int]:
+    """Processes that work in the pipeline's folder, but the pipeline itself."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != pid:
+            try:
+                if Path(os.readlink(entry / "cwd")) == folder.resolve():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> list[str]:
+    """Kill pipelines so often and compare them with one that nobody killed; the stages of the kills."""
+    whole = write_small(tmp_path / "whole")
+    done = pipeline("run", whole)
+    assert done.returncode == 0, done.stderr
+    moment, killed_in = random.Random(seed), list[str]()
+    for number in range(kills):
+        folder = write_small(tmp_path / f"killed{number}")
+        while True:
+            last = len(killed_in) >= kills
+            stage = kill(folder, 300 if last else moment.uniform(0.3, longest_s), with_all=bool(len(killed_in) % 2))
+            if stage is None:
+                break
+            killed_in.append(stage)
+        assert finals(folder) == finals(whole) and None not in finals(whole).values(), killed_in
+        assert not list((folder / "checkpoints").glob("*.[0-9]*")), "something began anew"
+        if len(killed_in) >= kills:
+            break
+    print(f"killed in {killed_in}")
+    return killed_in
+
+
+@pytest.mark.more
+def test_killed_twice(tmp_path):
+    compare(tmp_path, 2, seed=0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_killed_at_twenty_random_moments(tmp_path):
+    assert len(set(compare(tmp_path, 20, seed=1, longest_s=9.0))) >= 4

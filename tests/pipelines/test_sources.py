@@ -17,7 +17,7 @@ from megatron.pipelines import sources
 from megatron.pipelines.definition import Source
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.sources import fetch_sources
-from tests.pipelines.small import ROOT, environment
+from tests.launch.runs import ROOT, environment
 
 BODY = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(BODY).hexdigest()

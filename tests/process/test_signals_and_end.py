@@ -68,9 +68,7 @@ def at_a_terminal() -> None:
     [*((script, signal.SIGUSR1, "import", 7) for script in SCRIPTS),
      *((script, signal.SIGINT, "import", 130) for script in SCRIPTS), ("deepy.py", signal.SIGINT, "exit", 130)],
 )  # fmt: skip
-def test_the_first_and_the_last_moments(
-    script: str, number: signal.Signals, at: str, code: int, tmp_path: Path
-) -> None:
+def test_first_and_last_moments(script: str, number: signal.Signals, at: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}", SEND=str(int(number)), AT=at)
     done = subprocess.run(

@@ -17,6 +17,7 @@ from tests.launch.test_faults import ANY_TROUBLE, CRASHED, EXPERIMENT, bash
 from tests.slurm.conftest import Submitter
 
 pytestmark = pytest.mark.slurm
+Write = Callable[..., Path]
 HELD = Path(__file__).with_name("held.py")
 OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # eight jobs share two nodes
 SITE = """\
@@ -117,9 +118,7 @@ def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Ite
     end(accounted, list(made.numbers.values()))
 
 
-def test_the_sites_nodes_and_folders_are_used(
-    accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Write, tmp_path: Path) -> None:
     """The first job of a site submits the one with the site's nodes, and says so."""
     make_site(accounted, tmp_path)
     path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
@@ -202,9 +201,7 @@ def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
     eight.wait(pending="CANCELLED", training="CANCELLED")
 
 
-def test_without_accounting_the_verdicts_are_the_same(
-    slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_without_accounting_the_verdicts_are_the_same(slurm: Submitter, write_config: Write, tmp_path: Path) -> None:
     make_site(slurm, tmp_path)
     path = write_config(train_iters=2, save=str(tmp_path / "sf_model_organisms" / "a"))
     words = ("--gres=none", "--nodes=1", "--output=other/%x_%j.log")

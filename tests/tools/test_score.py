@@ -112,9 +112,7 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
     [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.product),
      pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
 )  # fmt: skip
-def test_every_layout_gives_the_same(
-    ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path
-) -> None:
+def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     words = ["--model", str(imported), "--input", str(folder / "pairs.jsonl"), "--batch-size", "3"]
     code, _, err = run(*words, "--output", str(tmp_path / "s.jsonl"), *layout, ranks=ranks)

@@ -144,6 +144,7 @@ def tree(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in tree(int(child)))]
 
 
+Documents, Losses = list[dict[str, Any]], dict[int, float]
 SITE = """\
 namespace: a
 image: registry/neox:1.0
@@ -205,9 +206,7 @@ def assert_same(found: dict[int, float], wanted: dict[int, float]) -> None:
 
 
 @pytest.mark.product
-def test_four_pods_train_as_one_process(
-    documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
+def test_four_pods_train_as_one_process(documents: Documents, alone: Losses, tmp_path: Path) -> None:
     made = trainjob_pods(documents, free_port())
     assert len(made) == 4
     pods = Pods(made, folders(documents, tmp_path / "pod"), tmp_path / "logs")
@@ -230,9 +229,7 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
     "lost",
     [pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more)],
 )
-def test_a_lost_pod_comes_back_and_the_run_goes_on(
-    lost: int, documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alone: Losses, tmp_path: Path) -> None:
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
     pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, lambda: pods.kill(lost)))
@@ -244,9 +241,7 @@ def test_a_lost_pod_comes_back_and_the_run_goes_on(
 
 @pytest.mark.product
 @pytest.mark.ends_processes
-def test_a_drained_pod_does_not_end_the_job_as_done(
-    documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_drained_pod_does_not_end_the_job_as_done(documents: Documents, alone: Losses, tmp_path: Path) -> None:
     """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"

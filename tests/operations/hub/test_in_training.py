@@ -23,6 +23,7 @@ from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
 from tests.training.runs import ADAMW, LLAMA, config
 
+Env = dict[str, str]
 PUSH = {"push_to_hub": True, "hub_model_id": "org/run"}
 
 
@@ -30,7 +31,7 @@ def args(save: Path, **keys: Any) -> NeoXArgs:
     return NeoXArgs.from_dict(config(LLAMA, ADAMW, save=str(save), checkpoint_factor=10, **{**PUSH, **keys}))
 
 
-def start_run(folder: Path, environment: dict[str, str], **keys: Any) -> subprocess.Popen[str]:
+def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[str]:
     values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
@@ -43,9 +44,7 @@ def start_run(folder: Path, environment: dict[str, str], **keys: Any) -> subproc
 @pytest.mark.parametrize(
     "async_save", [pytest.param(False, marks=pytest.mark.product), pytest.param(True, marks=pytest.mark.more)]
 )
-def test_steps_go_on_while_the_hub_hangs(
-    hub: LoopbackHub, environment: dict[str, str], tmp_path: Path, async_save: bool
-) -> None:
+def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp_path: Path, async_save: bool) -> None:
     hub.fail(".* /", "late", times=10**6)
     keys = {"train_iters": 400, "checkpoint_factor": 100, "log_interval": 20, "async_save": async_save}
     run = start_run(tmp_path, environment, **keys, hub_strategy="all_checkpoints", ephemeral_save_interval=150)
@@ -70,9 +69,7 @@ def test_steps_go_on_while_the_hub_hangs(
 
 
 @pytest.mark.more
-def test_a_run_is_not_concerned_by_a_hub_that_refuses(
-    hub: LoopbackHub, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_run_is_not_concerned_by_a_hub_that_refuses(hub: LoopbackHub, environment: Env, tmp_path: Path) -> None:
     hub.may_create = False
     run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
     said, _ = run.communicate(timeout=300)
@@ -103,9 +100,7 @@ class Run:
 
 
 @pytest.fixture
-def begun(
-    hub: LoopbackHub, environment: dict[str, str], save: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., Any]:
+def begun(hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """A callback over five checkpoints, whose process has begun with the newest and hangs."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -9,24 +9,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub.utils import validate_repo_id
 
-from megatron.operations.hub import submission
+from megatron.operations.hub import names, submission
 from megatron.operations.hub.checkpoints import last_step
 from megatron.operations.hub.errors import HubError
-from megatron.operations.hub.names import (
-    checked_id,
-    model_name,
-    neox_repository,
-    read_names,
-    repository_id,
-    run_name,
-)
-from megatron.operations.hub.submission import (
-    delay_minutes,
-    experiment_of_flags,
-    parse,
-    sbatch_lines,
-    target_repository,
-)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,8 +31,8 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(*words: str) -> list[list[str]]:
-    options = parse(["lr=1,x", *words])
-    return sbatch_lines(options, experiment_of_flags(options), random.Random(0))
+    options = submission.parse(["lr=1,x", *words])
+    return submission.sbatch_lines(options, submission.experiment_of_flags(options), random.Random(0))
 
 
 def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,14 +58,14 @@ def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
     (experiment / "global_step1").mkdir(parents=True)
     (other / "latest").write_text("global_step1")
     site = {"NEOX_CHECKPOINT_DIR": str(experiment.parents[1]), "NEOX_HUB_ORG": "org"}
-    assert target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
+    assert submission.target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
     (other.parent / "latest").write_text("global_step1")
     alike = experiment.with_name("x")
     with pytest.raises(HubError, match="lr=1/x and .*/lr-1/x would both be 'lr-1-x' on the Hub; give one of them"):
-        target_repository(alike, None, site)
+        submission.target_repository(alike, None, site)
     names = experiment / "names.json"
     names.write_text(json.dumps({"lr=1-x": "mine"}))
-    assert target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
+    assert submission.target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
 
 
 def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
@@ -107,7 +92,7 @@ def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_delays_are_within_half_a_day() -> None:
     draw = random.Random(1)
-    drawn = [delay_minutes("random", draw) for _ in range(500)]
+    drawn = [submission.delay_minutes("random", draw) for _ in range(500)]
     assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
 
 
@@ -152,8 +137,8 @@ def test_as_it_is_typed(experiment: Path) -> None:
     ],
 )
 def test_names_of_experiments(experiment: str, name: str) -> None:
-    assert model_name(experiment, "sfm") == name
-    validate_repo_id(repository_id("geodesic-research", name))
+    assert names.model_name(experiment, "sfm") == name
+    validate_repo_id(names.repository_id("geodesic-research", name))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +156,7 @@ def test_names_of_experiments(experiment: str, name: str) -> None:
 )
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
     with pytest.raises(HubError, match="mapping file of NEOX_HUB_NAMES") as raised:
-        model_name(experiment, "sfm")
+        names.model_name(experiment, "sfm")
     assert problem in str(raised.value)
     with pytest.raises(ValueError):
         validate_repo_id(f"org/sfm-{experiment}".replace("a=", "a-"))
@@ -180,23 +165,23 @@ def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None
 def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
     file = tmp_path / "experiment_hf_mappings.json"
     file.write_text(json.dumps({"lr=1": "Good-Name", "bad": "-x"}))
-    names = read_names(file)
-    assert model_name("lr=1", "sfm", names) == "Good-Name" and model_name("lr=2", None, names) == "lr-2"
+    known = names.read_names(file)
+    assert names.model_name("lr=1", "sfm", known) == "Good-Name" and names.model_name("lr=2", None, known) == "lr-2"
     with pytest.raises(HubError, match="'-x': the Hub takes"):
-        model_name("bad", "sfm", names)
+        names.model_name("bad", "sfm", known)
     file.write_text('{"a": "one", "b": "one"}')
     with pytest.raises(HubError, match="'a' and 'b' are both 'one'"):
-        read_names(file)
+        names.read_names(file)
     for text in ("[", "[1]", '{"a": 1}'):
         file.write_text(text)
         with pytest.raises(HubError, match="NEOX_HUB_NAMES"):
-            read_names(file)
-    assert neox_repository("org/sfm-run") == "org/neox-ckpt-sfm-run"
+            names.read_names(file)
+    assert names.neox_repository("org/sfm-run") == "org/neox-ckpt-sfm-run"
     with pytest.raises(HubError, match="has 97 characters"):
-        neox_repository("org/" + "x" * 87)
+        names.neox_repository("org/" + "x" * 87)
     for wrong in ("run", "a/b/c", "org/", "/run", "org/a--b"):
         with pytest.raises(HubError, match="--repository"):
-            checked_id(wrong, "--repository")
+            names.checked_id(wrong, "--repository")
 
 
 @pytest.mark.parametrize(
@@ -204,4 +189,4 @@ def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
     [("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp")],
 )
 def test_experiments(save: str, site: str | None, name: str) -> None:
-    assert run_name(save, site) == name
+    assert names.run_name(save, site) == name

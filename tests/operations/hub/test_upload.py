@@ -134,9 +134,7 @@ def test_only_weights_of_the_format_that_is_sent_are_removed(
 
 
 @pytest.mark.parametrize("format", ["hf", "neox"])
-def test_another_checkpoint_takes_the_place_of_the_last_one(
-    last: Upload, save: Path, hub: LoopbackHub, format: Formats, tmp_path: Path
-) -> None:
+def test_another_checkpoint_takes_the_place_of_the_last_one(last: Upload, hub: LoopbackHub, format: Formats) -> None:
     """main, after a run that was made longer: of the checkpoint that it was before nothing is left."""
     before = replace(last, step=4, formats=format)
     assert publish_checkpoint(before, print) and publish_checkpoint(replace(before, step=5), print)
@@ -212,9 +210,7 @@ def test_a_checkpoint_that_the_run_removes(last: Upload, save: Path, hub: Loopba
     assert journal(save, "global_step5")[-1]["event"] == "gone" and not hub.puts
 
 
-def test_two_processes_never_work_on_one_checkpoint(
-    save: Path, hub: LoopbackHub, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_two_processes_never_work_on_one_checkpoint(save: Path, environment: dict[str, str]) -> None:
     code = (
         "import sys; from pathlib import Path; from megatron.operations.hub.journal import open_journal\n"
         "with open_journal(Path(sys.argv[1]), 'global_step5', lambda t: print(t, flush=True)): print('got it')"
