@@ -97,4 +97,4 @@ def test_the_command_needs_the_standard_library_alone():
     assert "torch==2.13.0" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     for words, said in ((("--cuda", "12"), "--cuda 12: "), (("--cuda", "11.8"), "CUDA 11.8")):
         done = ask(*words)
-        assert done.returncode and not done.stdout and f"torch_builds.py: error: {said}" in done.stderr
+        assert done.returncode and not done.stdout and said in done.stderr and "torch_builds.py: error: " in done.stderr
