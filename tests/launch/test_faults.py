@@ -1,4 +1,4 @@
-"""Real runs of `deepy.py train.py` on two ranks, of which one is killed. Their log is an interface."""
+"""Real runs of `deepy.py train.py` on two ranks, healthy and killed. Their log is an interface."""
 
 import json
 import os
@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from tests.launch.runs import DEEPY, ROOT, environment, wait_until
-from tests.pool import run_ranks
-from tests.training.runs import LLAMA, config, run_to_end
+from tests.training.runs import LLAMA, config
 
 STEPS = 16
 VALUES = config(
@@ -52,27 +51,28 @@ class Ended(NamedTuple):
         return dict(losses)
 
 
-def run(folder: Path, *words: str) -> Ended:
-    """A run of STEPS steps whose rank 1 is killed after step 11, once the checkpoint of step 10 is there."""
+def run(folder: Path, *words: str, kill: bool = False) -> Ended:
+    """A run of STEPS steps. kill: rank 1 after step 11, once the checkpoint of step 10 is there."""
     save = folder / "sf_model_organisms" / "exp_1" / "run"
     values = {**VALUES, "save": str(save), "load": str(save), "num_gpus": 2}
     (folder / "model.yml").write_text(yaml.safe_dump(values))
     (folder / "waiting.py").write_text(WAITING)
-    command = [*DEEPY, str(folder / "waiting.py"), str(folder / "model.yml"), *words]
+    script = str(folder / "waiting.py") if kill else "train.py"
+    command = [*DEEPY, script, str(folder / "model.yml"), *words]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), **both)
     overdue = threading.Timer(250, process.kill)
     overdue.start()
-    log, ranks = folder / "job.log", {}
+    log = folder / "job.log"
     try:
         assert process.stdout is not None
         with log.open("a", buffering=1) as file:
             for line in process.stdout:
                 file.write(line)
-                if not ranks and re.search(r"iteration +11/", line):
+                if kill and re.search(r"iteration +11/", line):
                     wait_until(lambda: (save / "latest").exists() and (save / "latest").read_text() == "global_step10")
-                    ranks = ranks_of(process.pid)
-                    os.kill(ranks[1], signal.SIGKILL)
+                    os.kill(ranks_of(process.pid)[1], signal.SIGKILL)
+                    kill = False
         return Ended(process.wait(), log, save)
     finally:
         overdue.cancel()
@@ -99,9 +99,8 @@ EXPERIMENT = "grep -oE 'sf_model_organisms/[^/\"]+' <log> | head -1"
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """A run whose rank 1 is killed, which is started again, goes on and is tested at the end; one log."""
-    return run(tmp_path_factory.mktemp("killed"), "--max-restarts", "2")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    return run(tmp_path_factory.mktemp("healthy"))
 
 
 def last_values(log: Path) -> tuple[float, ...]:
@@ -111,28 +110,28 @@ def last_values(log: Path) -> tuple[float, ...]:
     return tuple(float(bash(f"{lines} '{pattern}'", log)[1]) for pattern in patterns)
 
 
-@pytest.mark.ends_processes
-def test_the_log_of_a_run_that_goes_on_answers_every_question(killed: Ended) -> None:
-    log = killed.log
-    assert killed.code == 0, log.read_text()
+def test_the_log_of_a_healthy_run_answers_every_question(healthy: Ended) -> None:
+    log = healthy.log
+    assert healthy.code == 0, log.read_text()
     assert bash(ANY_TROUBLE, log) == (1, "")
     assert bash(CRASHED, log)[0] == 1
-    assert re.search(r"lm_loss: \d", bash('grep "iteration.*lm_loss" <log>', log)[1])
-    assert last_values(log) == (STEPS, STEPS, pytest.approx(killed.losses()[STEPS], rel=1e-6))
+    assert len(re.findall(r"lm_loss: \d", bash('grep "iteration.*lm_loss" <log>', log)[1])) == STEPS
+    assert last_values(log) == (STEPS, STEPS, pytest.approx(healthy.losses()[STEPS], rel=1e-6))
     assert bash(EXPERIMENT, log) == (0, "sf_model_organisms/exp_1\n")
-    phases = ("saved checkpoint", "validation results", "test results", "going on from", "run fin")
+    phases = ("saved checkpoint", "validation results", "test results", "run fin")
     assert all(phase in log.read_text() for phase in phases), "the run went through everything that prints"
 
 
 @pytest.mark.ends_processes
-def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(killed: Ended, tmp_path: Path) -> None:
+def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy: Ended, tmp_path: Path) -> None:
+    killed = run(tmp_path, "--max-restarts", "2", kill=True)
     log = killed.log.read_text()
+    assert killed.code == 0, log
     assert len(re.findall("restart 1 of 2 after rank 1 of 2 .*SIGKILL\n", log)) == 1
     assert re.search(r"going on from \S+/global_step10, iteration 10", log)
-    run_ranks(run_to_end, 2, {**VALUES, "save": str(tmp_path / "whole")})
-    assert killed.losses() == Ended(0, killed.log, tmp_path / "whole").losses()
+    assert killed.losses() == healthy.losses()
     restarts = {row["iteration"]: row["runtime/restarts"] for row in killed.rows() if "runtime/restarts" in row}
     assert restarts == {step: int(step > 10) for step in range(1, STEPS + 1)}
     where = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]
     assert "most recent call" in where.partition("going on from")[0], "where rank 0 was"
-    assert "most recent call" not in log, "the run went on"
+    assert "most recent call" not in log and "error:" not in log, "the run went on"
