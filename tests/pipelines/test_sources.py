@@ -79,7 +79,7 @@ def server() -> Iterator[Server]:
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
     thread.start()
     yield state
     httpd.shutdown()
