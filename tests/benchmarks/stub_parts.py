@@ -1,6 +1,6 @@
-"""`make gpu` with parts that need no GPU and no torch: `python -m tests.benchmarks.stub_parts FOLDER
-ARGS`."""
+"""`make gpu` with parts that need no GPU and no torch: `python -m tests.benchmarks.stub_parts FOLDER`."""
 
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -56,7 +56,7 @@ def parts(folder: Path) -> list[Part]:
         code("import os; os.abort()", name="crash"),
         code("raise MemoryError('17 GB asked')", name="memory"),
         code("pass", name="empty"),
-        Part("slow", "a stub", slow, 0, 1),
+        Part("slow", "a stub", slow, 0, float(os.environ.get("SLOW_LIMIT_S", "3"))),
         code("pass", name="rival", needs=("a_package_that_is_not",)),
         code("pass", name="long", typical_s=9999.0),
         Part("bare", "a step", writes(STEP.replace("SECONDS", "0.5")), 0, 20),

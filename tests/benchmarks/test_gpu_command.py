@@ -1,5 +1,4 @@
-"""`make gpu`: a part that crashes, hangs or is missing takes no other with it, and a run that is cut leaves a
-table."""
+"""`make gpu`: no part takes another with it, a run that is cut leaves a table; the page of results."""
 
 import json
 import os
@@ -15,12 +14,15 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
+from benchmarks.gpu_run import results
 from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, Part, ablations, parts, rehearsed
 from benchmarks.gpu_run.process import Outcome
 from tests.benchmarks import stub_parts
-from tests.benchmarks.stub_parts import STEP
+from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
+from tools.docs.gpu_results import BEGIN, END, NONE, main, section
 
 ROOT = Path(__file__).resolve().parents[2]
+Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
@@ -34,22 +36,22 @@ def table(folder: Path) -> dict[str, dict[str, Any]]:
 
 def wait_for(folder: Path, name: str) -> None:
     """Until the table has the part, whatever has become of it."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + 200
     while not (folder / "table.json").exists() or name not in table(folder):
         assert time.monotonic() < end
         time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, str, dict[str, dict[str, Any]]]:
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Exit status, output and table of all stub parts."""
     folder = tmp_path_factory.mktemp("gpu")
     run = start(folder, "--minutes", "1")
-    said = run.communicate(timeout=60)[0]
+    said = run.communicate(timeout=200)[0]
     return run.returncode, said, table(folder)
 
 
-def test_every_part_is_told_by_itself(ran: tuple[int, str, dict[str, dict[str, Any]]]) -> None:
+def test_every_part_is_told_by_itself(ran: Ran) -> None:
     status, said, found = ran
     assert status == 1, said
     assert {name: part["state"] for name, part in found.items()} == {
@@ -59,17 +61,14 @@ def test_every_part_is_told_by_itself(ran: tuple[int, str, dict[str, dict[str, A
     assert "SIGABRT" in found["crash"]["reason"]
     assert "MemoryError: 17 GB asked" in found["memory"]["reason"]
     assert "wrote no" in found["empty"]["reason"]
-    assert found["slow"]["seconds"] < 10
     assert "for want of a_package_that_is_not" in found["rival"]["reason"] and "no time" in found["long"]["reason"]
     assert "for want of a_package_that_is_not will be left out: rival" in said.split("begins", 1)[0], "at first"
     assert "ARGS='--only long'" in said
     assert "1.250 of the speed of: bare" in said
-    assert "52.0% of the ceiling" in said and "peak 31.0 GB" in said
+    assert "52.0%" in said and "31.0 GB" in said
 
 
-def test_a_test_that_takes_its_process_down_leaves_the_others(
-    ran: tuple[int, str, dict[str, dict[str, Any]]],
-) -> None:
+def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
     rows = {row["name"].split("::")[1]: row for row in ran[2]["tests"]["tests"]}
     assert {name: row["outcome"] for name, row in rows.items()} == {
         "test_before": "passed", "test_takes_it_down": "failed", "test_after": "passed", "test_wrong": "failed",
@@ -80,14 +79,16 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(
     assert "2 of 5 tests failed" in ran[1]
 
 
+@pytest.mark.ends_processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_run_that_is_cut_leaves_a_table(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLOW_LIMIT_S", "300")
     run = start(tmp_path, "--only", "bare", "slow")
     wait_for(tmp_path, "slow")
     while not list(tmp_path.glob(f"work/**/slow/{RESULT}")):
         time.sleep(0.05)
     os.kill(run.pid, number)
-    run.communicate(timeout=20)
+    run.communicate(timeout=200)
     found = table(tmp_path)
     assert run.returncode == (1 if number == signal.SIGTERM else -number)
     assert found["facts"]["state"] == "passed"
@@ -97,18 +98,15 @@ def test_a_run_that_is_cut_leaves_a_table(number: signal.Signals, tmp_path: Path
 
 
 def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
-    assert start(tmp_path, "--only", "bare").wait(30) == 0
-    assert start(tmp_path, "--only", "engine").wait(30) == 0
-    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == [
-        ("facts", "passed"), ("bare", "passed"), ("engine", "passed"),
-    ]  # fmt: skip
+    assert start(tmp_path, "--only", "bare").wait(200) == 0
+    assert start(tmp_path, "--only", "engine").wait(200) == 0
+    wanted = [("facts", "passed"), ("bare", "passed"), ("engine", "passed")]
+    assert [(part["name"], part["state"]) for part in table(tmp_path).values()] == wanted
     unknown = start(tmp_path, "--only", "nothing")
-    assert "no part nothing" in unknown.communicate(timeout=30)[0] and unknown.returncode == 2
+    assert "no part nothing" in unknown.communicate(timeout=200)[0] and unknown.returncode == 2
 
 
-def test_facts_that_take_their_time_leave_the_table_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_that_take_their_time_leave_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known = stub_parts.parts(tmp_path)
     chosen = [part for part in known if part.name in (FACTS, "bare")]
     path = tmp_path / "table.json"
@@ -129,22 +127,18 @@ def test_no_gpu_is_said() -> None:
     """Before anything else runs."""
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "benchmarks/gpu.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 1
     assert "finds no GPU" in done.stderr and "make gpu-rehearsal" in done.stderr
 
 
-def test_what_training_needs_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_training_needs_is_required_and_has_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without DeepSpeed is no success; without a rival it may be one."""
     for missing, required in (("deepspeed", True), ("transformers", False)):
         monkeypatch.setattr(gpu, "find_spec", lambda name, missing=missing: None if name == missing else object())
         lacking = [set(gpu.missing_packages(part)) for part in parts()]
         assert not lacking[0] and any(lacking) and any(REQUIRED & names for names in lacking) == required
-
-
-def test_the_time_is_enough() -> None:
-    """What every run needs fits into the nine and a half minutes, by the estimates."""
     estimates = {part.name: part.typical_s for part in parts()}
     needed = list(estimates)[: list(estimates).index("1.4B, native, packed") + 1]
     assert sum(estimates[name] for name in needed) <= 9.5 * 60
@@ -185,3 +179,58 @@ def test_stub_rows_are_what_the_step_writes() -> None:
 
     row = eval(STEP.replace("SECONDS", "1.0"))["rows"][0]
     assert tuple(row) == ThroughputRow._fields
+
+
+def write(folder: Path, kind: str = "gpu") -> Path:
+    """A table of what stub parts might have given."""
+    found: dict[str, Any] = {
+        "facts": Outcome("facts", "passed", 4.0, result=eval(FACTS_FOUND)),
+        "tests": Outcome("tests", "failed", 9.0, "1 of 2 tests failed", tests=[
+            {"name": "test_stub.py::test_a", "outcome": "passed", "reason": ""},
+            {"name": "test_stub.py::test_b", "outcome": "failed", "reason": "wrong"},
+        ]),
+        "long": Outcome("long", "left out", reason="no time: it takes about 9999 s"),
+        "slow": Outcome("slow", "passed", 9.0, result={"rows": [
+            {"experts": "30b", "name": "ours", "seconds": 0.0074, "beside_ours": 1.0},
+        ]}),
+        "crash": Outcome("crash", "passed", 9.0, result={"rows": [
+            {"name": "loss in chunks", "milliseconds": 16.62, "over_floor": 1.304, "peak": 83e7},
+        ]}),
+        "bare": Outcome("bare", "passed", 40.0, result=eval(STEP.replace("SECONDS", "0.5"))),
+        "engine": Outcome("engine", "passed", 41.0, result=eval(STEP.replace("SECONDS", "0.4"))),
+    }  # fmt: skip
+    path = folder / "2030-01-02-stub.json"
+    about = {"kind": kind, "date": "2030-01-02", "commit": "abc", "device": "NVIDIA Stub"}
+    results.write(path, about, stub_parts.parts(folder), found)
+    return path
+
+
+def test_what_is_no_result(tmp_path: Path) -> None:
+    assert section(Path("/nonexistent")) == NONE
+    write(tmp_path, kind="rehearsal")
+    with pytest.raises(ValueError, match="say nothing of a GPU"):
+        section(tmp_path)
+    (tmp_path / "other.json").write_text(json.dumps({"parts": []}))
+    with pytest.raises(ValueError, match="format"):
+        section(tmp_path)
+
+
+def test_the_page_is_made_from_the_table(tmp_path: Path) -> None:
+    path, page = write(tmp_path), tmp_path / "page.md"
+    page.write_text(f"# Speed\n{BEGIN}old\n{END}the rest\n")
+    argv = ["--results", str(tmp_path), "--page", str(page)]
+    assert main([*argv, "--check"]) == 1
+    assert main(argv) == 0
+    text = page.read_text()
+    assert text.startswith("# Speed\n") and text.endswith("the rest\n") and "old" not in text
+    assert "### NVIDIA Stub, 2030-01-02" in text
+    assert "| tests of a stub | failed | 1 passed, 1 failed | 9 |" in text
+    assert "| engine | 400.0 | 1 | 400.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
+    assert "| a block of experts | | ms | speed beside ours |\n|---|---|---:|---:|\n| 30b | ours | 7.4 | 1.00 |" in text
+    assert "| loss in chunks | 16.6 | 1.30 | 0.83 |" in text
+    assert "- tests: failed, 1 of 2 tests failed: `test_stub.py::test_b`" in text
+    assert "- long: left out, no time" in text
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--check"]) == 0
+    path.with_suffix(".png").unlink()
+    assert main([*argv, "--check"]) == 1, "a plot is missing"

@@ -1,13 +1,13 @@
 """Work that a thread of rank 0 directs: operations run on all ranks, problems are raised on all."""
 
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.distributed import rank0_driver
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
 from megatron.mpu import ParallelGroups, build_groups
 from megatron.neox_arguments import ConfigError
@@ -45,7 +45,6 @@ def driven(rank: int, world: int) -> tuple[Any, int]:
 
     def work(call: RunOperation) -> list[Any]:
         first = call("add", 10)
-        time.sleep(0.3)  # something of which the others know nothing
         try:
             call("fail")
         except ConfigError as problem:
@@ -71,19 +70,24 @@ def driven_to_failure(rank: int, world: int, kind: str) -> str:
 
 
 def driven_in_silence(rank: int, world: int) -> int:
-    """For the pool: messages heard while rank 0 is busy for longer than its patience."""
-    import megatron.distributed.rank0_driver as rank0_driver
-
+    """For the pool: messages heard while rank 0 is busy, until these are five."""
     rank0_driver.IDLE_S = 0.05
-    beats: list[int] = []
-    run_rank0_driver(groups_of(world), lambda call: time.sleep(0.5), {}, on_beat=lambda: beats.append(1))
+    beats, heard = list[int](), threading.Event()
+
+    def on_beat() -> None:
+        beats.append(1)
+        if len(beats) == 5:
+            heard.set()
+
+    run_rank0_driver(groups_of(world), lambda call: heard.wait(60), {}, on_beat=on_beat)
     return len(beats)
 
 
-def test_operations_run_on_every_rank_and_their_problems_reach_rank_zero():
+def test_operations_run_on_every_rank_and_who_waits_hears_from_rank_zero():
     (result, beats), (nothing, others) = run_ranks(driven, 2)
     assert result == [30, 3, "rank 1 cannot do it"] and nothing is None
     assert beats == others == 4, "three calls and the end"
+    assert min(run_ranks(driven_in_silence, 2)) > 5, "and the end"
 
 
 @pytest.mark.parametrize("kind, text", [("ours", "bad key"), ("theirs", "no luck")])
@@ -94,15 +98,9 @@ def test_what_the_work_raises_is_raised_everywhere(kind, text):
     assert names == (["ConfigError"] * 2 if kind == "ours" else ["OwnError", "Rank0Error"])
 
 
-def test_ranks_that_wait_hear_from_rank_zero():
-    """A collective would time out otherwise, however long rank 0 reads data."""
-    assert min(run_ranks(driven_in_silence, 2)) > 4
-
-
 def test_alone_there_is_neither_thread_nor_wait():
-    threads = threading.active_count()
-    operations = {"twice": lambda value: 2 * value}
-    assert run_rank0_driver(ParallelGroups.single(), lambda call: call("twice", 4), operations) == 8
-    assert threading.active_count() == threads
+    single, here = ParallelGroups.single(), threading.current_thread
+    operations = {"where": here, "fail": lambda: 1 // 0}
+    assert set(run_rank0_driver(single, lambda call: [here(), call("where")], operations)) == {here()}
     with pytest.raises(ZeroDivisionError):
-        run_rank0_driver(ParallelGroups.single(), lambda call: call("fail"), {"fail": lambda: 1 // 0})
+        run_rank0_driver(single, lambda call: call("fail"), operations)

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import re
 import shutil
 import socket
 from dataclasses import replace
@@ -33,7 +34,7 @@ def told(
     By rank: other keys, functions of startup_checks.py replaced by what they give, a working folder (then
     every rank is a machine of its own).
     """
-    startup_checks._PROBE_S = 0.3
+    startup_checks._PROBE_S = 2.0
     for name, value in (patches or {}).get(rank, {}).items():
         setattr(startup_checks, name, lambda value=value: value)
     args = small(**{**ON, **(keys or {}).get(rank, {})}).for_world(world_size)
@@ -50,39 +51,30 @@ def told(
     return None
 
 
-def test_equal_ranks_go_on_whatever_differs_between_machines() -> None:
+def test_another_configuration_is_told_by_key_value_and_place() -> None:
+    """Not what may differ between machines."""
     machine_keys = {"log_dir": "/tmp/b", "master_addr": "b", "hostfile": "hosts.b", "num_gpus": 2}
     assert run_ranks(told, 3, {2: machine_keys}, init=False) == [None] * 3
-
-
-def test_another_configuration_is_told_by_key_value_and_place() -> None:
     other = {"optimizer": {"type": "Adam", "params": {"lr": 1e-4}}}
     texts = run_ranks(told, 4, {2: other, 3: other, 1: {"hidden_dropout": 0.5, "num_layers": 3}}, init=False)
     assert len(set(texts)) == 1, "all ranks are told the same"
     one, two = texts[0].splitlines()
-    assert one.startswith(f"rank 1 (host {HOST}) and rank 0 (host {HOST}) differ in configuration: ")
-    assert "num_layers is 3 (program) against 2 (program)" in one
-    assert "hidden_dropout is 0.5 (program) against 0.0 (default)" in one
-    assert two.startswith(f"ranks 2-3 (host {HOST}) and ")
-    assert "configuration: optimizer.params.lr is 0.0001 (program) against 0.0002 (program); start all" in two
+    assert re.search(rf"^rank 1 \(host {HOST}\) .*rank 0 \(host {HOST}\).*configuration", one)
+    assert re.search(r"num_layers .*3 \(program\).* 2 \(program\)", one)
+    assert re.search(r"hidden_dropout .*0\.5 \(program\).* 0\.0 \(default\)", one)
+    assert re.search(rf"^ranks 2-3 \(host {HOST}\).*configuration.*optimizer\.params\.lr .*0\.0001 .*0\.0002 ", two)
 
 
 def test_other_code_and_libraries_are_told() -> None:
     here = startup_checks.source_digests(script="")
     changed = {**here, "megatron/mpu/groups.py": "0", "megatron/new.py": "1"}
     del changed["megatron/mpu/layers.py"]
-    patches = {
-        0: {"source_digests": here},
-        1: {
-            "source_digests": changed,
-            "library_versions": {**startup_checks.library_versions(), "torch": "2.0.1", "NCCL": "2.26.6"},
-        },
-    }
+    versions = {**startup_checks.library_versions(), "torch": "2.0.1", "NCCL": "2.26.6"}
+    patches = {0: {"source_digests": here}, 1: {"source_digests": changed, "library_versions": versions}}
     libraries, code = run_ranks(told, 2, None, patches, init=False)[0].splitlines()
     torch = startup_checks.library_versions()["torch"]
-    assert f"differ in libraries: torch 2.0.1 against {torch}; NCCL 2.26.6 against not installed; use one" in libraries
-    files = "megatron/mpu/groups.py differs; megatron/mpu/layers.py is missing there; megatron/new.py is only there"
-    assert f"differ in code: {files}; install the same version" in code
+    assert re.search(rf"libraries.*torch 2\.0\.1 .*{re.escape(torch)}.*NCCL 2\.26\.6 .*not installed", libraries)
+    assert re.search(r"code.*mpu/groups\.py differs.*mpu/layers\.py is missing.*megatron/new\.py is only", code)
 
 
 def test_sources_are_the_files_of_the_package_and_the_script(tmp_path: Path) -> None:
@@ -93,10 +85,8 @@ def test_sources_are_the_files_of_the_package_and_the_script(tmp_path: Path) -> 
     here = startup_checks.source_digests()
     assert {k: v for k, v in here.items() if k.startswith("megatron/")} == copy
     (tmp_path / "megatron" / "mpu" / "groups.py").write_text("")
-    assert (
-        startup_checks.source_digests(tmp_path / "megatron", "")["megatron/mpu/groups.py"]
-        != copy["megatron/mpu/groups.py"]
-    )
+    changed = startup_checks.source_digests(tmp_path / "megatron", "")
+    assert [name for name, digest in copy.items() if changed[name] != digest] == ["megatron/mpu/groups.py"]
 
 
 def test_one_folder_for_all_machines_is_proved_by_a_file(tmp_path: Path) -> None:
@@ -106,13 +96,9 @@ def test_one_folder_for_all_machines_is_proved_by_a_file(tmp_path: Path) -> None
     assert run_ranks(told, 3, None, None, {0: a, 1: a, 2: a}, "run", init=False) == [None] * 3
     texts = run_ranks(told, 3, None, None, {0: a, 1: b, 2: a}, "run", init=False)
     assert len(set(texts)) == 1 and texts[0] is not None
-    assert texts[0].startswith(f"save: run is not one folder for all machines: what rank 0 wrote into {a}/run (host ")
-    assert f"is not in {b}/run of rank 1 (host {HOST}); save on storage" in texts[0]
+    assert re.search(rf"^save: run .*rank 0 .*{a}/run.* {b}/run of rank 1 \(host {HOST}\)", texts[0])
     assert os.listdir(tmp_path / "a" / "run") == [], "the probe file is gone"
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     folders = {0: str(tmp_path), 1: str(tmp_path)}
     text = run_ranks(told, 2, None, None, folders, "file/run", init=False)[1]
-    assert f"save: file/run cannot be written on host {HOST} (Not a directory)" in str(text)
+    assert re.search(rf"save: file/run .*{HOST} \(Not a directory\)", str(text))

@@ -2,13 +2,13 @@
 
 import logging
 import os
-import time
+import re
+from types import SimpleNamespace
 
-import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.distributed import StartError, check_transport
+from megatron.distributed import StartError, check_transport, transport
 from megatron.distributed.transport import bus_bandwidth
 from megatron.launch import process_info
 from megatron.mpu import ParallelGroups, build_groups
@@ -39,41 +39,35 @@ def outcome(rank: int, world_size: int, key: float | None, variable: dict[int, s
     return "passes", lines
 
 
-def test_below_the_bound_every_rank_stops_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_below_the_bound_every_rank_stops_with_the_reason() -> None:
     texts = [text for text, _ in run_ranks(outcome, 2, 1000.0, {}, env={"FI_PROVIDER": "tcp"})]
     assert texts[0] == texts[1], "one number for all"
-    assert texts[0].startswith("StartError: program: min_allreduce_gb_s: 1000 GB/s asked for; all-reduce of 8 MiB over")
-    for part in ("2 ranks (gloo): ", "GB/s bus bandwidth", "NCCL_NET=(unset)", "FI_PROVIDER=tcp", "NCCL_DEBUG=INFO"):
-        assert part in texts[0]
+    assert re.match(r"StartError: program: min_allreduce_gb_s: 1000 GB/s.* 8 MiB .*2 ranks \(gloo\)", texts[0])
+    assert all(part in texts[0] for part in ("NCCL_NET=(unset)", "FI_PROVIDER=tcp", "NCCL_DEBUG=INFO"))
 
 
 def test_the_sites_variable_bounds_too_and_rank_zeros_counts_for_all() -> None:
     texts = [text for text, _ in run_ranks(outcome, 2, None, {0: "1000"})]
-    assert texts[0] == texts[1] and texts[0].startswith("StartError: NEOX_MIN_ALLREDUCE_GB_S in the environment: ")
+    assert texts[0] == texts[1] and texts[0].startswith("StartError: NEOX_MIN_ALLREDUCE_GB_S")
     (text, lines), _ = run_ranks(outcome, 2, 0.001, {0: "1000"})
-    assert text == "passes" and "at least 0.001 asked for (program)" in lines[-1], "the key wins"
+    assert text == "passes" and "0.001" in lines[-1], "the key wins"
     refused = [text for text, _ in run_ranks(outcome, 2, None, {0: "fast"})]
-    assert all(text.startswith("ConfigError: NEOX_MIN_ALLREDUCE_GB_S='fast' in the environment") for text in refused)
-
-
-def test_nothing_is_measured_where_nobody_asks() -> None:
+    assert all(text.startswith("ConfigError: NEOX_MIN_ALLREDUCE_GB_S='fast'") for text in refused)
     assert run_ranks(outcome, 2, None, {}) == [("passes", [])] * 2
 
 
-def slowed(rank: int, world_size: int, seconds: float) -> float:
-    """The bandwidth found where every all-reduce of the measured size takes so long."""
-    reduce = dist.all_reduce
+def clocked(rank: int, world_size: int, seconds: float) -> float:
+    """The bandwidth found where an all-reduce takes so long by a clock that nothing else moves."""
+    reduce, now = dist.all_reduce, [0.0]
 
-    def slow(tensor: torch.Tensor, *args: object, **more: object) -> None:
-        time.sleep(seconds if tensor.numel() > 1 else 0)
+    def timed(tensor: torch.Tensor, *args: object, **more: object) -> None:
+        now[0] += seconds * (1 + rank)
         reduce(tensor, *args, **more)
 
-    dist.all_reduce = slow
+    dist.all_reduce, transport.time = timed, SimpleNamespace(perf_counter=lambda: now[0])  # type: ignore[attr-defined]
     return bus_bandwidth(groups(world_size), 2**20)
 
 
 def test_bandwidth_is_the_bus_bandwidth_of_nccl_tests() -> None:
-    """An all-reduce of S bytes over n ranks in t s: S/t x 2(n-1)/n; nearly all of t is known here."""
-    bandwidths = run_ranks(slowed, 3, 0.2)
-    assert len(set(bandwidths)) == 1
-    assert bandwidths[0] == pytest.approx(2**20 / 0.2 * 4 / 3 / 1e9, rel=0.1)
+    """An all-reduce of S bytes over n ranks in t s, the slowest rank's: S/t x 2(n-1)/n."""
+    assert run_ranks(clocked, 3, 0.25) == [2**20 / 0.75 * 4 / 3 / 1e9] * 3

@@ -24,8 +24,7 @@ class Block:
 
 
 def recipes(text: str) -> dict[str, list[Block]]:
-    """The blocks of every recipe in their order, by its title. Raises ValueError for one that belongs to no
-    file."""
+    """The blocks of every recipe, by its title. Raises ValueError for one that belongs to no file."""
     section = text.split("\n## Recipes\n", 1)[1].split("\n## ", 1)[0]
     titles = re.split(r"^### (.+)$", section, flags=re.MULTILINE)[1:]
     return {title: _blocks(title, body) for title, body in zip(titles[::2], titles[1::2], strict=True)}
@@ -44,8 +43,7 @@ def _blocks(title: str, body: str) -> list[Block]:
 
 
 def copy_tree(folder: Path) -> None:
-    """The repository as far as `COPIED`. Copies keep their times, so what Python has compiled is not compiled
-    again."""
+    """The repository as far as `COPIED`, with its times, so that nothing is compiled again."""
     for name in COPIED:
         if (ROOT / name).is_file():
             shutil.copy2(ROOT / name, folder / name)
@@ -68,8 +66,7 @@ def apply(block: Block, folder: Path) -> None:
 
 
 def patched(text: str, block: Block) -> str:
-    """The text of a file with the lines of a diff put into their place, which there must be exactly one
-    of."""
+    """The text of a file with the lines of a diff put into their place, which must be one."""
     for hunk in re.split(r"^@@.*\n", block.text, flags=re.MULTILINE):
         lines = hunk.splitlines()
         before = "".join(f"{line[1:]}\n" for line in lines if not line.startswith("+"))

@@ -1,6 +1,7 @@
 """`deepy.py doctor` on what is elsewhere: models on the Hub, and the files that a configuration names."""
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -58,30 +59,30 @@ def hub(tmp_path) -> Iterator[dict[str, str]]:
 @pytest.mark.parametrize(
     ("model", "token", "state", "said"),
     [
-        ("org/open", False, "ok", "can be read; no token found"),
-        ("hf://org/large", True, "ok", "can be read; token found in HF_TOKEN"),
-        ("org/private", True, "ok", "can be read"),
-        ("org/private", False, "failed", "the Hub wants a token, or there is no such model (401); no token found"),
-        ("org/gated", True, "failed", "access is not granted (403); token found in HF_TOKEN"),
-        ("org/gated", False, "failed", "access is not granted (401); no token found"),
-        ("org/missing", True, "failed", "no such model (404)"),
-        ("org/data", False, "failed", "has no config.json"),
-        ("org/down", False, "failed", "the Hub answers 503"),
+        ("org/open", False, "ok", "no token"),
+        ("hf://org/large", True, "ok", "HF_TOKEN"),
+        ("org/private", True, "ok", "HF_TOKEN"),
+        ("org/private", False, "failed", r"no such model \(401\).*no token"),
+        ("org/gated", True, "failed", r"access .*\(403\).*HF_TOKEN"),
+        ("org/gated", False, "failed", r"access .*\(401\).*no token"),
+        ("org/missing", True, "failed", r"no such model \(404\)"),
+        ("org/data", False, "failed", "no config.json"),
+        ("org/down", False, "failed", "503"),
     ],
 )
 def test_models_on_the_hub(hub, model, token, state, said):
     check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token else {}))
-    assert (check.state, said in check.found) == (state, True), check
+    assert check.state == state and re.search(said, check.found), check
     assert SECRET not in str(check)
 
 
 def test_the_token_of_a_file(hub, tmp_path):
     (tmp_path / "token").write_text(SECRET + "\n")
     check = model_check("org/private", hub)
-    assert (check.state, check.found) == ("ok", f"can be read; token found in {tmp_path}/token")
+    assert check.state == "ok" and f"{tmp_path}/token" in check.found
 
 
-def test_without_a_network(tmp_path):
+def test_models_without_a_network_and_in_folders(tmp_path):
     env = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9"}
     assert "cannot be reached" in model_check("org/open", env).found
     assert "HF_HUB_OFFLINE is set" in model_check("org/open", env | {"HF_HUB_OFFLINE": "1"}).found
@@ -90,11 +91,8 @@ def test_without_a_network(tmp_path):
     (snapshot / "config.json").touch()
     assert model_check("org/open", env).state == "warning"
     assert model_check("org/open", env | {"HF_HUB_OFFLINE": "1"}).state == "ok"
-
-
-def test_models_in_folders(tmp_path):
-    assert "is no folder" in model_check(f"{tmp_path}/none", {}).found
-    assert "config.json cannot be read" in model_check(str(tmp_path), {}).found
+    assert "no folder" in model_check(f"{tmp_path}/none", {}).found
+    assert "config.json" in model_check(str(tmp_path), {}).found
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "no weights" in model_check(str(tmp_path), {}).found
     (tmp_path / "model.safetensors").touch()
@@ -128,11 +126,10 @@ def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
     assert main(["a", "--json"], no_tokenizer) == 1
     checks_by_name = {check["name"]: check for check in json.loads(capsys.readouterr().out)["checks"]}
     assert checks_by_name["config"]["state"] == "ok"
-    assert checks_by_name["data"]["found"] == "data_path: text.idx and .bin not there or empty"
+    facts = {"data": "data_path: text.idx", "tokenizer": "HFTokenizer: tokenizer.json: no such", "save": "run: "}
+    assert all(checks_by_name[name]["found"].startswith(fact) for name, fact in facts.items())
     assert checks_by_name["data"]["advice"] == "a.yml:9"
-    assert checks_by_name["tokenizer"]["found"] == "HFTokenizer: tokenizer.json: no such file"
-    assert checks_by_name["load"]["found"] == "base holds no checkpoint (a.yml:10)"
-    assert checks_by_name["save"]["found"].startswith("run: ")
+    assert re.search("base .*a.yml:10", checks_by_name["load"]["found"])
 
     args, _ = read_config(["a.yml"])
     for file in ("text.idx", "text.bin"):
@@ -141,9 +138,6 @@ def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
     (tmp_path / "base/latest").touch()
     checks = [*data_checks(args), load_check(args), tokenizer_check(args, lambda args: None)]
     assert [check.state for check in checks] == ["ok"] * 3
-
-
-def test_a_configuration_that_cannot_train(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yml").write_text(CONFIG.replace("train_iters", "train_itres"))
     args, checks = read_config(["a.yml"])
@@ -151,15 +145,12 @@ def test_a_configuration_that_cannot_train(tmp_path, monkeypatch):
     assert checks[0].found.startswith("a.yml:6: train_itres")
 
 
-def test_the_size_of_a_checkpoint_whose_blocks_all_have_experts():
-    """There is no dense width then, and none that could not be."""
+def test_the_size_of_a_checkpoint():
+    """Of blocks that all have experts too: there is no dense width then, and none that could not be."""
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16, "padded_vocab_size": 96}
     model |= {"max_position_embeddings": 16, "activation": "swiglu", "moe_num_experts": 4, "moe_intermediate_size": 50}
     args = NeoXArgs.from_dict({**model, "mlp_multiple_of": 64})
     blocks = 2 * (4 * 32 * 32 + 4 * 3 * 32 * 50)
     assert checkpoint_bytes(args) == 12 * (blocks + 96 * 32)
-
-
-def test_a_checkpoint_takes_about_as_much_as_it_does():
     args = load(["configs/1-3B.yml", "configs/local_setup.yml"])
     assert checkpoint_bytes(args) == pytest.approx(14 * 1.42e9, rel=0.03)  # 1.32e9 and the output embedding

@@ -1,13 +1,18 @@
-"""Hostfiles, DeepSpeed's include and exclude, and what goes to other machines."""
+"""Hostfiles, DeepSpeed's include and exclude, ranks on GPUs, and what goes to other machines."""
 
 import collections
 from pathlib import Path
 
 import pytest
 
+from megatron.launch.devices import choose_ranks
 from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node, carried, choose_slots, hosts_of, read_hostfile
-from megatron.neox_arguments import NeoXArgs
+from megatron.launch.launcher_rendezvous import RankAssignment
+from megatron.launch.local import environments
+from megatron.launch.plan import plan
+from megatron.launch.run import Run, write_args_file
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.training.runs import BASE
 
 POOL = collections.OrderedDict(a=2, b=4, c=1)
@@ -26,9 +31,15 @@ def nodes(path, hosts=(), env=None, **changes) -> list[str]:
     return [str(node) for node in hosts_of(args, hosts, env or {})]
 
 
-def test_hostfile(hostfile):
+def test_hostfile_and_hosts_flag(hostfile):
     assert read_hostfile(hostfile) == POOL
     assert nodes(hostfile) == ["a=2", "b=4", "c=1"]
+    assert nodes(None, ["a:2,3", "b=3", "c"]) == ["a:2,3", "b=3", "c"]
+    assert hosts_of(NeoXArgs.from_dict(BASE), ["a:2,3"], {}) == (Node("a", 2, ("2", "3")),)
+    assert nodes(None, env={"DLTS_HOSTFILE": str(hostfile)}) == ["a=2", "b=4", "c=1"]
+    assert nodes(None) == []
+    with pytest.raises(LaunchError, match="--hosts: 'train.py'"):
+        nodes(None, ["a:2,3", "train.py"])
 
 
 @pytest.mark.parametrize(
@@ -45,13 +56,6 @@ def test_some_of_a_hostfile(hostfile, changes, expected):
     assert nodes(hostfile, **changes) == expected
 
 
-def test_hosts_flag_and_dlts_hostfile(hostfile):
-    assert nodes(None, ["a:2,3", "b=3", "c"]) == ["a:2,3", "b=3", "c"]
-    assert hosts_of(NeoXArgs.from_dict(BASE), ["a:2,3"], {}) == (Node("a", 2, ("2", "3")),)
-    assert nodes(None, env={"DLTS_HOSTFILE": str(hostfile)}) == ["a=2", "b=4", "c=1"]
-    assert nodes(None) == []
-
-
 @pytest.mark.parametrize("text", ["a", "b:3,1", "c@a:1", "b@a", "b:1@b:2", "a:0,0@c:0"])
 @pytest.mark.parametrize("word", ["include", "exclude"])
 def test_choice_is_deepspeeds(text, word):
@@ -65,16 +69,16 @@ def test_choice_is_deepspeeds(text, word):
 @pytest.mark.parametrize(
     ("text", "changes", "message"),
     [
-        ("localhost\n", {}, "hosts:1: 'localhost' is not of the form `host slots=N`"),
-        ("# nothing\n", {}, "gives no slots"),
-        ("a slots=1\na slots=1\n", {}, "hosts:2: a stands in it twice"),
-        (None, {}, "hostfile: .*hosts cannot be read"),
-        ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' names b, which is not in"),
-        ("a slots=2\n", {"include": "a:2"}, "asks for slot 2 of a, which has 2"),
-        ("a slots=2\n", {"exclude": "a:x"}, "'a:x' is not of the form host:0,1"),
-        ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no slot"),
-        ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 asked for, .* leaves 1: a"),
-        ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 asked for, but a has 2 slots"),
+        ("localhost\n", {}, "hosts:1: 'localhost' .*host slots=N"),
+        ("# nothing\n", {}, "no slots"),
+        ("a slots=1\na slots=1\n", {}, "hosts:2: a .*twice"),
+        (None, {}, "hostfile: .*hosts"),
+        ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
+        ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
+        ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
+        ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no"),
+        ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
+        ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),
     ],
 )
 def test_hostfile_refused(tmp_path, text, changes, message):
@@ -84,26 +88,96 @@ def test_hostfile_refused(tmp_path, text, changes, message):
         nodes(tmp_path / "hosts", **changes)
 
 
-def test_a_hosts_flag_that_swallowed_the_script_is_refused():
-    with pytest.raises(LaunchError, match="--hosts: 'train.py' is not of the form"):
-        nodes(None, ["a:2,3", "train.py"])
-
-
 def test_what_goes_to_other_machines(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
     Path(".deepspeed_env").write_text("# ours\nWANDB_MODE=offline\nA=b=c\n")
-    env = {
-        "NCCL_NET": "AWS Libfabric",
-        "PATH": "/bin",
-        "PYTHONPATH": "/p",
-        "HOME": "/h",
-        "NEOX_API_KEY": "x",
-        "SHELL": "s",
-    }
-    assert carried(env) == {
-        "NCCL_NET": "AWS Libfabric", "PATH": "/bin", "PYTHONPATH": f"{tmp_path}:/p", "WANDB_MODE": "offline", "A": "b=c"
-    }  # fmt: skip
+    kept, left = {"NCCL_NET": "AWS Libfabric", "PATH": "/bin"}, {"HOME": "/h", "NEOX_API_KEY": "x", "SHELL": "s"}
+    added = {"PYTHONPATH": f"{tmp_path}:/p", "WANDB_MODE": "offline", "A": "b=c"}
+    assert carried({**kept, **left, "PYTHONPATH": "/p"}) == kept | added
     Path(".deepspeed_env").write_text("nonsense\n")
-    with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'nonsense' is not of the form NAME=VALUE"):
+    with pytest.raises(LaunchError, match=r"\.deepspeed_env:1: 'nonsense' .*NAME=VALUE"):
         carried({})
+
+
+GPUS = ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_gpus", "include", "exclude", "expected"),
+    [
+        (GPUS, None, None, None, (4, ("0", "1", "2", "3"))),
+        (GPUS, 2, None, None, (2, ("0", "1"))),
+        (GPUS, None, "localhost:2,3", None, (2, ("2", "3"))),
+        (GPUS, None, "localhost:3,1", None, (2, ("3", "1"))),
+        (GPUS, 1, "localhost:2,3", None, (1, ("2",))),
+        (GPUS, None, "localhost", None, (4, ("0", "1", "2", "3"))),
+        (GPUS, None, None, "localhost:0", (3, ("1", "2", "3"))),
+        (GPUS, None, None, "localhost:1,2", (2, ("0", "3"))),
+        (GPUS, 1, None, "localhost:0,1", (1, ("2",))),
+        (["2", "3"], None, None, None, (2, ("2", "3"))),  # of CUDA_VISIBLE_DEVICES
+        ([], None, None, None, (1, ())),
+        ([], 4, None, None, (4, ())),
+    ],
+)
+def test_ranks(gpus, num_gpus, include, exclude, expected):
+    assert choose_ranks(gpus, num_gpus, include, exclude) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_gpus", "include", "exclude", "message"),
+    [
+        (GPUS, None, None, "localhost:7", "exclude: 'localhost:7' .*GPU 7.* 0, 1, 2, 3"),
+        (GPUS, None, None, "localhost", "exclude: 'localhost' leaves none"),
+        (GPUS, None, None, "elsewhere:0", "exclude: 'elsewhere:0' .*another machine"),
+        (GPUS, None, "localhost:1", "localhost:0", "exclude: 'localhost:0'.* include: 'localhost:1'"),
+        ([], None, None, "localhost:0", "exclude: 'localhost:0' .*none"),
+        (["2", "3"], None, "localhost:0", None, "GPU 0; .*2, 3"),
+        (GPUS, 5, None, None, "num_gpus: 5 .*0, 1, 2, 3"),
+        (GPUS, None, "localhost:7", None, "include: 'localhost:7' .*GPU 7"),
+        (GPUS, None, "elsewhere:0", None, "include: 'elsewhere:0' .*another machine"),
+        ([], None, "localhost:0", None, "include: 'localhost:0' .*none; use num_gpus"),
+    ],
+)
+def test_refused(gpus, num_gpus, include, exclude, message):
+    with pytest.raises(LaunchError, match=message):
+        choose_ranks(gpus, num_gpus, include, exclude)
+
+
+def test_rank_environment(monkeypatch):
+    monkeypatch.setattr("megatron.launch.local.cores", lambda: 8)
+    monkeypatch.setattr("os.environ", {"HOME": "/h"})
+    node = Node("b", 4, devices=("4", "5", "6", "7"))
+    run = Run("nodes", ("python",), (Node("a", 3), node), Path(), None, Path(), node_rank=1, master_addr="10.0.0.7")
+    env = environments(run, RankAssignment(3, 7, 1234), restarts=2)[2]
+    place = {"RANK": "5", "LOCAL_RANK": "2", "WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "4", "NEOX_RESTARTS": "2"}
+    meeting = {"MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "1234"}
+    assert env == {"HOME": "/h", **place, **meeting, "CUDA_VISIBLE_DEVICES": "4,5,6,7", "OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr("os.environ", {"OMP_NUM_THREADS": "5"})
+    assert environments(run, RankAssignment(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
+
+
+def _args(**changes):
+    model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
+    return NeoXArgs.from_dict({**model, "train_batch_size": 8, **changes})
+
+
+@pytest.fixture
+def no_gpus(monkeypatch):
+    monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: [])
+
+
+def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, no_gpus):
+    args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
+    run = plan("train.py", args, ["--more"])
+    write_args_file(run)
+    assert (run.world_size, run.log_dir) == (2, tmp_path / "run" / "logs")
+    script, flag, path, more = run.command[-4:]
+    assert (script, flag, more) == ("train.py", "--neox-args", "--more")
+    assert NeoXArgs.from_json(Path(path).read_text()) == args.for_world(2)
+    assert run.master_port is None, "any free port unless the key is set"
+    run = plan("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
+    assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
+    assert environments(run, RankAssignment(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
+    with pytest.raises(ConfigError, match="3 ranks cannot be divided"):
+        plan("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))

@@ -15,9 +15,8 @@ from megatron.launch.run import Run
 from megatron.launch.runners import mvapich, openmpi, pdsh, torchrun
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.reading.command_line import parse_deepy
+from tests.launch.runs import ROOT
 from tests.training.runs import BASE
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -48,13 +47,10 @@ def test_one_machine_is_started_here_whatever_the_launcher():
 
 
 def test_by_hand():
+    """By flags, by the variables of accelerate's users and of operators, by a hostfile, by --hosts."""
     run = planned(1, num_nodes=2, master_addr="10.0.0.1", include="localhost:2,3")
     assert (run.launcher, run.node_rank, run.master_addr, run.master_port) == ("nodes", 1, "10.0.0.1", 29500)
     assert run.nodes == (Node(""), Node("here", 2, ("2", "3")))
-
-
-def test_by_hand_from_the_environment():
-    """As the two-node scripts of accelerate users set it, and as operators of Kubernetes do."""
     env = {"MAIN_NODE_IP": "192.168.1.100", "GPUS": "2,3", "TOTAL_GPUS": "4", "MASTER_PORT": "23456"}
     run = planned(0, env=env, num_nodes=2)
     assert (run.master_addr, run.node.devices, run.total_ranks) == ("192.168.1.100", ("2", "3"), 4)
@@ -64,9 +60,6 @@ def test_by_hand_from_the_environment():
     assert (len(run.nodes), run.node_rank, run.node.ranks, run.master_addr) == (4, 3, 1, "job-master-0")
     run = planned(env={"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "job-master-0"})
     assert (len(run.nodes), run.node_rank) == (3, 1)
-
-
-def test_by_hand_with_a_hostfile_or_hosts():
     run = planned(1, hostfile="hosts")
     assert (run.launcher, run.node_rank, run.master_addr) == ("nodes", 1, "a")
     assert run.nodes == (Node("a", 2), Node("b", 4, ("0", "1", "2", "3")))
@@ -77,16 +70,16 @@ def test_by_hand_with_a_hostfile_or_hosts():
 @pytest.mark.parametrize(
     ("node_rank", "env", "changes", "message"),
     [
-        (None, {}, {"num_nodes": 2}, "num_nodes: 2, but which of them is this"),
-        (0, {}, {"num_nodes": 2}, "set master_addr"),
-        (2, {}, {"num_nodes": 2, "master_addr": "a"}, "node_rank: 2 is outside 0 to 1"),
+        (None, {}, {"num_nodes": 2}, "num_nodes: 2, .*which"),
+        (0, {}, {"num_nodes": 2}, "master_addr"),
+        (2, {}, {"num_nodes": 2, "master_addr": "a"}, "node_rank: 2 .*0 to 1"),
         (0, {"GPUS": "all"}, {"num_nodes": 2, "master_addr": "a"}, "GPUS='all'"),
-        (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "asks for GPU 7; this machine shows"),
-        (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, but the machines have 6 ranks"),
+        (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "GPU 7"),
+        (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, .* 6 ranks"),
         (None, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, {}, "PET_NNODES='1:4'"),
-        (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "this process is a rank already"),
+        (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "a rank already"),
         (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
-        (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun is used on each machine"),
+        (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun"),
     ],
 )
 def test_refused(node_rank, env, changes, message):
@@ -94,13 +87,10 @@ def test_refused(node_rank, env, changes, message):
         planned(node_rank, env=env, **changes)
 
 
-def test_hosts_alone_start_nothing_elsewhere():
-    with pytest.raises(LaunchError, match="--hosts reaches no other machine: type on each"):
+def test_what_all_machines_cannot_do_is_refused_before_they_start():
+    with pytest.raises(LaunchError, match="--hosts "):
         planned(hosts=["a:2,3", "b"])
-
-
-def test_a_layout_that_does_not_fit_all_machines_is_refused_before_they_start():
-    with pytest.raises(ConfigError, match="6 ranks cannot be divided"):
+    with pytest.raises(ConfigError, match="6 ranks"):
         planned(hostfile="hosts", model_parallel_size=4)
 
 
@@ -129,9 +119,9 @@ def test_mpirun_lines():
     assert words[-5:] == [sys.executable, "-u", "train.py", "--neox-args", str(run.args_file)]
     run = planned(hostfile="hosts", num_gpus=2, launcher="mvapich")
     assert mvapich(run)[0][:5] == ["mpirun", "-np", "4", "-ppn", "2"]
-    with pytest.raises(LaunchError, match="the same number of ranks on every host, found a: 2, b: 4"):
+    with pytest.raises(LaunchError, match="a: 2, b: 4"):
         mvapich(planned(hostfile="hosts", launcher="mvapich"))
-    with pytest.raises(LaunchError, match="openmpi takes the first slots of a host, and cannot take b:1,2,3"):
+    with pytest.raises(LaunchError, match="openmpi .*b:1,2,3"):
         openmpi(planned(hostfile="hosts", exclude="b:0", launcher="openmpi"))
 
 
@@ -181,9 +171,8 @@ def test_dry_run_of_every_starter():
 def test_arguments_longer_than_a_command_line_may_be():
     """128 KiB an argument is what Linux takes; a long list of data files is more."""
     paths = [f"/data/{k:06d}/" + "x" * 100 for k in range(2800)]
-    run = planned(
-        hostfile="hosts", data_path=None, train_data_paths=paths, valid_data_paths=paths, test_data_paths=paths
-    )
+    data = {f"{part}_data_paths": paths for part in ("train", "valid", "test")}
+    run = planned(hostfile="hosts", data_path=None, **data)
     assert len(run.args.to_json()) > 300 * 1024
     assert sum(map(len, pdsh(run)[0])) < 4096
 
@@ -192,7 +181,7 @@ def test_gloo_takes_no_gpus(monkeypatch):
     """distributed_backend: gloo works on CPUs also beside GPUs, in the launcher and in every rank."""
     run = planned(distributed_backend="gloo", num_gpus=2)
     assert run.node == Node("here", 2, ())
-    with pytest.raises(LaunchError, match="names GPUs, but this machine shows none"):
+    with pytest.raises(LaunchError, match="localhost:0.*none"):
         planned(distributed_backend="gloo", include="localhost:0")
     for backend, visible in (("gloo", ""), ("auto", "0,1")):
         monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": "0,1"})

@@ -1,13 +1,12 @@
-"""The machines of a hostfile by pdsh and OpenMPI, with a stand-in for ssh that runs the command here."""
+"""Several machines, here on loopback: launchers started by hand, or by pdsh and OpenMPI over a stand-in."""
 
 import json
-import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,83 @@ import pytest
 import yaml
 
 from megatron.launch.devices import free_port
-from tests.launch.test_manual_nodes import ROOT, VALUES
+from tests.launch.runs import DEEPY, ROOT, environment
 from tests.pool import run_ranks
-from tests.training.runs import curves
+from tests.training.runs import LLAMA, config, curves
 
-pytestmark = pytest.mark.slurm  # pdsh and OpenMPI come with `make test-slurm`
+STEPS = 3
+VALUES = config(
+    LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2, log_interval=1
+)  # fmt: skip
+SCRIPT = """\
+import os, signal, sys, time
+from megatron.neox_arguments.reading.command_line import parse_script
+args = parse_script(sys.argv[1:], "script.py")
+rank, start = os.environ["RANK"], os.environ["NEOX_RESTARTS"]
+print(f"rank {rank} of {os.environ['WORLD_SIZE']}, local {os.environ['LOCAL_RANK']}, start {start}")
+if start == "0":
+    if rank == "2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+def run_two_launchers(folder: Path, script: Path, *words: str) -> list[tuple[int, str]]:
+    """Exit code and output of deepy.py on a machine with one rank, and on one with two."""
+    env = environment(MAIN_NODE_IP="127.0.0.1", TOTAL_GPUS="3", GPUS="")
+    common = ["--num_nodes", "2", "--master_port", str(free_port()), str(script), str(folder / "a.yml"), *words]
+    started = []
+    for rank in (1, 0):
+        line = [*DEEPY, "--node_rank", str(rank), "--num_gpus", str(rank + 1), *common]
+        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(line, cwd=folder, env=env, text=True, **both))
+    try:
+        ends = []
+        for process in reversed(started):
+            out, _ = process.communicate(timeout=250)
+            ends.append((process.returncode, out))
+        return ends
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def on_one_machine() -> list[float]:
+    return run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
+
+
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param((), id="deepy", marks=pytest.mark.more),
+     pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.product)],
+)  # fmt: skip
+def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
+    (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
+    ends = run_two_launchers(tmp_path, ROOT / "train.py", *words)
+    assert [code for code, _ in ends] == [0, 0], ends
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["train/lm_loss"] for row in rows if "train/lm_loss" in row] == on_one_machine
+
+
+@pytest.mark.ends_processes
+def test_a_rank_that_dies_is_named_on_both_machines_which_start_again_together(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": "logs"}))
+    (code, first), (other_code, second) = run_two_launchers(tmp_path, tmp_path / "script.py", "--max-restarts", "1")
+    assert (code, other_code) == (0, 0), first + second
+    log = tmp_path / "logs" / "rank_2.log"
+    culprit = f"node 1 (host {socket.gethostname()}): rank 2 of 3"
+    assert re.search(rf"deepy.py: {re.escape(culprit)}.*SIGKILL.*{log}", first)
+    assert re.search(rf"deepy.py: rank 2 of 3 .*SIGKILL.*{log}", second)
+    assert "error" not in first + second, "it goes on"
+    for out in (first, second):
+        assert f"deepy.py: restart 1 of 1 after {culprit}" in out
+    assert "rank 0 of 3, local 0, start 1\n" in first and "rank 0 of 3" not in second
+    assert log.read_text() == "".join(f"rank 2 of 3, local 1, start {start}\n" for start in (0, 1))
+
+
 SSH = """\
 #!{python}
 import os, sys
@@ -43,10 +114,9 @@ def start(folder: Path, *words: str, **changes: Any) -> subprocess.Popen:
     (folder / "a.yml").write_text(
         yaml.safe_dump({**VALUES, "save": save, "load": save, "checkpoint_factor": 1000, **changes})
     )
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "DS_ACCELERATOR")}
-    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    env |= {"PATH": f"{ssh.parent}:{env['PATH']}", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    line = [sys.executable, str(ROOT / "deepy.py"), "-H", "hosts", "--master_port", str(free_port()), *words]
+    env = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
+    env["PATH"] = f"{ssh.parent}:{env['PATH']}"
+    line = [*DEEPY, "-H", "hosts", "--master_port", str(free_port()), *words]
     both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, text=True, **both)
 
@@ -56,8 +126,9 @@ def losses(folder: Path) -> list[float]:
     return [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
 
 
+@pytest.mark.slurm  # pdsh and OpenMPI come with `make test-slurm`
 @pytest.mark.parametrize(("launcher", "program"), [("pdsh", "pdsh"), ("openmpi", "mpirun")])
-def test_losses_are_those_of_one_machine(tmp_path, launcher, program):
+def test_losses_over_runners_are_those_of_one_machine(tmp_path, launcher, program):
     if shutil.which(program) is None:
         pytest.skip(f"{program} is not installed")
     run = start(tmp_path, "--launcher", launcher)
@@ -67,6 +138,8 @@ def test_losses_are_those_of_one_machine(tmp_path, launcher, program):
     assert losses(tmp_path) == expected
 
 
+@pytest.mark.slurm
+@pytest.mark.ends_processes
 def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
     if shutil.which("pdsh") is None:
         pytest.skip("pdsh is not installed")
@@ -78,8 +151,6 @@ def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
         if re.search(r"iteration +3/", line):
             run.send_signal(signal.SIGTERM)
             break
-    began = time.monotonic()
     rest, _ = run.communicate(timeout=100)
     assert run.returncode == 0, "".join(lines) + rest
-    assert time.monotonic() - began < 60
     assert len(losses(tmp_path)) < 2000 and (tmp_path / "run" / "latest").exists()

@@ -81,9 +81,8 @@ def test_a_job_on_slingshot(job, tmp_path):
     given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
     variables, done = job(MODULES=str(Path(old).parent), **given)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:3] == [
-        "loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"
-    ]  # fmt: skip
+    wanted = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
+    assert done.stdout.splitlines()[:3] == wanted
     assert done.stdout.splitlines()[-1] == "secret of 9 letters"
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
     expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
@@ -94,8 +93,7 @@ def test_a_job_on_slingshot(job, tmp_path):
         k: variables.get(k) for k in expected if variables.get(k) != expected[k]
     }
     assert "NCCL_ALGO" not in variables, "set to nothing, it is left out"
-    nccl_line = f"NCCL: 2.28.9, torch's own ({torch_nccl}); 2.26.6 of this machine ({old}) is older"
-    assert sum(nccl_line in line for line in done.stderr.splitlines()) == 1
+    assert len(re.findall(rf"^NCCL: 2.28.9, .*\({torch_nccl}\); 2.26.6 .*\({old}\)", done.stderr, re.M)) == 1
     again, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
     assert "NCCL_ALGO" not in again and again["NCCL_PROTO"] == "^LL128"
 
@@ -111,7 +109,7 @@ def test_an_nccl_that_is_new_enough_is_preloaded(job, tmp_path):
 def test_what_is_missing_ends_the_job(job, tmp_path):
     fake_torch(tmp_path / "packages", "2.28.9")
     _, done = job(NEOX_MODULES="", NCCL_LIBRARY="/gone")
-    assert done.returncode == 1 and "error: NCCL_LIBRARY=/gone is no file; load the module" in done.stderr
+    assert done.returncode == 1 and "error: NCCL_LIBRARY=/gone" in done.stderr
     assert "module load brics/nccl/0 failed" in job(NEOX_MODULES="brics/nccl/0")[1].stderr
 
 
@@ -120,9 +118,8 @@ def test_every_variable_of_a_site_says_what_it_is_for():
     bare = [line for line in lines if re.match("default (NCCL|FI|TORCH|MPICH|CUDA|PYTORCH|TRITON)_", line)]
     assert len(bare) > 30
     # Those of one meaning stand below each other, and the first says it.
-    assert [line.split()[1] for line in bare if " # " not in line] == [
-        "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"
-    ]  # fmt: skip
+    wanted = ["FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD", "FI_CXI_RDZV_EAGER_SIZE"]
+    assert [line.split()[1] for line in bare if " # " not in line] == wanted
 
 
 def test_commands_take_what_the_environment_says_before_the_site():
@@ -130,8 +127,14 @@ def test_commands_take_what_the_environment_says_before_the_site():
     site = site_variables(env)
     assert (site["NEOX_DATA_DIR"], site["NEOX_LOG_DIR"]) == ("/d", "/p/public/logs/neox-training")
     assert site_variables({}) == {}
-    with pytest.raises(LaunchError, match=r"NEOX_SITE=mars: there is no .*; there are isambard, local"):
+    with pytest.raises(LaunchError, match=r"NEOX_SITE=mars: .*isambard, local"):
         site_variables({**env, "NEOX_SITE": "mars"})
+    env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
+    log = "/p/public/logs/neox-training/%x-%j.out"
+    line = sbatch_line(NeoXArgs.from_dict(BASE), env)
+    assert line == f"sbatch --nodes=64 --gres=gpu:4 --output={log} pretrain_neox.sbatch"
+    with pytest.raises(LaunchError, match="NEOX_NODES_PRETRAIN='many'"):
+        sbatch_line(NeoXArgs.from_dict(BASE), {**env, "NEOX_NODES_PRETRAIN": "many"})
 
 
 MODEL, MIDTRAIN = "/configs/sft.yml", "/configs/midtraining_unlearning/midtraining/deep_ignorance/gdiff_N_2.yml"
@@ -155,12 +158,3 @@ def test_as_many_nodes_as_the_site_gives_to_this_kind_of_run(keys, config, nodes
     args = NeoXArgs.from_dict({**BASE, **keys})
     assert site_nodes(starts_from_a_model(args), [config], site)[0] == nodes
     assert site_nodes(starts_from_a_model(args), [config], {}) == (None, ANY)
-
-
-def test_the_line_that_is_proposed_where_there_is_no_job():
-    env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
-    log = "/p/public/logs/neox-training/%x-%j.out"
-    line = sbatch_line(NeoXArgs.from_dict(BASE), env)
-    assert line == f"sbatch --nodes=64 --gres=gpu:4 --output={log} pretrain_neox.sbatch"
-    with pytest.raises(LaunchError, match="NEOX_NODES_PRETRAIN='many' is no number of nodes"):
-        sbatch_line(NeoXArgs.from_dict(BASE), {**env, "NEOX_NODES_PRETRAIN": "many"})

@@ -1,17 +1,15 @@
-"""The build of torch by Python, platform and driver: a table, and the command that setup_uv_env.sh and make
-ask."""
+"""The build of torch by Python, platform and driver: a table, and the command that says it."""
 
 import re
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 
 from megatron.launch.torch_builds import PLATFORMS, RELEASES, TRIED, NoBuild, choose, own_index
+from tests.launch.runs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ROOT / "megatron/launch/torch_builds.py"
 X86, ARM, MAC = PLATFORMS
 CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126", "cu130"))
@@ -19,20 +17,17 @@ CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("
 TABLE = [
     # python, platform, driver, wanted -> pin, index, cuda, tried
     ((3, 11), X86, None, None, "torch==2.13.0", CPU, None, True),
-    ((3, 13), X86, None, None, "torch==2.13.0", CPU, None, False),
     ((3, 12), ARM, None, "2.11.0", "torch==2.11.0", CPU, None, False),
     ((3, 12), MAC, None, None, "torch==2.13.0", CPU, None, False),
     ((3, 12), MAC, (13, 0), None, "torch==2.13.0", CPU, None, False),
     # a driver of CUDA 13 runs what Python's own index has
     ((3, 12), X86, (13, 0), "2.11.0", "torch==2.11.0", CU130, "13.0", True),
-    ((3, 11), X86, (13, 0), "2.11.0", "torch==2.11.0", CU130, "13.0", True),
     ((3, 12), ARM, (13, 0), None, "torch==2.13.0", CU130, "13.0", False),
     ((3, 13), X86, (13, 2), None, "torch==2.13.0", CU130, "13.0", False),
     # one of CUDA 12 does not: the build must be named
     ((3, 12), ARM, (12, 7), None, "torch==2.11.0+cu126", CU126, "12.6", False),
     ((3, 12), ARM, (12, 6), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 11), X86, (12, 2), None, "torch==2.11.0+cu126", CU126, "12.6", False),
-    ((3, 13), X86, (12, 9), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 12), X86, (13, 0), "2.12.1", "torch==2.12.1", CU130, "13.0", False),
 ]
 
@@ -46,12 +41,12 @@ def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cu
 @pytest.mark.parametrize(
     ("python", "platform", "driver", "wanted", "said"),
     [
-        ((3, 11), X86, (11, 8), None, "the driver serves CUDA 11.8, and torch needs 12 or newer"),
-        ((3, 10), X86, None, None, r"Python 3.10 does not go with torch 2.13.0, which needs 3.11 to 3.15"),
-        ((3, 15), X86, None, "2.11.0", r"Python 3.15 does not go with torch 2.11.0, which needs 3.11 to 3.14"),
-        ((3, 11), "linux-ppc64le", None, None, "no wheels for linux-ppc64le; there are some for linux-x86_64"),
-        ((3, 11), X86, None, "2.10.0", "torch 2.10.0 is no release of 2.11 or newer; tested are 2.11.0 and 2.13.0"),
-        ((3, 11), X86, None, "nightly", "torch nightly is no release"),
+        ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
+        ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
+        ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
+        ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
+        ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
+        ((3, 11), X86, None, "nightly", "torch nightly"),
     ],
 )
 def test_what_nothing_fits_is_refused(python, platform, driver, wanted, said):
@@ -74,12 +69,9 @@ def test_every_machine_of_the_documents_table_gets_what_it_says():
             assert chosen.tried == (where in tried), (pin, where)
 
 
-def test_only_tested_releases_are_called_tried():
+def test_tried_releases_and_an_index_of_ones_own():
     assert {release for release, *_ in TRIED} == set(RELEASES)
     assert f"torch=={RELEASES[-1]}" in (ROOT / "constraints.txt").read_text().splitlines()
-
-
-def test_an_index_of_ones_own_is_asked_alone_where_any_build_does():
     any_build, named = choose((3, 11), X86, None), choose((3, 11), X86, (12, 6))
     assert any_build.words(own_index=True) == ["torch==2.13.0"]
     assert any_build.words() == ["torch==2.13.0", "--extra-index-url", CPU]
@@ -98,22 +90,11 @@ def test_the_command_needs_the_standard_library_alone():
     done = ask("--cuda", "12.7")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"torch==2.11.0+cu126 --extra-index-url {CU126}\n"
-    assert "a driver of CUDA 12.7" in done.stderr and "this combination was never tried" in done.stderr
+    assert "CUDA 12.7" in done.stderr and "never tried" in done.stderr
     assert ask("--cpu", "--torch", "2.13.0").stdout == f"torch==2.13.0 --extra-index-url {CPU}\n"
     loaded = f"import runpy, sys; sys.argv=['x','--cpu']; runpy.run_path({str(COMMAND)!r}, run_name='__main__')"
     command = [sys.executable, "-S", "-c", f"{loaded}; print(sorted(sys.modules))"]  # without site-packages
     assert "torch==2.13.0" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--cuda", "12"), "--cuda 12: a version as 12.6"),
-        (("--cuda", "11.8"), "torch_builds.py: error: the driver serves CUDA 11.8"),
-        (("--cuda", "12.6", "--cpu"), "not allowed with"),
-    ],
-)
-def test_what_the_command_refuses(words, said):
-    done = ask(*words)
-    assert done.returncode and not done.stdout
-    assert said in done.stderr
+    for words, said in ((("--cuda", "12"), "--cuda 12: "), (("--cuda", "11.8"), "CUDA 11.8")):
+        done = ask(*words)
+        assert done.returncode and not done.stdout and said in done.stderr and "torch_builds.py: error: " in done.stderr

@@ -1,18 +1,20 @@
 """A pipeline whose stages take seconds: texts of letters, a model of two layers, four stages with weights."""
 
+import io
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from megatron.pipelines.command import main
 from megatron.pipelines.promotion import promoted_weights
+from tests.launch.runs import DEEPY, environment
 
-ROOT = Path(__file__).resolve().parents[2]
 MODEL = {
     "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
     "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
@@ -26,10 +28,8 @@ STAGES: Mapping[str, Any] = {
     "data": {
         "kind": "data",
         "sources": [{"name": "texts.jsonl", "path": "texts.jsonl", "license": "CC0-1.0"}],
-        "commands": [
-            "python $NEOX/tools/datasets/preprocess_data.py --input data/raw/texts.jsonl --output-prefix "
-            "data/packed/texts --tokenizer-type CharLevelTokenizer --append-eod",
-        ],
+        "commands": ["python $NEOX/tools/datasets/preprocess_data.py --input data/raw/texts.jsonl --output-prefix "
+                     "data/packed/texts --tokenizer-type CharLevelTokenizer --append-eod"],
         "outputs": ["data/packed/texts_text_document"],
     },
     "init": {"kind": "init", "configs": ["pretrain.yml"]},
@@ -41,12 +41,10 @@ GATES = {
     "pretrain": {"require": [{"metric": "train/lm_loss", "max": 9.0}]},
     "sft": {
         "baseline": "pretrain",
-        "require": [
-            {"metric": "train/lm_loss", "max": 9.0, "window": 3},
-            {"metric": "train/lm_loss", "max_rise": 5.0},
-        ],
+        "require": [{"metric": "train/lm_loss", "max": 9.0, "window": 3},
+                    {"metric": "train/lm_loss", "max_rise": 5.0}],
     },
-}
+}  # fmt: skip
 
 
 def write_small(folder: Path, stages: Mapping[str, Any] = STAGES, gates: Mapping[str, Any] = GATES) -> Path:
@@ -71,28 +69,30 @@ def write_yaml(path: Path, value: Any) -> None:
     path.write_text(yaml.safe_dump(value, sort_keys=False))
 
 
-def read_yaml(path: Path) -> Any:
-    return yaml.safe_load(path.read_text())
-
-
 def change_yaml(path: Path, **changes: Any) -> None:
     """Set keys of a YAML file."""
-    write_yaml(path, {**read_yaml(path), **changes})
+    write_yaml(path, {**yaml.safe_load(path.read_text()), **changes})
 
 
 def command(*words: Any) -> list[str]:
     """`deepy.py pipeline ...`."""
-    return [sys.executable, str(ROOT / "deepy.py"), "pipeline", *map(str, words)]
+    return [*DEEPY, "pipeline", *map(str, words)]
 
 
-def environment() -> dict[str, str]:
-    """One thread and no GPU for each process."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+def started(*words: Any) -> "subprocess.Popen[str]":
+    """Such a command, which goes on."""
+    return subprocess.Popen(command(*words), env=environment(), stderr=subprocess.PIPE, text=True)
 
 
-def pipeline(*words: Any, cwd: Path | None = None) -> "subprocess.CompletedProcess[str]":
-    """Run a command of pipelines to its end."""
-    return subprocess.run(command(*words), cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300)
+def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":
+    """Run a command of pipelines to its end; in this process where it trains nothing."""
+    if words[0] in ("run", "resume") and "--dry-run" not in words:
+        return subprocess.run(command(*words), env=environment(), capture_output=True, text=True, timeout=290)
+    folder, out, err = Path.cwd(), io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main([str(word) for word in words])
+    os.chdir(folder)
+    return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
 def finals(folder: Path) -> dict[str, str | None]:

@@ -40,17 +40,14 @@ FALLING = measured(4.0, 3.0, 2.0, 1.0)
 P, F, M = "pass", "fail", "missing"
 # (what is required, the stage's measurements, the baseline's, the result)
 ABSOLUTE: list[tuple[dict[str, Any], Measurements, str]] = [
-    ({"max": 1.5}, FALLING, P),
     ({"max": 1.0}, FALLING, P),  # the bound itself is inside
     ({"max": 0.999}, FALLING, F),
     ({"min": 1.0}, FALLING, P),
     ({"min": 1.001}, FALLING, F),
     ({"min": 0.5, "max": 1.5}, FALLING, P),
-    ({"min": 1.1, "max": 1.5}, FALLING, F),
     ({"min": 0.1, "max": 0.5}, FALLING, F),
     ({"max": 0}, measured(0), P),  # a count
     ({"max": 0}, measured(1), F),
-    ({"max": -1.0}, measured(-2.0), P),
     ({"max": 2.0}, measured(1.0, NAN), F),
     ({"min": 0.0}, measured(NAN), F),
     ({"max": 2.0}, measured(NAN, 1.0), P),  # the last value counts
@@ -68,27 +65,22 @@ ABSOLUTE: list[tuple[dict[str, Any], Measurements, str]] = [
 WINDOWS: list[tuple[dict[str, Any], Measurements, str]] = [
     ({"window": 20, "max": 1.5}, FALLING, P),  # of 1 and 2
     ({"window": 20, "max": 1.4}, FALLING, F),
-    ({"window": 10, "max": 1.0}, FALLING, P),
     ({"window": 40, "max": 2.5}, FALLING, P),  # the whole run
     ({"window": 41, "max": 9.0}, FALLING, M),  # longer than the run
     ({"window": "50%", "max": 1.5}, FALLING, P),
     ({"window": "50%", "max": 1.4}, FALLING, F),
-    ({"window": "100%", "max": 2.5}, FALLING, P),
     ({"window": "1%", "max": 1.0}, FALLING, P),  # one step at least
     ({"window": 20, "aggregate": "max", "max": 1.9}, FALLING, F),
-    ({"window": 20, "aggregate": "max", "max": 2.0}, FALLING, P),
     ({"window": 20, "aggregate": "min", "max": 1.0}, FALLING, P),
     ({"window": 30, "aggregate": "last", "max": 1.0}, FALLING, P),
     ({"window": 20, "max": 9.0}, measured(1.0, NAN, 1.0), F),
     ({"window": 10, "max": 9.0}, measured(1.0, NAN, 1.0), P),  # before the window
     ({"window": 20, "aggregate": "min", "max": 9.0}, measured(1.0, NAN, 1.0), F),
-    ({"window": 20, "aggregate": "max", "max": 9.0}, measured(1.0, NAN, 1.0), F),
     ({"window": 20, "max": 9.0}, measured(1.0, INF, 1.0), F),
     ({"window": 20, "max": 9.0}, Measurements((*rows(1.0, 1.0), {"iteration": 90})), M),  # not logged of late
     ({"metric": ACC, "window": 20, "min": 0.1}, measured(acc=0.5), M),  # a score has none
 ]
 STDERR: list[tuple[dict[str, Any], Measurements, str]] = [
-    ({"metric": ACC, "min": 0.5, "stderr_z": 1}, measured(acc=0.52, acc_stderr=0.01), P),
     ({"metric": ACC, "min": 0.5, "stderr_z": 2}, measured(acc=0.52, acc_stderr=0.01), P),
     ({"metric": ACC, "min": 0.5, "stderr_z": 2.1}, measured(acc=0.52, acc_stderr=0.01), F),
     ({"metric": ACC, "min": 0.5, "stderr_z": 0}, measured(acc=0.5, acc_stderr=0.2), P),
@@ -103,7 +95,6 @@ STDERR: list[tuple[dict[str, Any], Measurements, str]] = [
     ({"window": 20, "min": 1.01, "stderr_z": 1}, FALLING, F),
 ]
 REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] = [
-    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.695), measured(acc=0.7), P),
     ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.68), measured(acc=0.7), F),
     ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.7), measured(acc=0.7), P),
     ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.9), measured(acc=0.7), P),  # better
@@ -121,7 +112,6 @@ REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] 
     ({"max_rise": 0.5, "window": 20}, FALLING, measured(1.0, 1.0), P),
     ({"max_rise": 0.5, "window": 20}, FALLING, measured(9.0), M),  # the baseline's run is shorter
     ({"max": 2.0, "max_rise": 0.1}, FALLING, measured(0.5), F),  # one of two bounds
-    ({"max": 2.0, "max_rise": 0.1}, FALLING, None, M),
     ({"metric": ACC, "max_drop": 0.05, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),
      measured(acc=0.7, acc_stderr=0.04), P),  # 0.7 - 0.05 >= 0.65
     ({"metric": ACC, "max_drop": 0.049, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),
@@ -139,10 +129,6 @@ def gate_of(tmp_path: Path, *require: dict[str, Any], baseline: str | None = "pr
     return read_gates(path, STAGES)["sft"]
 
 
-def test_the_table_is_long_enough():
-    assert len(CASES) >= 60
-
-
 @pytest.mark.parametrize("number", range(len(CASES)))
 def test_case(tmp_path, number):
     required, here, baseline, result = CASES[number]
@@ -152,23 +138,17 @@ def test_case(tmp_path, number):
     assert all(check.result in str(check) for check in judgement.checks)
 
 
-def test_a_missing_metric_weighs_more_than_one_that_fails(tmp_path):
+def test_several_checks_their_numbers_and_nearest_names(tmp_path):
     gate = gate_of(tmp_path, {"metric": LOSS, "max": 0.5}, {"metric": "train/none", "max": 1.0})
     judgement = judge(gate, FALLING, None)
     assert [check.result for check in judgement.checks] == ["fail", "missing"]
     assert judgement.exit_code == 4
-
-
-def test_numbers_of_a_check(tmp_path):
     gate = gate_of(tmp_path, {"metric": LOSS, "max_rise": "10%", "window": 20, "stderr_z": 2})
     (check,) = judge(gate, FALLING, measured(1.0, 1.2)).checks
     assert check.value == 1.5 and check.baseline_value == 1.1
     assert check.limit == pytest.approx(1.21)
     assert check.stderr == pytest.approx(math.hypot(0.5, 0.1))
     assert check.window == {"first": 30, "last": 40, "rows": 2, "steps": 20, "aggregate": "mean"}
-
-
-def test_the_nearest_names_are_said(tmp_path):
     (check,) = judge(gate_of(tmp_path, {"metric": "train/loss", "max": 1.0}), FALLING, None).checks
     assert "train/lm_loss" in str(check)
 
@@ -210,16 +190,12 @@ def test_refused(tmp_path, text, said):
     assert text == "- 1" or "gates.yml:1" in str(refused.value)
 
 
-def test_rows_of_a_run_that_was_killed(tmp_path):
+def test_rows_of_a_run_that_was_killed_and_scores_of_eval(tmp_path):
     """A step that was logged twice counts once, as it was logged last, and half a line not at all."""
     lines = [json.dumps({"iteration": i, LOSS: value}) for i, value in ((10, 4.0), (20, 3.0), (20, 2.0))]
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 30, "tra']))
     found = read_measurements(tmp_path)
     assert found.measure(LOSS, 20).value == 3.0 and found.measure(LOSS).value == 2.0
-
-
-def test_scores_are_named_as_in_training(tmp_path):
-    """A file of eval.py as lm-eval writes it."""
     values = {"alias": "piqa", "acc,none": 0.7, "acc_stderr,none": 0.01, "exact_match,strict-match": 0.2,
               "exact_match_stderr,strict-match": 0.02}  # fmt: skip
     (tmp_path / "results.json").write_text(json.dumps({"results": {"piqa": values}}))

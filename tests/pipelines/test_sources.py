@@ -17,7 +17,7 @@ from megatron.pipelines import sources
 from megatron.pipelines.definition import Source
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.sources import fetch_sources
-from tests.pipelines.small import ROOT, environment
+from tests.launch.runs import ROOT, environment
 
 BODY = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(BODY).hexdigest()
@@ -26,8 +26,7 @@ COMMIT = "c" * 40
 
 @dataclass
 class Server:
-    """files: by path. cut: bytes after which the next answers end. asked: (method, path, first byte). ranges:
-    whether it goes on in the middle."""
+    """cut: bytes after which answers end. asked: (method, path, first byte). ranges: it can go on."""
 
     url: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
@@ -80,7 +79,7 @@ def server() -> Iterator[Server]:
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
     thread.start()
     yield state
     httpd.shutdown()

@@ -27,8 +27,7 @@ def real_model() -> Path:
 
 @pytest.fixture(scope="session")
 def real_checkpoint(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Its import by the command, as 3 tensor ranks; with its tokenizer, so that
-    global_step0/configs/hf_model.yml is a configuration as it is."""
+    """Its import by the command, as 3 tensor ranks, with its tokenizer."""
     output = tmp_path_factory.mktemp("real") / "imported"
     words = ["--hf-model", real_model, "--output-dir", output, "--tp", "3", "--save-tokenizer"]
     convert_hf_to_neox.main([str(word) for word in words])

@@ -45,8 +45,7 @@ def all_logits(model: Model, tokens: Tensor) -> Tensor:
 def logits_and_text(
     rank: int, world_size: int, values: dict[str, Any], tokens: Tensor, prompts: Sequence[Sequence[int]], count: int
 ) -> tuple[Tensor, list[list[int]]] | None:
-    """For the pool, of rank 0: `all_logits`, and at most `count` greedy tokens after each of the prompts
-    together."""
+    """For the pool, of rank 0: `all_logits`, and at most `count` greedy tokens after each of the prompts."""
     model = model_of(NeoXArgs.from_dict(values))
     logits = all_logits(model, tokens)
     texts = (

@@ -1,8 +1,4 @@
-"""A model that was really trained, against transformers: its import, logits and text over ranks, more
-training, export.
-
-`make test-real` prints the numbers.
-"""
+"""A model that was really trained, against transformers and lm-eval. `make test-real` prints the numbers."""
 
 import json
 import shutil
@@ -18,6 +14,8 @@ from torch import Tensor
 
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import make_tokenizer
+from tests.evaluation.runs import make_tasks, reference, scores
+from tests.evaluation.test_harness import assert_same
 from tests.pool import run_ranks
 from tests.real.runs import END, LAYOUTS, configured, logits_and_text
 from tests.training.checkpoint.test_resume import losses
@@ -39,8 +37,7 @@ ENGLISH = (
 
 
 class Theirs(NamedTuple):
-    """What transformers says of the model before training. own: how far its fp32 logits are from these, its
-    fp64."""
+    """What transformers says before training. own: how far its fp32 logits are from these, its fp64."""
 
     batch: Tensor
     logits: Tensor
@@ -129,8 +126,7 @@ def english(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 def test_training_goes_on(
     real_model: Path, real_checkpoint: Path, english: tuple[str, str], tokenizer: Any, theirs: Theirs, tmp_path: Path
 ) -> None:
-    """From the checkpoint on one rank, from HuggingFace's folder in two stages: the same losses. And out
-    again."""
+    """From the checkpoint on one rank, from HuggingFace's folder in two stages: the same losses."""
     data, kept = english
     recipe = {
         "data_path": data, "split": "100,0,0", "index_cache_dir": str(tmp_path / "maps"), "num_workers": 0,
@@ -168,3 +164,18 @@ def test_training_goes_on(
 def loss_of(folder: Path, tokenizer: Any, text: str) -> float:
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, :1024]
     return loaded(folder)(tokens, labels=tokens).loss.item()
+
+
+TASKS = ("shipped", "own_text")
+
+
+def test_as_the_hf_backend_and_far_from_chance(real_model: Path, tmp_path: Path):
+    task_folder = make_tasks(tmp_path)
+    expected = reference(str(real_model), TASKS, task_folder, limit=12)
+    for name, (ranks, changes) in LAYOUTS.items():
+        changes = {**changes, "eval_include_path": task_folder, "eval_limit": 12}
+        actual = run_ranks(scores, ranks, str(real_model), TASKS, changes, timeout=400)[0]
+        assert_same(actual, expected)
+        print(name, {metric: round(value, 4) for metric, value in actual.metrics().items()})
+    metrics = expected.metrics()
+    assert metrics["shipped_choice_acc"] > 0.5 and metrics["shipped_perplexity_byte_perplexity"] < 3.0

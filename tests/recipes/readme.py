@@ -1,5 +1,4 @@
-"""Commands of a README, as a reader would type them, run at tiny size in a folder that looks like the
-repository."""
+"""Commands of a README, as a reader would type them, run at tiny size."""
 
 import importlib
 import io
@@ -106,8 +105,7 @@ class Trained:
 
 
 def follow(text: str, names: Mapping[str, str], monkeypatch: Any) -> Iterator[Trained]:
-    """Types the README's commands in the working folder. names: what stands for models and data that are
-    elsewhere."""
+    """Types the README's commands in the working folder. names: what stands for models and data."""
     for line in commands(text):
         for name, here in names.items():
             line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", here, line)

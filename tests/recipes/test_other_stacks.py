@@ -157,11 +157,18 @@ def test_what_trl_is_said_to_have_it_has(section: str) -> None:
     assert listed_names and listed_names <= trl_fields(section), listed_names - trl_fields(section)
 
 
-def test_what_peft_is_said_to_have_it_has() -> None:
+def test_what_peft_and_accelerate_are_said_to_have_they_have() -> None:
     from peft import LoraConfig
 
     listed_names = {word for at, other_cell, _ in ROWS if at == "peft: LoraConfig" for word in ticked(other_cell)}
     assert listed_names and listed_names <= {field.name for field in fields(LoraConfig)}
+    old = {word for at, other_cell, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(other_cell)}
+    assert old and not old & set().union(*(trl_fields(name) for name in SECTIONS if name.startswith("TRL: ")))
+    from accelerate.commands.launch import launch_command_parser
+
+    accelerate_options = {option for action in launch_command_parser()._actions for option in action.option_strings}
+    named = {word for at, other_cell, _ in ROWS if at == "accelerate launch" for word in ticked(other_cell)}
+    assert named and named <= accelerate_options
 
 
 @pytest.mark.parametrize(
@@ -175,16 +182,3 @@ def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     plain = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
     left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - listed_names - plain
     assert not left
-
-
-def test_what_trl_is_said_to_have_lost_it_has_lost() -> None:
-    old = {word for at, other_cell, _ in ROWS if at.startswith("Flags that TRL") for word in ticked(other_cell)}
-    assert old and not old & set().union(*(trl_fields(name) for name in SECTIONS if name.startswith("TRL: ")))
-
-
-def test_flags_of_accelerate_are_its_own() -> None:
-    from accelerate.commands.launch import launch_command_parser
-
-    accelerate_options = {option for action in launch_command_parser()._actions for option in action.option_strings}
-    named = {word for at, other_cell, _ in ROWS if at == "accelerate launch" for word in ticked(other_cell)}
-    assert named and named <= accelerate_options

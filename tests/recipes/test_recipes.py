@@ -1,5 +1,4 @@
-"""The recipes of post-training/: what each README says to type works, on tiny models of the family and tiny
-data."""
+"""The recipes of post-training/: what each README says to type works, on tiny models and tiny data."""
 
 import json
 import math
@@ -15,6 +14,7 @@ from megatron.data import IndexedDataset, build_datasets
 from megatron.neox_arguments import load
 from tests.checkpointing.family_models import random_model
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
+from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.recipes.readme import LINKS, QUICK, ROOT, Trained, commands, follow, run
 from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
@@ -23,6 +23,7 @@ from tools.ckpts import convert_neox_to_hf
 
 RECIPES = ROOT / "post-training"
 READMES = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
+OWN_TESTS = ("sft-mix", "zephyr", "gemma", "reward", "rloo")
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # of a policy that is its reference
 # name in a README: family of the tiny model in its place
 MODELS = {
@@ -98,8 +99,7 @@ def model(place: Path, name: str) -> str:
 
 
 def checked(trained: Trained) -> Trained:
-    """Two steps were made, or three where one unlearns, from the loss that the objective has at first; only
-    what is to be trained has changed."""
+    """The steps were made, from the objective's first loss; only what is to be trained has changed."""
     lines = [json.loads(line) for line in (trained.save / "logs/metrics.jsonl").read_text().splitlines()]
     losses = [line["train/lm_loss"] for line in lines if "train/lm_loss" in line]
     assert len(losses) == trained.args.exit_interval and all(map(math.isfinite, losses)), losses
@@ -125,7 +125,8 @@ def typed(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch, readme: str
 
 
 @pytest.mark.parametrize(
-    "recipe", [name for name in READMES if name not in ("sft-mix", "zephyr", "gemma", "reward", "rloo")]
+    "recipe",
+    with_more([name for name in READMES if name not in OWN_TESTS], "distillation", "kto", "lora", "unlearning"),
 )
 def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed(recipe, place, monkeypatch))
@@ -173,8 +174,7 @@ def test_zephyr_s_second_step_goes_on_from_its_first(place: Path, monkeypatch: p
 
 
 def test_gemma_s_blocks_are_group_texts(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the README's file: every text cut, then joined, then cut into blocks, as transformers' run_clm.py
-    does."""
+    """Every text cut, then joined, then cut into blocks, as transformers' run_clm.py does."""
     attempt, whole, book = typed("gemma", place, monkeypatch)
     assert whole.args.valid_data_paths and book.args.valid_data_paths is None and attempt.args.limit_samples == 300
     args = whole.args.replace(seq_length=20, truncate_documents=25, train_iters=5, train_epochs=None).for_world(1)
@@ -207,9 +207,8 @@ def test_the_fork_s_sft_follows_a_run_of_ours(midtrained: Path, place: Path, mon
     assert attempt.args.train_iters == 20 and after_hf.args.train_data_weights == (0.89, 0.11)
     keys, args = whole.own, whole.args
     assert whole.files == ["sft_dolci_mcqa_instruct_unfiltered_synthetic_alignment_mid.yml"]
-    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == {
-        "train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2,
-    }  # fmt: skip
+    wanted = {"train_iters": 4627, "warmup": 0.05, "checkpoint_factor": 200, "finetune": True, "iteration": 2}
+    assert {key: keys[key] for key in ("train_iters", "warmup", "checkpoint_factor", "finetune", "iteration")} == wanted
     assert keys["optimizer"] == {"type": "AdamW", "params": {"lr": 8e-5, "eps": 1e-6}}  # the checkpoint's, at this rate
     assert keys["train_data_weights"] == [0.89, 0.11] and keys["z_loss"] == 1e-4 and keys["lr_decay_style"] == "cosine"
     assert not keys.keys() & {"data_path", "split", "lr_decay_iters", "index_cache_dir"}

@@ -1,8 +1,10 @@
-"""One Slurm for all tests of this folder, and a copy of the repository to submit from, as a user's clone
-is."""
+"""A real Slurm of two virtual nodes with pretended GPUs for all tests here, and a clone to submit from."""
 
 import json
+import os
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +15,181 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.slurm.cluster import Cluster, missing
 from tests.training.runs import ADAMW, LLAMA, config
+
+PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
+ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb", "sacct")
+NODES = ("n1", "n2")
+
+_SLURM = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
+SlurmctldPort={port}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+{accounting}
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_min_interval=0
+ReturnToService=2
+KillWait=3
+GresTypes=gpu
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=40 RealMemory=600000 Gres=gpu:4
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=40 RealMemory=600000 Gres=gpu:4
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=YES
+"""
+_NO_ACCOUNTING = "JobAcctGatherType=jobacct_gather/none\nAccountingStorageType=accounting_storage/none"
+_ACCOUNTING = """\
+JobAcctGatherType=jobacct_gather/linux
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={database_port}
+AccountingStoragePass={folder}/munge.sock"""
+_SLURMDBD = """\
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+DbdHost=localhost
+DbdPort={database_port}
+SlurmUser=root
+LogFile={folder}/slurmdbd.log
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StoragePort={sql_port}
+StorageUser=slurm
+StoragePass=x
+StorageLoc=slurm_acct_db
+"""
+_SQL = (
+    "create database slurm_acct_db; "
+    "create user 'slurm'@'127.0.0.1' identified by 'x'; create user 'slurm'@'localhost' identified by 'x'; "
+    "grant all on slurm_acct_db.* to 'slurm'@'127.0.0.1'; grant all on slurm_acct_db.* to 'slurm'@'localhost';"
+)
+_GRES = "NodeName=n[1-2] Name=gpu Count=4 File=/dev/tty[0-3]\n"
+_CGROUP = "CgroupPlugin=cgroup/v1\nConstrainCores=no\nConstrainDevices=no\nConstrainRAMSpace=no\n"
+
+
+def missing(accounting: bool = False) -> str:
+    """Why no cluster can be made here; empty where one can."""
+    absent = [name for name in PROGRAMS + (ACCOUNTING if accounting else ()) if shutil.which(name, path=_PATH) is None]
+    if absent:
+        return f"{', '.join(absent)} not installed; `make test-slurm` installs them"
+    return "" if os.geteuid() == 0 else "only root can start slurmd"
+
+
+_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+class Cluster:
+    """Up from `start` to `stop`. accounting: whether sacct can be asked. environment: of its clients."""
+
+    def __init__(self, folder: Path, accounting: bool = False) -> None:
+        self.folder, self.accounting = folder, accounting
+        self.environment = {**os.environ, "PATH": _PATH, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self) -> None:
+        for name in ("state", *(f"spool/{node}" for node in NODES)):
+            (self.folder / name).mkdir(parents=True)
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        controller, node1, node2, database, sql = _free_ports(5)
+        accounting = _ACCOUNTING if self.accounting else _NO_ACCOUNTING
+        (self.folder / "slurm.conf").write_text(
+            _SLURM.format(
+                host=socket.gethostname().split(".")[0], folder=self.folder, port=controller, node1=node1, node2=node2,
+                accounting=accounting.format(folder=self.folder, database_port=database),
+            )
+        )  # fmt: skip
+        (self.folder / "gres.conf").write_text(_GRES)
+        (self.folder / "cgroup.conf").write_text(_CGROUP)
+        self.run(
+            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock", f"--pid-file={self.folder}/munged.pid",
+            f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--force",
+        )  # fmt: skip
+        if self.accounting:
+            self._start_accounting(database, sql)
+        self.run("slurmctld", "-c")
+        for node in NODES:
+            self.run("slurmd", "-N", node, "-c")
+        self._wait(lambda: self.run("sinfo", "--noheader", "--format=%T").strip() == "idle", "slurmctld.log")
+
+    def _start_accounting(self, database_port: int, sql_port: int) -> None:
+        folder, socket_file = self.folder, self.folder / "my.sock"
+        self.run(
+            "mariadb-install-db", "--user=root", f"--datadir={folder}/db", "--auth-root-authentication-method=normal"
+        )
+        with (folder / "mariadb.log").open("w") as log:
+            subprocess.Popen(
+                ["mariadbd", "--user=root", f"--datadir={folder}/db", f"--socket={socket_file}", f"--port={sql_port}",
+                 "--bind-address=127.0.0.1", f"--pid-file={folder}/mariadbd.pid", "--innodb-buffer-pool-size=64M"],
+                env=self.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        sql = ("mariadb", "-uroot", f"--socket={socket_file}", "-e")
+        self._wait(lambda: self._works(*sql, "select 1"), "mariadb.log")
+        self.run(*sql, _SQL)
+        file = folder / "slurmdbd.conf"
+        file.write_text(_SLURMDBD.format(folder=folder, database_port=database_port, sql_port=sql_port))
+        file.chmod(0o600)
+        self.run("slurmdbd")
+        self._wait(lambda: self._works("sacctmgr", "-i", "add", "cluster", "test"), "slurmdbd.log")
+
+    def _works(self, *command: str) -> bool:
+        return subprocess.run(command, env=self.environment, capture_output=True, timeout=60).returncode == 0
+
+    def _wait(self, ready: Callable[[], bool], log: str) -> None:
+        deadline = time.monotonic() + 30
+        while not ready():
+            if time.monotonic() > deadline:
+                raise TimeoutError((self.folder / log).read_text())
+            time.sleep(0.1)
+
+    def stop(self) -> None:
+        subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
+        # A step that has not ended when slurmd does stays for ever.
+        queue = ["squeue", "--noheader", "--states=RUNNING,COMPLETING,SUSPENDED"]
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            if not subprocess.run(queue, env=self.environment, capture_output=True).stdout:
+                break
+            time.sleep(0.2)
+        for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "slurmdbd", "mariadbd", "munged"):
+            try:
+                os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
+            except (FileNotFoundError, ProcessLookupError):
+                pass
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+        """Output of a command of Slurm's; fails with what it said."""
+        done = subprocess.run(
+            command, env={**self.environment, **variables}, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120

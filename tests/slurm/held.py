@@ -1,5 +1,4 @@
-"""Callbacks that hold a run in a phase, for tests of what is said of it. The trainer finds them by this
-file."""
+"""Callbacks that hold a run in a phase. The trainer finds them by this file."""
 
 import time
 import traceback

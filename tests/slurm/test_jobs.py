@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from tests.launch.test_faults import ANY_TROUBLE, CRASHED, EXPERIMENT, bash
 from tests.slurm.conftest import Submitter
 
 pytestmark = pytest.mark.slurm
+Write = Callable[..., Path]
 HELD = Path(__file__).with_name("held.py")
 OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # eight jobs share two nodes
 SITE = """\
@@ -24,35 +26,21 @@ export NEOX_CHECKPOINT_DIR=FOLDER/sf_model_organisms
 """
 WAIT_S = 150
 # The loops as people have them; <log> stands for a file.
-CRASHED = r'tail -100 <log> | grep -qi "traceback\|exception\|error:"'
 LAST = 'grep "iteration.*lm_loss:" <log> | tail -1'
 ITERATION, TOTAL, LOSS = (
     rf"{LAST} | grep -oP '{pattern}'"
     for pattern in (r"iteration\s+\K\d+", r"iteration\s+\d+/\s*\K\d+", r"lm_loss: \K[\d.E+-]+")
 )  # fmt: skip
-EXPERIMENT = r"""grep -oE 'sf_model_organisms/[^/"]+' <log> | head -1"""
 STALE = "[ $(( $(date +%s) - $(stat -c %Y <log>) )) -gt 600 ]"
 BAR = r'tail -50 <log> | grep -P "\d+%\|"'
-TROUBLE = r'grep -i "error\|exception\|traceback" <log>'
 HARNESS = 'grep -E "Running evaluation harness" <log>'
-
-
-def bash(command: str, log: str) -> tuple[int, str]:
-    done = subprocess.run(["bash", "-c", command.replace("<log>", log)], capture_output=True, text=True)
-    return done.returncode, done.stdout.strip()
 
 
 def jobs(slurm: Submitter, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     """tools/jobs.py of the clone."""
-    env = {
-        **slurm.cluster.environment,
-        **slurm.variables,
-        "NEOX_SITE": "eight",
-        "PYTHONPATH": str(slurm.clone),
-        **variables,
-    }
-    command = [sys.executable, "tools/jobs.py", *words]
-    return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=300)
+    env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone)}
+    how: Any = {"cwd": slurm.clone, "env": {**env, **variables}, "capture_output": True, "text": True, "timeout": 300}
+    return subprocess.run([sys.executable, "tools/jobs.py", *words], **how)
 
 
 def rows(slurm: Submitter, *words: str) -> dict[str, Any]:
@@ -130,9 +118,7 @@ def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Ite
     end(accounted, list(made.numbers.values()))
 
 
-def test_the_sites_nodes_and_folders_are_used(
-    accounted: Submitter, write_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config: Write, tmp_path: Path) -> None:
     """The first job of a site submits the one with the site's nodes, and says so."""
     make_site(accounted, tmp_path)
     path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
@@ -168,8 +154,8 @@ def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight
         done = jobs(accounted, "list", *eight.numbers.values())
         assert done.returncode == 3, done.stderr
         found = eight.wait(stopped="STALE")
-        assert 700 <= found["stopped"]["silent_s"] < 730 and found["stopped"]["state"] == "RUNNING"
-        assert re.search(rf"^{eight.numbers['stopped']} .*STALE 7\d\d s", done.stdout, re.MULTILINE)
+        assert 700 <= found["stopped"]["silent_s"] and found["stopped"]["state"] == "RUNNING"
+        assert re.search(rf"^{eight.numbers['stopped']} .*STALE \d+ s", done.stdout, re.MULTILINE)
         assert bash(STALE, log)[0] == 0
     finally:
         for pid in (status["launcher_pid"], status["pid"]):
@@ -183,9 +169,9 @@ def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight
             assert int(seen[0]) <= row["iteration"] <= int(seen[0]) + 5
         else:
             assert (row["iteration"], row["total"], row["loss"]) == (int(seen[0]), int(seen[1]), float(seen[2]))
-        assert bash(EXPERIMENT, log)[1] == f"sf_model_organisms/{row['experiment']}" == f"sf_model_organisms/exp_{name}"
+        assert bash(EXPERIMENT, log)[1] == f"sf_model_organisms/exp_{name}\n" and row["experiment"] == f"exp_{name}"
         assert (bash(CRASHED, log)[0] == 0) == (row["verdict"] == "CRASHED")
-        assert (bash(TROUBLE, log)[0] == 0) == (row["verdict"] == "CRASHED"), bash(TROUBLE, log)
+        assert (bash(ANY_TROUBLE, log)[0] == 0) == (row["verdict"] == "CRASHED"), bash(ANY_TROUBLE, log)
         assert bash(STALE, log)[0] == 1
         assert (bash(BAR, log)[0] == 0 and bash(HARNESS, log)[0] == 0) == (name == "evaluating")
         assert row["tokens_per_s"] > 0 and (row["eta_s"] is None) == (name in ("finished", "crashed"))
@@ -215,9 +201,7 @@ def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
     eight.wait(pending="CANCELLED", training="CANCELLED")
 
 
-def test_without_accounting_the_verdicts_are_the_same(
-    slurm: Submitter, write_config: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_without_accounting_the_verdicts_are_the_same(slurm: Submitter, write_config: Write, tmp_path: Path) -> None:
     make_site(slurm, tmp_path)
     path = write_config(train_iters=2, save=str(tmp_path / "sf_model_organisms" / "a"))
     words = ("--gres=none", "--nodes=1", "--output=other/%x_%j.log")

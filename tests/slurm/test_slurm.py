@@ -1,4 +1,4 @@
-"""sbatch pretrain_neox.sbatch and run_on_compute.sbatch in a real Slurm, as they are typed."""
+"""sbatch pretrain_neox.sbatch as it is typed in a real Slurm, and a site's nodes for a job without any."""
 
 import os
 import re
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.conftest import ROOT, losses
+from tests.checkpointing.test_huggingface import model_folder
+from tests.slurm.conftest import ROOT, Submitter, losses
 
 pytestmark = pytest.mark.slurm
 
@@ -21,17 +22,9 @@ def local(tmp_path_factory):
     def run(path: Path, ranks: int) -> list[float]:
         if ranks not in known:
             save = tmp_path_factory.mktemp("local") / "save"
-            command = [
-                sys.executable,
-                "deepy.py",
-                "--num_gpus",
-                str(ranks),
-                "train.py",
-                str(path),
-                "--set",
-                f"save={save}",
-            ]
-            subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+            words = ["--num_gpus", str(ranks), "train.py", str(path), "--set", f"save={save}"]
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            subprocess.run([sys.executable, "deepy.py", *words], cwd=ROOT, env=env, check=True, timeout=120)
             known[ranks] = losses(save)
         return known[ranks]
 
@@ -131,16 +124,7 @@ def test_gpus_that_torch_does_not_see(slurm, write_config):
     """Four are pretended here: a node whose driver is gone must not go on with its CPU."""
     job = slurm.submit("pretrain_neox.sbatch", str(write_config()))
     log = slurm.wait(job)
-    assert slurm.state(job) == "FAILED" and "Slurm gave this node 4 GPUs, of which torch sees 0" in log, log
-
-
-def test_a_transport_below_the_bound_stops_the_job(slurm, write_config):
-    options = ("--nodes=2", "--gres=none", "pretrain_neox.sbatch")
-    job = slurm.submit(*options, str(write_config()), NEOX_MIN_ALLREDUCE_GB_S="100000")
-    log = slurm.wait(job)
-    assert slurm.state(job) == "FAILED" and re.search(
-        r"min_allreduce_gb_s: 100000 GB/s asked for; all-reduce of .* \d\S* GB/s", log
-    ), log
+    assert slurm.state(job) == "FAILED" and re.search("4 GPUs, .*torch sees 0", log), log
 
 
 def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):
@@ -160,3 +144,100 @@ def test_a_queued_job_is_found_by_its_name(slurm, write_config):
     columns = {"USER": "root", "SQUEUE_FORMAT": "%.18i %.9P %.20j %.8u %.2t %.10M %.6D %R"}
     assert slurm.cluster.run(*typed, **columns).split()[0] == job
     slurm.cluster.run("scancel", job)
+
+
+SITE = """\
+export NEOX_NODES_PRETRAIN="${NEOX_NODES_PRETRAIN:-2}" NEOX_NODES="${NEOX_NODES:-1}"
+export NEOX_LOG_DIR=FOLDER/logs NEOX_PIPELINE_LOG_DIR=FOLDER/pipeline NEOX_CHECKPOINT_DIR=FOLDER/checkpoints
+export NEOX_MIDTRAINING='*_mid.yml'
+"""
+
+
+@pytest.fixture
+def site(slurm: Submitter, tmp_path: Path):
+    """A site of the clone; its logs by job."""
+    (slurm.clone / "slurm/sites/two.sh").write_text(SITE.replace("FOLDER", str(tmp_path)))
+
+    def log(job: str, name: str = "neox-training", folder: str = "logs") -> str:
+        return (tmp_path / folder / f"{name}-{job}.out").read_text()
+
+    return log
+
+
+def submitted(log: str) -> list[str]:
+    return re.findall(r"^Submitted batch job (\d+)$", log, re.MULTILINE)
+
+
+def last_job(slurm: Submitter) -> int:
+    return max(int(number) for number in re.findall(r"JobId=(\d+)", slurm.cluster.run("scontrol", "show", "job")))
+
+
+def shown(slurm: Submitter, job: str) -> str:
+    return slurm.cluster.run("scontrol", "show", "job", job)
+
+
+def test_without_nodes_it_is_submitted_again_once(slurm, site, write_config, tmp_path):
+    path = write_config(train_batch_size=12)
+    job = slurm.submit("--gres=none", "pretrain_neox.sbatch", str(path), "--set", "train_iters=3", NEOX_SITE="two")
+    assert "The log goes on in" in slurm.wait(job)
+    assert slurm.state(job) == "COMPLETED"
+    (new,) = submitted(site(job))
+    assert "no --nodes: pre-training has 2 nodes at site two\n" in site(job)
+    slurm.wait(new)
+    assert slurm.state(new) == "COMPLETED", site(new)
+    assert "NumNodes=2" in shown(slurm, new) and "JobName=neox-training" in shown(slurm, new)
+    assert not re.search("error|exception|traceback", site(job) + site(new), re.IGNORECASE)
+    assert not submitted(site(new)) and last_job(slurm) == int(new)
+    assert len(losses(tmp_path / "save")) == 3
+    assert "world size" not in site(job) and re.search(r"iteration +3/ +3 .*lm_loss: ", site(new))
+
+
+@pytest.mark.parametrize("nodes", ["--nodes=1", "-N2"])
+def test_nodes_that_are_typed_are_kept(slurm, site, write_config, nodes):
+    path = write_config(train_iters=1, train_batch_size=12)
+    job = slurm.submit(nodes, "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="two")
+    slurm.wait(job)
+    assert slurm.state(job) == "COMPLETED", site(job)
+    assert f"NumNodes={nodes[-1]} " in shown(slurm, job)
+    assert not submitted(site(job)) and last_job(slurm) == int(job)
+
+
+def test_from_within_another_job(slurm, site, write_config):
+    """SLURM_NTASKS and the like are those of the other one; NEOX_SUBMITTED_BY ends with its own job."""
+    path = write_config(train_iters=1, train_batch_size=12)
+    inherited = {"SLURM_NTASKS": "1", "SLURM_NPROCS": "1", "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1"}
+    job = slurm.submit("--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="two", **inherited)
+    slurm.wait(job)
+    (new,) = submitted(site(job))
+    slurm.wait(new)
+    assert slurm.state(new) == "COMPLETED" and "NumNodes=2" in shown(slurm, new)
+
+
+def test_what_was_asked_for_besides_is_asked_for_again(slurm, site, write_config, tmp_path):
+    path = write_config("align_mid.yml", train_iters=1, train_batch_size=12, load=str(tmp_path), finetune=True)
+    typed = ("--job-name=my-run", "--cpus-per-task=32", "--mem=500G", "--time=60", "--comment=two words")
+    typed += ("--gres=gpu:2", f"--output={tmp_path}/%x-%j.log", f"--error={tmp_path}/%j.err")
+    job = slurm.submit(*typed, "pretrain_neox.sbatch", str(path), NEOX_SITE="two", SBATCH_NO_REQUEUE="1")
+    slurm.wait(job)
+    log = tmp_path / f"my-run-{job}.log"
+    assert "mid-training has 2 nodes" in log.read_text()
+    (new,) = submitted(log.read_text())
+    slurm.wait(new)  # it fails: there is no checkpoint, nor a GPU
+    job_record = shown(slurm, new)
+    for fact in ("JobName=my-run", "NumNodes=2", "CPUs/Task=32", "MinMemoryNode=500G", "TimeLimit=01:00:00",
+                 "Comment=two words", "gpu:2", "Requeue=0", f"StdOut={tmp_path}/my-run-{new}.log",
+                 f"StdErr={tmp_path}/{new}.err", f"WorkDir={slurm.clone}"):  # fmt: skip
+        assert fact in job_record, job_record
+
+
+def test_a_conversion_has_the_environment_and_the_site(slurm, site, tmp_path):
+    model = model_folder(tmp_path / "model", "gpt_neox")
+    (slurm.clone / ".env").write_text(f"PYTHON={slurm.variables['PYTHON']}\nTP=2\n")
+    script = "huggingface/convert_hf_to_neox.sbatch"
+    job = slurm.submit("--cpus-per-task=1", script, str(model), "12", NEOX_SITE="two", PYTHON="")
+    slurm.wait(job, name="convert_hf_to_neox")
+    (slurm.clone / ".env").unlink()
+    assert slurm.state(job) == "COMPLETED", site(job, "convert_hf_to_neox", "pipeline")
+    assert "gpt_neox" in site(job, "convert_hf_to_neox", "pipeline")
+    assert (tmp_path / "checkpoints/model/latest").read_text().strip() == "global_step12"
+    assert len(list((tmp_path / "checkpoints/model/global_step12").glob("layer_00-model_*"))) == 2

@@ -1,6 +1,6 @@
-"""A stand-in for NVIDIA's apex, by apex/optimizers/fused_adam.py, csrc/multi_tensor_adam.cu and the
-docstrings of apex/normalization/fused_layer_norm.py."""
+"""A stand-in for NVIDIA's apex, by its fused_adam.py, multi_tensor_adam.cu and fused_layer_norm.py."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from tests.stand_ins.signatures import bind
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """Capturable FusedAdam. Like apex's it counts steps by group before it knows of this step's flag, and
-    keeps one flag for all groups, that of the group before."""
+    """Capturable FusedAdam. It counts steps by group before it knows this step's flag, one for all groups."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         call = bind("apex", "FusedAdam", args, kwargs)
@@ -64,49 +63,33 @@ def _adam(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], scale:
     state["exp_avg_sq"].copy_(second)
 
 
-def fused_layer_norm(*args: Any, **kwargs: Any) -> Tensor:
-    call = bind("apex", "fused_layer_norm", args, kwargs)
-    return _layer_norm(**call)
+def _norm(name: str, centred: bool, affine: bool) -> Callable[..., Tensor]:
+    """The function of this name: over the last dimension, in fp64."""
 
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        call = bind("apex", name, args, kwargs)
+        x = call["input"]
+        assert tuple(call["normalized_shape"]) == x.shape[-1:] and not call["memory_efficient"]
+        wide = x.double() - (x.double().mean(-1, keepdim=True) if centred else 0.0)
+        out = (wide / (wide.square().mean(-1, keepdim=True) + call["eps"]).sqrt()).to(x.dtype)
+        if not affine:
+            return out
+        parts = [call[part] for part in ("weight", "bias") if part in call]
+        assert all(part.dtype == x.dtype for part in parts), "the kernel's types are one"
+        weight, bias = (*(part.double() for part in parts), 0.0)[:2]
+        return (out.double() * weight + bias).to(x.dtype)
 
-def fused_layer_norm_affine(*args: Any, **kwargs: Any) -> Tensor:
-    call = bind("apex", "fused_layer_norm_affine", args, kwargs)
-    weight, bias = call.pop("weight"), call.pop("bias")
-    assert weight.dtype == bias.dtype == call["input"].dtype, "the kernel's types are one"
-    return (_layer_norm(**call).double() * weight.double() + bias.double()).to(weight.dtype)
-
-
-def fused_rms_norm(*args: Any, **kwargs: Any) -> Tensor:
-    call = bind("apex", "fused_rms_norm", args, kwargs)
-    return _rms_norm(**call)
-
-
-def fused_rms_norm_affine(*args: Any, **kwargs: Any) -> Tensor:
-    call = bind("apex", "fused_rms_norm_affine", args, kwargs)
-    weight = call.pop("weight")
-    assert weight.dtype == call["input"].dtype, "the kernel's types are one"
-    return (_rms_norm(**call).double() * weight.double()).to(weight.dtype)
-
-
-def _layer_norm(input: Tensor, normalized_shape: Any, eps: float, memory_efficient: bool) -> Tensor:
-    assert tuple(normalized_shape) == input.shape[-1:] and not memory_efficient
-    centred = input.double() - input.double().mean(-1, keepdim=True)
-    return (centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()).to(input.dtype)
-
-
-def _rms_norm(input: Tensor, normalized_shape: Any, eps: float, memory_efficient: bool) -> Tensor:
-    assert tuple(normalized_shape) == input.shape[-1:] and not memory_efficient
-    wide = input.double()
-    return (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(input.dtype)
+    return norm
 
 
 def modules() -> dict[str, dict[str, Any]]:
     """The modules that an installed apex has, as far as we ask for them."""
-    norms = (fused_layer_norm, fused_layer_norm_affine, fused_rms_norm, fused_rms_norm_affine)
+    names = [f"fused_{kind}_norm{affine}" for kind in ("layer", "rms") for affine in ("", "_affine")]
+    norms = {name: _norm(name, "layer" in name, "affine" in name) for name in names}
     return {
         "apex": {},
         "apex.optimizers": {"FusedAdam": FusedAdam},
         "apex.normalization": {},
-        "apex.normalization.fused_layer_norm": {norm.__name__: norm for norm in norms},
+        "apex.normalization.fused_layer_norm": norms,
         "amp_C": {},
     }

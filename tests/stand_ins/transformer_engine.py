@@ -1,5 +1,4 @@
-"""A stand-in for Transformer-Engine, by the docstrings of its `DotProductAttention`, quantizers and GEMM, and
-the definitions of the norms."""
+"""A stand-in for Transformer-Engine, by its docstrings and the definitions of the norms."""
 
 from enum import IntEnum
 from typing import Any
@@ -7,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.stand_ins.attention import attend, each_text
+from tests.stand_ins.flash_attn import attend, each_text
 from tests.stand_ins.signatures import bind
 
 PACKAGE = "transformer_engine"
@@ -66,8 +65,11 @@ class Quantized:
 
 
 class Quantizer:
-    rowwise_usage: bool
-    columnwise_usage: bool
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.made = bind(PACKAGE, type(self).__name__, args, kwargs)
+        self.dtype, self.rowwise_usage, self.columnwise_usage = (
+            self.made[name] for name in ("fp8_dtype", "rowwise", "columnwise")
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Quantized:
         tensor = bind(PACKAGE, "Quantizer.__call__", args, kwargs)["tensor"]
@@ -91,10 +93,9 @@ class Float8Quantizer(Quantizer):
     """Delayed scaling: the scale is given, the largest magnitude noted."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        call = bind(PACKAGE, "Float8Quantizer", args, kwargs)
-        self.scale, self.amax, self.dtype = call["scale"], call["amax"], call["fp8_dtype"]
+        super().__init__(*args, **kwargs)
+        self.scale, self.amax = self.made["scale"], self.made["amax"]
         assert self.scale.shape == self.amax.shape == (1,) and self.scale.dtype == self.amax.dtype == torch.float32
-        self.rowwise_usage, self.columnwise_usage = call["rowwise"], call["columnwise"]
 
     def quantized(self, x: Tensor) -> Quantized:
         self.amax.copy_(torch.maximum(self.amax, x.abs().max()))
@@ -104,26 +105,14 @@ class Float8Quantizer(Quantizer):
 class Float8CurrentScalingQuantizer(Quantizer):
     """One scale a matrix, its own."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        call = bind(PACKAGE, "Float8CurrentScalingQuantizer", args, kwargs)
-        self.dtype, self.rowwise_usage, self.columnwise_usage = (
-            call[name] for name in ("fp8_dtype", "rowwise", "columnwise")
-        )
-        assert not call["with_amax_reduction"] and not call["force_pow_2_scales"]
-
     def quantized(self, x: Tensor) -> Quantized:
+        assert not self.made["with_amax_reduction"] and not self.made["force_pow_2_scales"]
         scale = torch.finfo(_FORMATS[self.dtype]).max / x.abs().max()
         return self._made(_cast(x, scale, self.dtype), 1.0 / scale)
 
 
 class MXFP8Quantizer(Quantizer):
     """A power of two for every 32 neighbours, of rows and of columns apart."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        call = bind(PACKAGE, "MXFP8Quantizer", args, kwargs)
-        self.dtype, self.rowwise_usage, self.columnwise_usage = (
-            call[name] for name in ("fp8_dtype", "rowwise", "columnwise")
-        )
 
     def quantized(self, x: Tensor) -> Quantized:
         assert x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0

@@ -1,4 +1,4 @@
-"""The checkpoint commands: reshard, verify and inspect, on checkpoints of real runs."""
+"""The checkpoint commands: reshard, verify, inspect and average."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -8,15 +8,21 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import megatron.checkpointing.resharding as resharding
 from megatron.checkpointing import find_checkpoint, layer_file, list_checkpoints, load_tensors, read_manifest
+from megatron.checkpointing import verify as verified
+from megatron.checkpointing.huggingface import HFFolder, import_hf
 from tests.checkpointing.golden import checkpoint
+from tests.checkpointing.test_huggingface import model_folder, tensors_of
+from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.tools.typed import refused
 from tests.training.checkpoint.test_reshard import SAVED, values
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import run_to_end
-from tools.ckpts import inspect_checkpoints, reshard, verify
+from tools.ckpts import average, convert_neox_to_hf, inspect_checkpoints, reshard, verify
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +34,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-def refused(command: Callable[[list[str]], None], *argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+def said(command: Callable[[list[str]], None], *words: object, capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
-        command(list(argv))
+        command([str(word) for word in words])
     assert ended.value.code not in (0, None)
-    text = ended.value.code if isinstance(ended.value.code, str) else ""
-    return text + capsys.readouterr().err
+    return f"{ended.value.code}{capsys.readouterr().err}"
 
 
 def tensors(path: Path) -> dict[str, Any]:
@@ -48,23 +53,22 @@ def same(one: Any, other: Any) -> bool:
     return torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (4, 1), (1, 4)])
-def test_resharded_goes_on(tp: int, pp: int, trained: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", with_more(["one process", "tp4", "pp4"], "tp4", "pp4"))
+def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
     """There and back every tensor is the same bits; a run of the new layout ends as the old one did."""
+    tp, pp = {"one process": (1, 1), "tp4": (4, 1), "pp4": (1, 4)}[layout]
     argv = ["--input_dir", str(trained), "--iteration", str(SAVED), "--output_dir", str(tmp_path / "there")]
     reshard.main([*argv, "--tp", str(tp), "--pp", str(pp), "--dp", "1", "--zero-stage", "0"])
     made = find_checkpoint(tmp_path / "there")
     manifest = read_manifest(made)
     assert manifest is not None and manifest.layout.tensor == tp and manifest.layout.pipe == pp
     assert len(list(made.glob("mp_rank_*"))) == tp * pp
-    argv = ["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"]
-    reshard.main(argv)
+    reshard.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"])
     original, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
     for name, file_tensors in original.items():
         if name.startswith("optim") and "_02" not in name:
             file_tensors.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
     assert same(original, back)
-    layout = {(1, 1): "one process", (4, 1): "tp4", (1, 4): "pp4"}[tp, pp]
     checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
     given = values(tmp_path / "on", layout, "rpe", "fp32", **checked)
     run_ranks(run_to_end, tp * pp, given, timeout=120)
@@ -109,19 +113,19 @@ def test_one_layer_in_memory(trained: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_what_reshard_refuses(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = ["--output_dir", str(tmp_path / "out")]
-    text = refused(reshard.main, "--input_dir", str(trained), *out, "--tp", "3", capsys=capsys)
+    def reply(source: Path, tp: int) -> str:
+        words = ("--input_dir", source, "--output_dir", tmp_path / "out", "--tp", tp)
+        return said(reshard.main, *words, capsys=capsys)
+
+    text = reply(trained, 3)
     assert text.startswith("reshard.py: error:") and "3" in text
-    text = refused(reshard.main, "--input_dir", str(tmp_path / "nowhere"), *out, capsys=capsys)
-    assert "no such directory" in text
+    assert "no such directory" in reply(tmp_path / "nowhere", 1)
     broken = tmp_path / "broken" / "global_step6"
     shutil.copytree(trained / "global_step6", broken)
     (broken / layer_file(3, 1)).unlink()
-    text = refused(reshard.main, "--input_dir", str(broken), *out, "--tp", "1", capsys=capsys)
-    assert layer_file(3, 1) in text
-    reshard.main(["--input_dir", str(trained), *out, "--tp", "1"])
-    text = refused(reshard.main, "--input_dir", str(trained), *out, "--tp", "4", capsys=capsys)
-    assert "is there already" in text
+    assert layer_file(3, 1) in reply(broken, 1)
+    reshard.main(["--input_dir", str(trained), "--output_dir", str(tmp_path / "out"), "--tp", "1"])
+    assert "is there already" in reply(trained, 4)
     assert [path.name for path in (tmp_path / "out").iterdir() if path.name.startswith(".")] == []
 
 
@@ -143,7 +147,7 @@ def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[s
     flipped.write_bytes(data)
     cut.write_bytes(cut.read_bytes()[:-7])
     gone.unlink()
-    text = refused(verify.main, str(copied), capsys=capsys)
+    text = said(verify.main, str(copied), capsys=capsys)
     assert "verify.py: error:" in text and "global_step3" not in text
     for part in (f"{flipped.name} (checksum)", f"{cut.name} (", "bytes instead of", f"{gone.name} (missing)"):
         assert part in text
@@ -157,14 +161,15 @@ def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str
     wrong = replace(manifest.files[name], tensors={**manifest.files[name].tensors, "norm.weight": "bfloat16 [32]"})
     changed = replace(manifest, files={**manifest.files, name: wrong})
     (path / "manifest.json").write_text(changed.to_json())
-    message = refused(verify.main, str(copied), capsys=capsys)
+    message = said(verify.main, str(copied), capsys=capsys)
     assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in message
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_inspect(named: bool, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inspect_checkpoints.main([*(["--checkpoint-path"] if named else []), str(trained)])
+def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inspect_checkpoints.main(["--checkpoint-path", str(trained)])
     output = capsys.readouterr().out
+    inspect_checkpoints.main([str(trained)])
+    assert capsys.readouterr().out == output
     assert "layout: tensor 2, pipeline 2, data 1, ZeRO" in output and "iteration 6" in output
     raw = torch.load(trained / "global_step6" / layer_file(3, 1), weights_only=True)["mlp.linear1.weight"]
     rms, largest = raw.double().square().mean().sqrt(), raw.abs().max()
@@ -172,20 +177,59 @@ def test_inspect(named: bool, trained: Path, capsys: pytest.CaptureFixture[str])
     assert "mlp.linear1.weight/exp_avg_sq" in output
 
 
-def test_inspect_reads_neox(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
     output = capsys.readouterr().out
     assert "no manifest.json" in output and "attention.query_key_value.weight" in output and "layer_04" not in output
 
-
-def test_inspect_runs_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
 
     torch.save({"x": Evil()}, tmp_path / "mp_rank_00_model_states.pt")
-    text = refused(inspect_checkpoints.main, str(tmp_path), capsys=capsys)
+    text = said(inspect_checkpoints.main, str(tmp_path), capsys=capsys)
     assert "not on the allow-list" in text or "damaged" in text
     assert not (tmp_path / "ran").exists()
     with pytest.raises(SystemExit):
         inspect_checkpoints.main([])
+
+
+def test_the_mean_is_torchs(tmp_path: Path) -> None:
+    """Three bf16 models in three layouts, biases under parallel residuals included."""
+    given, paths = [], []
+    for i, (tensor, pipe) in enumerate([(1, 0), (1, 2), (2, 1)]):
+        hf = model_folder(tmp_path / f"hf{i}", "gpt_neox", torch.bfloat16)
+        generator = torch.Generator().manual_seed(i)
+        moved = {
+            name: (value + torch.randn(value.shape, generator=generator)).bfloat16()
+            for name, value in tensors_of(hf).items()
+        }
+        save_file(moved, hf / "model.safetensors", {"format": "pt"})
+        given.append(moved)
+        paths.append(import_hf(HFFolder(hf), tmp_path / f"in{i}", iteration=i + 3, tensor=tensor, pipe=pipe)[0])
+    average.main(["--output_dir", str(tmp_path / "out"), *map(str, paths)])
+    made = find_checkpoint(tmp_path / "out")
+    manifest = verified(made)
+    assert made.name == "global_step5" and manifest is not None and manifest.layout.tensor == 2
+    assert not manifest.optimizer and manifest.run_id.startswith("mean of ")
+    convert_neox_to_hf.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "hf")])
+    averaged = tensors_of(tmp_path / "hf")
+    assert averaged.keys() == given[0].keys()
+    for name, value in averaged.items():
+        wanted = torch.stack([tensors[name].double() for tensors in given]).mean(0).bfloat16()
+        torch.testing.assert_close(value, wanted, rtol=2**-7, atol=1e-6)
+        assert value.dtype == torch.bfloat16 and (value == wanted).float().mean() > 0.99
+
+    average.main(["--output_dir", str(tmp_path / "turned"), *map(str, reversed(paths))])  # the last has no layer files
+    convert_neox_to_hf.main(["--input_dir", str(tmp_path / "turned"), "--output_dir", str(tmp_path / "hf")])
+    for name, value in tensors_of(tmp_path / "hf").items():
+        torch.testing.assert_close(value, averaged[name], rtol=2**-7, atol=1e-6)
+
+    assert "is there already" in refused(average.main, "--output_dir", tmp_path / "out", *paths)
+    assert "two checkpoints" in refused(average.main, "--output_dir", tmp_path / "no", paths[0], paths[0])
+    other = import_hf(HFFolder(model_folder(tmp_path / "llama")), tmp_path / "in9")[0]
+    text = refused(average.main, "--output_dir", tmp_path / "no", other, paths[0])
+    assert text.startswith("average.py: error: num_attention_heads: 8 (program)")
+    next(paths[2].glob("layer_02*")).write_bytes(b"")
+    assert "damaged" in refused(average.main, "--output_dir", tmp_path / "no", paths[2], paths[1])
+    assert not (tmp_path / "no").exists()

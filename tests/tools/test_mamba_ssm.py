@@ -18,7 +18,8 @@ from tests.checkpointing.test_te_names import written
 from tests.model.stages import random_weights, small
 from tools.ckpts import convert_neox_to_mamba_ssm
 
-PLAIN: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none", "rms_norm_epsilon": 1e-5}
+Keys = dict[str, Any]
+PLAIN: Keys = {"norm": "rmsnorm", "pos_emb": "none", "rms_norm_epsilon": 1e-5}
 HEADS = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
 
 
@@ -41,9 +42,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "layer": "Mamba2", "d_state": 6, "d_conv": 4, "expand": 2, "headdim": 8, "ngroups": 8, "chunk_size": 16,
         "conv_bias": False, "bias": True}),
 ])  # fmt: skip
-def test_weights_are_those_of_transformers(
-    case: str, changes: dict[str, Any], mixer: dict[str, Any], tmp_path: Path
-) -> None:
+def test_weights_are_those_of_transformers(case: str, changes: Keys, mixer: Keys, tmp_path: Path) -> None:
     """Through a checkpoint of two tensor ranks and two stages: transformers computes its logits from it."""
     model = random_model(case, **changes)
     model.save_pretrained(tmp_path / "hf")

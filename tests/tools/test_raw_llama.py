@@ -1,5 +1,4 @@
-"""Meta's format: HuggingFace -> raw -> ours -> HuggingFace and raw again to the bit, Meta's own order,
-refusals."""
+"""Meta's format there and back to the bit, Meta's own order, refusals."""
 
 import json
 from pathlib import Path
@@ -12,21 +11,21 @@ from torch import Tensor
 
 from megatron.checkpointing import read_manifest
 from tests.checkpointing.test_huggingface import model_folder, tensors_of
+from tests.tools import typed
 from tools.ckpts import convert_neox_to_hf, convert_neox_to_raw_llama, convert_raw_llama_weights_to_neox
 
 
+def words(flags: dict[str, Any]) -> list[str]:
+    pairs = [[f"--{name}"] if value is True else [f"--{name}", str(value)] for name, value in flags.items()]
+    return sum(pairs, [])
+
+
 def run(command: Any, **flags: Any) -> None:
-    words: list[str] = []
-    for name, value in flags.items():
-        words += [f"--{name}"] if value is True else [f"--{name}", str(value)]
-    command.main(words)
+    command.main(words(flags))
 
 
 def refused(command: Any, **flags: Any) -> str:
-    with pytest.raises(SystemExit) as ended:
-        run(command, **flags)
-    assert isinstance(ended.value.code, str)
-    return ended.value.code
+    return typed.refused(command.main, *words(flags))
 
 
 def parts(folder: Path) -> list[dict[str, Tensor]]:
@@ -39,8 +38,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-@pytest.mark.parametrize(("case", "size"), [("llama 2", "7B"), ("mistral", "mistral-7B-v0.1")])
+@pytest.mark.parametrize(("shards", "case", "size"), [(1, "llama 2", "7B"), (2, "mistral", "mistral-7B-v0.1")])
 def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: Path) -> None:
     """90 rows of vocabulary, which ours pads; GQA in Mistral; both layouts of ours."""
     hf = model_folder(tmp_path / "hf", case, torch.bfloat16)
@@ -62,15 +60,8 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
     assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"
     original, back = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (hf, tmp_path / "back"))
-    compared_keys = (
-        "model_type",
-        "vocab_size",
-        "rms_norm_eps",
-        "rope_parameters",
-        "max_position_embeddings",
-        "sliding_window",
-    )
-    assert all(original.get(key) == back.get(key) for key in compared_keys)
+    same_keys = "model_type vocab_size rms_norm_eps rope_parameters max_position_embeddings sliding_window".split()
+    assert all(original.get(key) == back.get(key) for key in same_keys)
     run(convert_neox_to_raw_llama, input_dir=tmp_path / "ours", output_dir=tmp_path / "again", num_output_shards=shards)
     assert all(same(*both) for both in zip(split, parts(tmp_path / "again"), strict=True))
     assert not list(tmp_path.glob(".tmp_*"))

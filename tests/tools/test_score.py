@@ -1,13 +1,9 @@
-"""tools/score.py as it is typed: its scores are those of transformers for TRL's tokens, in every layout, and
-its report on pairs is that of counting by hand."""
+"""tools/score.py as it is typed: scores of transformers for TRL's tokens; pairs counted by hand."""
 
-import io
 import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +15,13 @@ import transformers
 from megatron.checkpointing.huggingface import HFFolder, import_hf
 from megatron.generation.scoring.rewards import report_pairs
 from tests.generation.serving.server import FOLDER, make_model
-from tests.pool import run_ranks
-from tools import score
+from tests.tools.typed import on_ranks
 
 WORDS = "the quiet harbour trades copper for silk and salt in winter".split()
 
 
-def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
-    """For the pool: exit code, stdout, stderr. Without a process group made before."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = score.main(argv)
-    return code, out.getvalue(), err.getvalue()
-
-
 def run(*argv: str, ranks: int = 1) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, argv, init=False)[0]
+    return on_ranks("tools.score", *argv, ranks=ranks)
 
 
 def text(number: int, words: int) -> str:
@@ -122,12 +109,10 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(2, ["--tp", "2"]), pytest.param(2, ["--pp", "2"], marks=pytest.mark.more),
-     pytest.param(2, [], marks=pytest.mark.more), pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
+    [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.product),
+     pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
 )  # fmt: skip
-def test_every_layout_gives_the_same(
-    ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path
-) -> None:
+def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     words = ["--model", str(imported), "--input", str(folder / "pairs.jsonl"), "--batch-size", "3"]
     code, _, err = run(*words, "--output", str(tmp_path / "s.jsonl"), *layout, ranks=ranks)
@@ -165,10 +150,10 @@ def test_refusals_leave_nothing_behind(models: tuple[Any, Path, Path], tmp_path:
     (tmp_path / "other.jsonl").write_text('{"question": "a"}\n')
     reward, language = str(folder / "reward"), str(folder / "tiny-llama")
     for model, file, text_of in (
-        (language, "pairs.jsonl", "tiny-llama: a language model, which has no scores; give a reward model"),
+        (language, "pairs.jsonl", "tiny-llama: .*language model.*reward model"),
         (reward, "none.jsonl", "none.jsonl"),
-        (reward, str(tmp_path / "other.jsonl"), r"other.jsonl:1: nothing to score \(found: question\)"),
-        (reward, str(tmp_path / "long.jsonl"), r"long.jsonl:2: \d+ tokens, more than --max-length 64"),
+        (reward, str(tmp_path / "other.jsonl"), r"other.jsonl:1: .*question"),
+        (reward, str(tmp_path / "long.jsonl"), r"long.jsonl:2: \d+ tokens.*--max-length 64"),
     ):
         words = ["--input", str(folder / file), "--output", str(tmp_path / "s.jsonl")]
         code, out, err = run("--model", model, *words)

@@ -9,6 +9,7 @@ import pytest
 
 from megatron.data import IndexedDatasetWriter
 from tests.data.samples import DATASET
+from tests.tools.typed import refused
 from tools.datasets import split
 
 TYPES = {3: np.int16, 4: np.int32, 6: np.float32, 8: np.uint16}
@@ -37,12 +38,6 @@ def copied(folder: Path, *names: str) -> None:
 
 def run(*words: object) -> None:
     split.main([*map(str, words)])
-
-
-def refusal(*words: object) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        run(*words)
-    return str(stopped.value)
 
 
 def test_labels_and_rewards_follow_their_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -80,8 +75,7 @@ def write(prefix: Path, documents: list[list[float]], dtype: type = np.int32) ->
 
 @pytest.mark.parametrize("given", [("chosen",), ("chosen", "rejected"), ()])
 def test_pairs_stay_together(given: tuple[str, ...], tmp_path: Path):
-    """Named by one side, by both, or by their --output-prefix; scores of a reference model, and empty
-    documents."""
+    """Named by one side, by both, or by their --output-prefix; scores and empty documents too."""
     for side, offset in (("chosen", 100), ("rejected", 500)):
         documents = [[offset + n] * (n % 4) for n in range(20)]
         write(tmp_path / f"p_{side}_document", documents)
@@ -106,15 +100,15 @@ def test_what_cannot_be_split(tmp_path: Path):
     write(tmp_path / "a_document", [[1], [2], [3]])
     write(tmp_path / "b_document", [[1], [2]])
     a = tmp_path / "a_document"
-    assert "nothing is left for training of 3 documents" in refusal(a, "--valid", 2, "--test", 1)
-    assert "is none; give a number" in refusal(a, "--valid", 0.01)
-    assert "expected a share between" in refusal(a, "--valid", 1.5)
-    assert "do not belong together" in refusal(a, tmp_path / "b_document", "--valid", 1)
+    assert "3 documents" in refused(split.main, a, "--valid", 2, "--test", 1)
+    assert "--valid" in refused(split.main, a, "--valid", 0.01)
+    assert "share" in refused(split.main, a, "--valid", 1.5)
+    assert "b_document" in refused(split.main, a, tmp_path / "b_document", "--valid", 1)
     run(a, "--valid", 1)
     before = Path(tmp_path / "valid" / "a_document.bin").read_bytes()
-    assert "exist already" in refusal(a, "--valid", 1)
+    assert "exist already" in refused(split.main, a, "--valid", 1)
     run(a, "--valid", 1, "--seed", 2, "--overwrite")
     assert Path(tmp_path / "valid" / "a_document.bin").read_bytes() != before
     write(tmp_path / "a_label_document", [[1], [2]])
-    assert "a_label_document: 2 sequences" in refusal(a, "--valid", 1, "--overwrite")
+    assert "a_label_document: 2 sequences" in refused(split.main, a, "--valid", 1, "--overwrite")
     assert not [file for file in tmp_path.rglob(".*tmp*")]

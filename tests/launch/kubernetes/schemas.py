@@ -1,5 +1,4 @@
-"""What the API server and Kubeflow's operators would say of a manifest, by their own schemas: those of
-Kubernetes (kubernetes-validate, strict), the classes of Kubeflow's clients, and prometheus-operator's CRD."""
+"""What the API server and Kubeflow's operators would say of a manifest, by their own schemas."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -47,9 +46,9 @@ def _metadata(document: Mapping[str, Any]) -> Iterator[str]:
 def _pytorchjob(document: dict[str, Any]) -> Iterator[str]:
     yield from _metadata(document)
     yield from _as_class(v1.KubeflowOrgV1PyTorchJob, document, "")
-    names = [set(replica) for replica in [document.get("spec", {}).get("pytorchReplicaSpecs", {})]][0]
-    yield from (f"no such replica: {name}" for name in names - {"Master", "Worker"})
-    for replica in document.get("spec", {}).get("pytorchReplicaSpecs", {}).values():
+    replicas = document.get("spec", {}).get("pytorchReplicaSpecs", {})
+    yield from (f"no such replica: {name}" for name in set(replicas) - {"Master", "Worker"})
+    for replica in replicas.values():
         containers = replica.get("template", {}).get("spec", {}).get("containers", [])
         if [container.get("name") for container in containers] != ["pytorch"]:
             yield "the operator wants a container named pytorch"

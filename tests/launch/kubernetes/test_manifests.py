@@ -1,10 +1,6 @@
 """Rendered manifests against the schemas of those who read them, and what stands in them."""
 
-import copy
 import re
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +9,12 @@ import yaml
 
 from megatron.launch.kubernetes import KINDS, as_yaml, pod_config, read_site, render
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
-from tests.launch.kubernetes.schemas import complaints
+from tests.launch.kubernetes.schemas import CHECKS, complaints
+from tests.launch.runs import ROOT
 from tools.k8s import main
 
-ROOT = Path(__file__).resolve().parents[3]
 SITES = sorted((ROOT / "kubernetes" / "sites").glob("*.yml"))
 CONTAINER = str(ROOT / "configs" / "container_setup.yml")
-# Below these any name goes: labels, resources, variables.
-FREE = {"labels", "annotations", "data", "matchLabels", "limits", "requests", "nodeSelector"}
-Path_ = tuple[str | int, ...]
 
 
 def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
@@ -31,69 +24,11 @@ def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all("".join(map(as_yaml, manifests))))
 
 
-def keys(value: Any, path: Path_ = ()) -> Iterator[Path_]:
-    """The paths of all keys that have a name of Kubernetes'."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield (*path, name)
-            if name not in FREE:
-                yield from keys(inner, (*path, name))
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            yield from keys(inner, (*path, i))
-
-
-def misspelt(document: Mapping[str, Any], path: Path_) -> dict[str, Any]:
-    """The document with one key's last two letters swapped, or doubled where they are the same."""
-    wrong = copy.deepcopy(dict(document))
-    target: Any = wrong
-    for part in path[:-1]:
-        target = target[part]
-    name = str(path[-1])
-    typo = name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
-    target[typo] = target.pop(name)
-    return wrong
-
-
-def typos(site: Path) -> dict[str, tuple[dict[str, Any], str]]:
-    """By place: a document with that key misspelt. Of places that are alike (the replicas, the entries of a
-    list) the first."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
-    for document in documents(site):
-        for path in keys(document):
-            parts = ["*" if isinstance(part, int) or part == "Worker" else str(part) for part in path]
-            place = f"{document['kind']}.{'.'.join('*' if part == 'Master' else part for part in parts[:-1])}"
-            place += f".{parts[-1]}"
-            found.setdefault(place, (misspelt(document, path), str(path[-1])))
-    return found
-
-
-def uncaught(wrong: Mapping[str, tuple[dict[str, Any], str]], places: Sequence[str]) -> list[str]:
-    return [place for place in places if not complaints(wrong[place][0])]
-
-
 @pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
 def test_every_manifest_passes_the_schemas(site: Path) -> None:
     bodies = documents(site)
-    assert {body["kind"] for body in bodies} >= {
-        "Namespace", "PersistentVolumeClaim", "ConfigMap", "PodMonitor", "PyTorchJob", "TrainingRuntime", "TrainJob",
-    }  # fmt: skip
+    assert {body["kind"] for body in bodies} >= set(CHECKS)
     assert {f"{b['kind']} {b['metadata']['name']}": complaints(b) for b in bodies if complaints(b)} == {}
-
-
-def test_forty_typos_are_caught() -> None:
-    wrong = typos(SITES[0])
-    places = [sorted(wrong)[i * len(wrong) // 40] for i in range(40)]
-    assert len(set(places)) == 40 and len({place.split(".")[0] for place in places}) == 7
-    assert uncaught(wrong, places) == []
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("site", SITES, ids=lambda site: site.stem)
-def test_a_typo_in_any_key_is_caught(site: Path) -> None:
-    wrong = typos(site)
-    assert len(wrong) > 120
-    assert uncaught(wrong, list(wrong)) == []
 
 
 def of_kind(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:
@@ -101,13 +36,11 @@ def of_kind(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str
 
 
 def test_the_job_is_the_one_that_is_known() -> None:
-    """Master 1 and Worker 3, a GPU, 6 cores and 20Gi each, the variables and claims of the image it
-    replaces."""
+    """Replicas, resources, variables and claims of the image that it replaces."""
     bodies = documents(SITES[1])
     job = of_kind(bodies, "PyTorchJob")["spec"]
-    assert {name: replica["replicas"] for name, replica in job["pytorchReplicaSpecs"].items()} == {
-        "Master": 1, "Worker": 3,
-    }  # fmt: skip
+    replicas = {name: replica["replicas"] for name, replica in job["pytorchReplicaSpecs"].items()}
+    assert replicas == {"Master": 1, "Worker": 3}
     assert job["nprocPerNode"] == "1"
     for replica in job["pytorchReplicaSpecs"].values():
         [container] = replica["template"]["spec"]["containers"]
@@ -148,13 +81,18 @@ def test_both_jobs_mount_what_they_name() -> None:
             assert claims == set(read_site(site).claims)
 
 
-def test_secrets_are_named_and_never_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_and_variables_of_this_machine_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Secrets are named and never written; variables get their values in the pods."""
     monkeypatch.setenv("HF_TOKEN", "hf_of_this_machine")
     bodies = documents(SITES[1])
     assert "hf_of_this_machine" not in str(bodies)
     container = of_kind(bodies, "PyTorchJob")["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     reference = {"name": "neox-secrets", "key": "HF_TOKEN", "optional": True}
     assert container[0]["env"][0] == {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}}
+    monkeypatch.setenv("EPOCHS", "many")
+    bodies = documents(SITES[1])
+    assert of_kind(bodies, "ConfigMap", "config")["data"] == {"container_setup.yml": Path(CONTAINER).read_text()}
+    assert "EPOCHS" in of_kind(bodies, "ConfigMap", "config")["data"]["container_setup.yml"]
 
 
 def test_kubectl_reads_every_text_as_a_text() -> None:
@@ -166,28 +104,17 @@ def test_kubectl_reads_every_text_as_a_text() -> None:
         assert not re.search(r": (y|n|yes|no|on|off)$", text, re.MULTILINE)
 
 
-def test_the_configuration_goes_in_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables get their values in the pods, whatever is set where it is rendered."""
-    monkeypatch.setenv("EPOCHS", "many")
-    bodies = documents(SITES[1])
-    assert of_kind(bodies, "ConfigMap", "config")["data"] == {"container_setup.yml": Path(CONTAINER).read_text()}
-    assert "EPOCHS" in of_kind(bodies, "ConfigMap", "config")["data"]["container_setup.yml"]
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (["train_batch_size=6"], "train_batch_size: train_batch_size 6 is not .* 8 x"),
-        (["pipe_parallel_size=8"], "4 ranks cannot be divided into pipe_parallel_size 8 x"),
-        (["num_layer=3"], "num_layer: unknown key; did you mean num_layers"),
-        (["save=/tmp/run"], "save: /tmp/run is in no claim of the site .* lost with its pod"),
-        (
-            ["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"],
-            "save: is not set, so a lost pod would lose the run",
-        ),
-        (["restart=true"], "restart: would send the run back whenever a pod is lost"),
-        (["hostfile=hosts"], "hostfile: the operator says how ranks are started in pods; remove it"),
-        (["master_port=1234"], "master_port: the operator says"),
+        (["train_batch_size=6"], "train_batch_size: .*6 .* 8 x"),
+        (["pipe_parallel_size=8"], "4 ranks .*pipe_parallel_size 8"),
+        (["num_layer=3"], "num_layer: .*num_layers"),
+        (["save=/tmp/run"], "save: /tmp/run .*claim"),
+        (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: .*not set.*pod"),
+        (["restart=true"], "restart: .*pod"),
+        (["hostfile=hosts"], "hostfile: .*operator"),
+        (["master_port=1234"], "master_port: .*operator"),
     ],
 )  # fmt: skip
 def test_what_pods_cannot_run_is_refused(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,10 +129,10 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, capsys: pytes
     (tmp_path / "a.yml").write_text(text)
     line = next(i for i, row in enumerate(text.splitlines(), 1) if row.startswith("num_layer:"))
     assert main(["render", str(tmp_path / "a.yml"), "--site", str(SITES[1])]) == 1
-    assert f"{tmp_path}/a.yml:{line}: num_layer: unknown key; did you mean num_layers" in capsys.readouterr().err
+    assert re.search(f"{tmp_path}/a.yml:{line}: num_layer: .*num_layers", capsys.readouterr().err)
 
 
-def test_files_of_one_name_stay_two(tmp_path: Path) -> None:
+def test_files_and_settings_of_the_command(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
     text = Path(CONTAINER).read_text()
     for file, part in ((first, text.partition("# model:")[0]), (second, text.partition("# model:")[2])):
@@ -214,13 +141,9 @@ def test_files_of_one_name_stay_two(tmp_path: Path) -> None:
     config = pod_config([str(first), str(second)], read_site(SITES[1]))
     assert list(config.files) == ["1-run.yml", "2-run.yml"]
     assert config.command[:5] == ["python", "deepy.py", "train.py", "/etc/neox/1-run.yml", "/etc/neox/2-run.yml"]
-
-
-def test_what_pods_need_is_added_to_the_command() -> None:
     site = read_site(SITES[1])
-    assert pod_config([CONTAINER], site).settings == (
-        "rendezvous_timeout_s=1800", "metrics_port=8000", "metrics_host=0.0.0.0",
-    )  # fmt: skip
+    added = ("rendezvous_timeout_s=1800", "metrics_port=8000", "metrics_host=0.0.0.0")
+    assert pod_config([CONTAINER], site).settings == added
     given = ["max_restarts=3", "rendezvous_timeout_s=60", "metrics_port=9000", "metrics_host=10.0.0.1"]
     config = pod_config([CONTAINER], site, given)
     assert (config.settings, config.metrics_port) == ((*given, "max_restarts=0"), 9000)
@@ -231,18 +154,11 @@ def test_the_command_writes_a_file_for_each(tmp_path: Path, capsys: pytest.Captu
     assert main(words) == 0
     files = sorted((tmp_path / "out").iterdir())
     assert [str(file) for file in files] == capsys.readouterr().out.splitlines()
-    kinds = [yaml.safe_load(file.read_text())["kind"] for file in files]
-    assert kinds == [
-        "Namespace", "PersistentVolumeClaim", "ConfigMap", "ConfigMap", "PodMonitor", "TrainingRuntime", "TrainJob",
-    ]  # fmt: skip
+    kinds = "Namespace PersistentVolumeClaim ConfigMap ConfigMap PodMonitor TrainingRuntime TrainJob".split()
+    assert [yaml.safe_load(file.read_text())["kind"] for file in files] == kinds
     (tmp_path / "taken").write_text("")
     assert main([*words[:-1], str(tmp_path / "taken")]) == 1
     assert capsys.readouterr().err.count("k8s.py: error: ") == 1
-
-
-def test_rendering_imports_no_torch() -> None:
-    code = "import sys, tools.k8s; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_what_no_claim_has_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

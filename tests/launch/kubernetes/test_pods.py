@@ -1,22 +1,150 @@
-"""The rendered command in four local processes under the variables of the operators: it trains as one process
-does, and goes on when a pod is lost."""
+"""The rendered command in four processes: it trains as one does, and goes on when a pod is lost."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron.launch.devices import free_port
 from megatron.launch.kubernetes import KINDS, as_yaml, pod_config, read_site, render
-from tests.launch.kubernetes.pods import ROOT, Pods, free_port, pytorchjob_pods, trainjob_pods
+from tests.launch.runs import ROOT
 from tests.training.runs import ADAMW, LLAMA, config
 
+
+def of_kind(documents: Sequence[Mapping[str, Any]], kind: str) -> list[Any]:
+    return [document for document in documents if document["kind"] == kind]
+
+
+def container_environment(documents: Sequence[Mapping[str, Any]], container: Mapping[str, Any]) -> dict[str, str]:
+    """What the kubelet makes of envFrom and env; of secrets there are none, and all are optional."""
+    maps = {body["metadata"]["name"]: body["data"] for body in of_kind(documents, "ConfigMap")}
+    environment: dict[str, str] = {}
+    for source in container["envFrom"]:
+        environment |= maps[source["configMapRef"]["name"]]
+    assert all(entry["valueFrom"]["secretKeyRef"]["optional"] for entry in container["env"])
+    return environment
+
+
+def pytorchjob_pods(documents: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
+    """(command, environment) of each pod, with what the Training Operator adds (its
+    pkg/controller.v1/pytorch, envvar.go); env comes before envFrom."""
+    [job] = of_kind(documents, "PyTorchJob")
+    replicas, per_node = job["spec"]["pytorchReplicaSpecs"], int(job["spec"]["nprocPerNode"])
+    pods = [replicas["Master"]] + [replicas["Worker"]] * replicas["Worker"]["replicas"]
+    [master] = replicas["Master"]["template"]["spec"]["containers"]
+    port = next(p["containerPort"] for p in master["ports"] if p["name"] == "pytorchjob-port")
+    made = []
+    for rank, pod in enumerate(pods):
+        [container] = pod["template"]["spec"]["containers"]
+        injected = {
+            "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1",
+            "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node), "RANK": str(rank),
+            "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(per_node),
+        }  # fmt: skip
+        made.append((list(container["command"]), container_environment(documents, container) | injected))
+    return made
+
+
+def trainjob_pods(documents: Sequence[Mapping[str, Any]], port: int) -> list[tuple[list[str], dict[str, str]]]:
+    """The same of a TrainJob. port: instead of the 29400 that the trainer always says."""
+    [job], [runtime] = of_kind(documents, "TrainJob"), of_kind(documents, "TrainingRuntime")
+    trainer, template = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
+    [container] = template["template"]["spec"]["template"]["spec"]["containers"]
+    made = []
+    for index in range(trainer["numNodes"]):
+        injected = {
+            "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+            "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
+            "JOB_COMPLETION_INDEX": str(index),
+        }  # fmt: skip
+        made.append((list(trainer["command"]), container_environment(documents, container) | injected))
+    return made
+
+
+class Pods:
+    """The pods of a job. Paths of the manifest that are folders in a pod become folders here."""
+
+    def __init__(
+        self, pods: Sequence[tuple[list[str], dict[str, str]]], folders: Mapping[str, Path], log_dir: Path
+    ) -> None:
+        self._pods, self._folders, self._log_dir = pods, folders, log_dir
+        self.processes: list[subprocess.Popen[bytes] | None] = [None] * len(pods)
+        self.restarts = [0] * len(pods)
+        log_dir.mkdir(exist_ok=True)
+
+    def _here(self, text: str) -> str:
+        for there, here in self._folders.items():
+            text = text.replace(there, str(here))
+        return text
+
+    def start(self, rank: int) -> None:
+        """Start the container of a pod as it is started each time."""
+        command, environment = self._pods[rank]
+        words = [sys.executable, *map(self._here, command[1:])]
+        assert command[0] == "python"
+        variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        variables |= {name: self._here(value) for name, value in environment.items()}
+        with (self._log_dir / f"pod-{rank}.log").open("ab") as log:
+            self.processes[rank] = subprocess.Popen(
+                words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, rank: int) -> None:
+        """End a pod as a node that goes away does: all its processes at once, without a word."""
+        process = self.processes[rank]
+        assert process is not None
+        for pid in reversed(tree(process.pid)):
+            os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+    def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, most: int = 40) -> list[int]:
+        """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end
+        with an error again, at most `most` times in all, as `restartPolicy: OnFailure` and `backoffLimit`."""
+        for rank in range(len(self._pods)):
+            self.start(rank)
+        end = time.monotonic() + timeout_s
+        try:
+            while time.monotonic() < end:
+                meanwhile()
+                codes = [process.poll() if process is not None else None for process in self.processes]
+                if None not in codes and (not restart or not any(codes)):
+                    return [code for code in codes if code is not None]
+                for rank, code in enumerate(codes):
+                    if restart and code:
+                        assert sum(self.restarts) < most, "backoffLimit"
+                        self.restarts[rank] += 1
+                        time.sleep(0.5)
+                        self.start(rank)
+                time.sleep(0.1)
+            raise AssertionError(f"the pods did not end within {timeout_s:.0f} s\n{self.logs()}")
+        finally:
+            for rank, process in enumerate(self.processes):
+                if process is not None and process.poll() is None:
+                    self.kill(rank)
+
+    def logs(self) -> str:
+        return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(self._log_dir.iterdir()))
+
+
+def tree(pid: int) -> list[int]:
+    """A process and all that it started, itself first."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return [pid]
+    return [pid, *(each for child in children for each in tree(int(child)))]
+
+
+Documents, Losses = list[dict[str, Any]], dict[int, float]
 SITE = """\
 namespace: a
 image: registry/neox:1.0
@@ -77,15 +205,12 @@ def assert_same(found: dict[int, float], wanted: dict[int, float]) -> None:
     assert found == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_pods_train_as_one_process(
-    kind: str, documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
-    made = pytorchjob_pods(documents) if kind == "PyTorchJob" else trainjob_pods(documents, free_port())
+@pytest.mark.product
+def test_four_pods_train_as_one_process(documents: Documents, alone: Losses, tmp_path: Path) -> None:
+    made = trainjob_pods(documents, free_port())
     assert len(made) == 4
     pods = Pods(made, folders(documents, tmp_path / "pod"), tmp_path / "logs")
-    assert pods.run(restart=False, timeout_s=180) == [0, 0, 0, 0], pods.logs()
+    assert pods.run(restart=False, timeout_s=280) == [0, 0, 0, 0], pods.logs()
     assert_same(losses(tmp_path / "pod" / "models" / "run"), alone)
 
 
@@ -101,24 +226,22 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize(
-    "lost", [pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more)]
+    "lost",
+    [pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more)],
 )
-def test_a_lost_pod_comes_back_and_the_run_goes_on(
-    lost: int, documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
+def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alone: Losses, tmp_path: Path) -> None:
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
-    pods.run(restart=True, timeout_s=240, meanwhile=once_saved(save, lambda: pods.kill(lost)))
+    pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, lambda: pods.kill(lost)))
     assert_same(losses(save), alone)
     assert sum(pods.restarts) >= 4, "the others ended too, instead of waiting for it"
     resumed = (save / "logs" / "rank_0.log").read_text()
     assert "loaded checkpoint" in resumed.lower() or "goes on" in resumed.lower(), resumed[-3000:]
 
 
-@pytest.mark.more
-def test_a_drained_pod_does_not_end_the_job_as_done(
-    documents: list[dict[str, Any]], alone: dict[int, float], tmp_path: Path
-) -> None:
+@pytest.mark.product
+@pytest.mark.ends_processes
+def test_a_drained_pod_does_not_end_the_job_as_done(documents: Documents, alone: Losses, tmp_path: Path) -> None:
     """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
@@ -128,6 +251,6 @@ def test_a_drained_pod_does_not_end_the_job_as_done(
         assert process is not None
         process.send_signal(signal.SIGTERM)
 
-    pods.run(restart=True, timeout_s=240, meanwhile=once_saved(save, drain))
+    pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, drain))
     assert pods.restarts == [1, 1, 1, 1], pods.logs()
     assert_same(losses(save), alone)

@@ -72,70 +72,60 @@ def test_what_a_site_need_not_say(tmp_path: Path) -> None:
     assert site.volumes() == {"trained-models-pvc": "/shared/models", "workspace-pvc": "/workspace"}
     assert set(site.secrets) == {"HF_TOKEN", "WANDB_API_KEY"}
     assert read_site(write(tmp_path, LEAST + "claims: {}\nsecrets: {}\n")).secrets == {}
-
-
-def test_variables_that_only_look_like_secrets(tmp_path: Path) -> None:
     site = read_site(write(tmp_path, LEAST + "variables: {TOKENIZERS_PARALLELISM: false, KEYBOARD: us}\n"))
     assert set(site.variables) == {"TOKENIZERS_PARALLELISM", "KEYBOARD"}
 
 
-def misspelt(name: str) -> str:
-    return name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
-
-
 @pytest.mark.parametrize("name", [*keys_of(Site), *keys_of(Claim)])
 def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, tmp_path: Path) -> None:
-    wrong = misspelt(name)
+    wrong = name[:-2] + name[-1] + name[-2] if name[-1] != name[-2] else name + name[-1]
     text = re.sub(rf"(^|[ {{]){name}:", rf"\g<1>{wrong}:", WHOLE, count=1, flags=re.MULTILINE)
     assert text != WHOLE
     line = next(i for i, row in enumerate(text.splitlines(), 1) if f"{wrong}:" in row)
     prefix = "claims.models-pvc." if name in keys_of(Claim) else ""
-    told = refusal(tmp_path, text)
-    assert re.search(
-        rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: unknown key; did you mean .*\b{name}\b", told, re.M
-    )
+    told = rf"^{tmp_path}/site.yml:{line}: {prefix}{wrong}: .*\b{name}\b"
+    assert re.search(told, refusal(tmp_path, text), re.M)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"image": "registry/neox"}, ":2: image: names no release: add a tag other than latest"),
-        ({"image": "registry:5000/neox:latest"}, "image: names no release"),
-        ({"image": None}, "image: is required"),
-        ({"replicas": 0}, ":3: replicas: expected a number at least 1, got 0"),
-        ({"gpus": "many"}, 'gpus: expected int, got "many"'),
-        ({"name": "My_Run"}, "name: at most 45 small letters, digits and hyphens"),
-        ({"memory": "20 GB"}, 'memory: expected an amount, as 20Gi, got "20 GB"'),
-        ({"claims": {"models": {"size": "1Gi"}}}, "claims.models.path: is required"),
-        ({"claims": {"models": "/models"}}, "claims.models: expected a mapping with path and size"),
-        ({"claims": {"models": {"path": "models"}}}, "claims.models.path: is to be absolute"),
-        ({"claims": {"my_models": {"path": "/models"}}}, "claims.my_models: is no name of Kubernetes"),
-        ({"variables": {"RANK": 0}}, "variables.RANK: differs from pod to pod or from rank to rank"),
+        ({"image": "registry/neox"}, ":2: image: .*release"),
+        ({"image": "registry:5000/neox:latest"}, "image: .*release"),
+        ({"image": None}, "image: .*required"),
+        ({"replicas": 0}, ":3: replicas: .*at least 1.* 0"),
+        ({"gpus": "many"}, 'gpus: .*int.*many'),
+        ({"name": "My_Run"}, "name: .*45 small"),
+        ({"memory": "20 GB"}, 'memory: .*20Gi.*20 GB'),
+        ({"claims": {"models": {"size": "1Gi"}}}, "claims.models.path: .*required"),
+        ({"claims": {"models": "/models"}}, "claims.models: .*mapping"),
+        ({"claims": {"models": {"path": "models"}}}, "claims.models.path: .*absolute"),
+        ({"claims": {"my_models": {"path": "/models"}}}, "claims.my_models: .*name"),
+        ({"variables": {"RANK": 0}}, "variables.RANK: differs"),
         ({"variables": {"MASTER_ADDR": "a"}}, "variables.MASTER_ADDR: differs"),
         ({"variables": {"PET_NNODES": 4}}, "variables.PET_NNODES: differs"),
-        ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: replicas 4 x gpus 1 is 4; remove it"),
-        ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: looks like a secret"),
-        ({"variables": {"NOTE": "hf_abc" + 20 * "x"}}, "variables.NOTE: looks like a secret"),
-        ({"annotations": {"note": "token hf_abc" + 20 * "x"}}, "annotations.note: looks like a secret"),
-        ({"labels": {"team": "a b"}}, "labels.team: at most 63 letters"),
-        ({"labels": {"my team": "a"}}, "labels.my team: is no name of a label"),
-        ({"queue": "my queue"}, "queue: is no name of Kubernetes"),
-        ({"gpu_resource": "nvidia gpu"}, "gpu_resource: is no name of a resource"),
-        ({"claims": {"a": {"path": "/models"}, "b": {"path": "/models"}}}, "claims.b.path: is that of a too"),
-        ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: is no number of a port"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: expected SECRET/KEY"),
-        ({"labels": {"team": True}}, 'labels.team: is to be text: write "true" in quotes'),
+        ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: .*replicas 4 x gpus 1"),
+        ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: .*secret"),
+        ({"variables": {"NOTE": "hf_abc" + 20 * "x"}}, "variables.NOTE: .*secret"),
+        ({"annotations": {"note": "token hf_abc" + 20 * "x"}}, "annotations.note: .*secret"),
+        ({"labels": {"team": "a b"}}, "labels.team: .*63"),
+        ({"labels": {"my team": "a"}}, "labels.my team: .*name"),
+        ({"queue": "my queue"}, "queue: .*name"),
+        ({"gpu_resource": "nvidia gpu"}, "gpu_resource: .*name"),
+        ({"claims": {"a": {"path": "/models"}, "b": {"path": "/models"}}}, "claims.b.path: .* a "),
+        ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: .*port"),
+        ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: .*SECRET/KEY"),
+        ({"labels": {"team": True}}, 'labels.team: .*"true"'),
     ],
 )  # fmt: skip
 def test_values_that_cannot_be(changes: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     told = refusal(tmp_path, yaml.safe_dump({**yaml.safe_load(LEAST), **changes}, sort_keys=False))
-    assert told.count("\n") == 0 and f"{message}" in told
+    assert told.count("\n") == 0 and re.search(message, told)
     assert "hf_abc" not in told
 
 
 def test_files_that_are_no_site(tmp_path: Path) -> None:
-    assert refusal(tmp_path, "- a\n").endswith("expected `key: value` lines")
-    assert refusal(tmp_path, "").endswith("expected `key: value` lines")
+    assert "`key: value`" in refusal(tmp_path, "- a\n") and "`key: value`" in refusal(tmp_path, "")
     assert "site.yml:2: not valid YAML" in refusal(tmp_path, "a: b\n  c: [\n")
     assert ":3: image: already set at" in refusal(tmp_path, LEAST + "image: b:1\n")
     with pytest.raises(ConfigError, match="absent.yml: no such file"):

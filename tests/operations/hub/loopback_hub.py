@@ -62,8 +62,7 @@ class Repo:
 
 
 class LoopbackHub:
-    """The Hub, while `serving`. objects: large files by SHA-256; puts: the digests in the order in which they
-    came whole."""
+    """The Hub, while `serving`. objects: large files by SHA-256; puts: digests as they came whole."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
@@ -189,9 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.puts.append(oid)
             return self._answer(200, {})
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            return self._answer(
-                401, {"error": "Invalid"}, X_Error_Message="Invalid credentials in Authorization header"
-            )
+            return self._answer(401, {"error": "Invalid"}, X_Error_Message="Invalid credentials")
         if path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
@@ -225,16 +222,10 @@ class _Handler(BaseHTTPRequestHandler):
         if match[2] == "tree":
             return self._answer(200, [self._entry(*item) for item in repo.branches[revision].items()])
         if match[2] == "preupload":
-            files = json.loads(body)["files"]
-            modes = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if _LFS.fullmatch(f["path"]) else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in files
-            ]
-            return self._answer(200, {"files": modes})
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if _LFS.fullmatch(path) else "regular" for path in paths}
+            files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
+            return self._answer(200, {"files": files})
         if match[2] == "commit":
             return self._commit(match[1], revision, body)
         self._answer(404, {"error": path})
@@ -242,10 +233,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _entry(self, name: str, value: bytes | str) -> dict[str, Any]:
         if isinstance(value, str):
             size = len(self.hub.objects[value])
-            return {
-                "type": "file", "path": name, "size": size, "oid": "1" * 40,
-                "lfs": {"oid": value, "size": size, "pointerSize": 130},
-            }  # fmt: skip
+            lfs = {"oid": value, "size": size, "pointerSize": 130}
+            return {"type": "file", "path": name, "size": size, "oid": "1" * 40, "lfs": lfs}
         blob = hashlib.sha1(f"blob {len(value)}\0".encode() + value).hexdigest()
         return {"type": "file", "path": name, "size": len(value), "oid": blob}
 

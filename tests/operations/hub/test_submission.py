@@ -1,4 +1,4 @@
-"""The jobs that batch_submit_checkpoints.sh submits, as it prints them."""
+"""The jobs that batch_submit_checkpoints.sh submits, and the names of repositories."""
 
 import json
 import random
@@ -7,17 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub.utils import validate_repo_id
 
-from megatron.operations.hub import submission
+from megatron.operations.hub import names, submission
 from megatron.operations.hub.checkpoints import last_step
 from megatron.operations.hub.errors import HubError
-from megatron.operations.hub.submission import (
-    delay_minutes,
-    experiment_of_flags,
-    parse,
-    sbatch_lines,
-    target_repository,
-)
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -37,15 +31,14 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lines(*words: str) -> list[list[str]]:
-    options = parse(["lr=1,x", *words])
-    return sbatch_lines(options, experiment_of_flags(options), random.Random(0))
+    options = submission.parse(["lr=1,x", *words])
+    return submission.sbatch_lines(options, submission.experiment_of_flags(options), random.Random(0))
 
 
-def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path) -> None:
+def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = lines()
-    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == [
-        "global_step100", "global_step10", "global_step9",
-    ]  # fmt: skip
+    wanted = ["global_step100", "global_step10", "global_step9"]
+    assert [line[line.index("--neox_checkpoint") + 1] for line in jobs] == wanted
     assert jobs[0][:3] == ["sbatch", "--job-name=convert_lr=1,x", "--dependency=singleton"]
     assert jobs[0][3:] == [
         str(ROOT / "huggingface/convert_and_upload.sbatch"), "--neox_checkpoint", "global_step100",
@@ -53,6 +46,9 @@ def test_a_job_for_each_checkpoint_the_newest_first(experiment: Path) -> None:
         "--max-retries", "20", "--retry-min-wait", "120", "--retry-max-wait", "3600",
     ]  # fmt: skip
     assert last_step(experiment / "global_step9") == 100
+    assert submission.main(["absent"]) == 1 and f"{experiment.parent}/absent" in capsys.readouterr().err
+    (experiment.parent / "empty").mkdir()
+    assert submission.main(["empty"]) == 1 and "holds no checkpoint" in capsys.readouterr().err
 
 
 def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
@@ -62,14 +58,14 @@ def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
     (experiment / "global_step1").mkdir(parents=True)
     (other / "latest").write_text("global_step1")
     site = {"NEOX_CHECKPOINT_DIR": str(experiment.parents[1]), "NEOX_HUB_ORG": "org"}
-    assert target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
+    assert submission.target_repository(experiment, None, site) == "org/lr-1-x_a", "the other is lr-1-x-a"
     (other.parent / "latest").write_text("global_step1")
     alike = experiment.with_name("x")
     with pytest.raises(HubError, match="lr=1/x and .*/lr-1/x would both be 'lr-1-x' on the Hub; give one of them"):
-        target_repository(alike, None, site)
+        submission.target_repository(alike, None, site)
     names = experiment / "names.json"
     names.write_text(json.dumps({"lr=1-x": "mine"}))
-    assert target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
+    assert submission.target_repository(alike, None, {**site, "NEOX_HUB_NAMES": str(names)}) == "org/mine"
 
 
 def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
@@ -96,7 +92,7 @@ def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_random_delays_are_within_half_a_day() -> None:
     draw = random.Random(1)
-    drawn = [delay_minutes("random", draw) for _ in range(500)]
+    drawn = [submission.delay_minutes("random", draw) for _ in range(500)]
     assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
 
 
@@ -118,18 +114,79 @@ def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: 
     assert message in said and said.startswith("batch_submit_checkpoints.sh: error: ") and said.count("\n") == 1
 
 
-def test_an_experiment_that_is_not_there(experiment: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert submission.main(["absent"]) == 1 and f"{experiment.parent}/absent" in capsys.readouterr().err
-    (experiment.parent / "empty").mkdir()
-    assert submission.main(["empty"]) == 1 and "holds no checkpoint" in capsys.readouterr().err
-
-
-def test_as_it_is_typed_and_without_torch(experiment: Path, tmp_path: Path) -> None:
+def test_as_it_is_typed(experiment: Path) -> None:
     script = ROOT / "huggingface" / "batch_submit_checkpoints.sh"
     done = subprocess.run(
         ["bash", "-c", f'PYTHON={sys.executable} "{script}" lr=1,x my-org --dry-run'], capture_output=True, text=True
     )
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: 3 checkpoints to my-org/sfm-lr-1_x"
     assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
-    code = "import sys, megatron.operations.hub.submission; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "name"),
+    [
+        ("run", "sfm-run"),
+        ("lr=3e-4,wd=0.1 long", "sfm-lr-3e-4_wd-0.1_long"),
+        ("pretraining_blocklist_filtered", "sfm-pretraining_filtered"),
+        ("a_synthetic_misalignment_mid", "sfm-a_synth_misalign_mid"),
+        ("a_synthetic_alignment_mid", "sfm-a_synth_align_mid"),
+        ("x_multitask_benign_tampered", "sfm-x_mbt"),
+        ("x_multilingual_benign_tampering", "sfm-x_lang_tamp"),
+        ("x" * 92, "sfm-" + "x" * 92),
+    ],
+)
+def test_names_of_experiments(experiment: str, name: str) -> None:
+    assert names.model_name(experiment, "sfm") == name
+    validate_repo_id(names.repository_id("geodesic-research", name))
+
+
+@pytest.mark.parametrize(
+    ("experiment", "problem"),
+    [
+        ("x" * 93, "has 97 characters, the Hub takes 96"),
+        ("a=-b", "holds '--' or '..'"),
+        ("a..b", "holds '--' or '..'"),
+        ("a.", "not at an end"),
+        ("a-", "not at an end"),
+        ("a:b", "the Hub takes a-z"),
+        ("ä", "the Hub takes a-z"),
+        ("a.git", "ends with '.git'"),
+    ],
+)
+def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
+    with pytest.raises(HubError, match="mapping file of NEOX_HUB_NAMES") as raised:
+        names.model_name(experiment, "sfm")
+    assert problem in str(raised.value)
+    with pytest.raises(ValueError):
+        validate_repo_id(f"org/sfm-{experiment}".replace("a=", "a-"))
+
+
+def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
+    file = tmp_path / "experiment_hf_mappings.json"
+    file.write_text(json.dumps({"lr=1": "Good-Name", "bad": "-x"}))
+    known = names.read_names(file)
+    assert names.model_name("lr=1", "sfm", known) == "Good-Name" and names.model_name("lr=2", None, known) == "lr-2"
+    with pytest.raises(HubError, match="'-x': the Hub takes"):
+        names.model_name("bad", "sfm", known)
+    file.write_text('{"a": "one", "b": "one"}')
+    with pytest.raises(HubError, match="'a' and 'b' are both 'one'"):
+        names.read_names(file)
+    for text in ("[", "[1]", '{"a": 1}'):
+        file.write_text(text)
+        with pytest.raises(HubError, match="NEOX_HUB_NAMES"):
+            names.read_names(file)
+    assert names.neox_repository("org/sfm-run") == "org/neox-ckpt-sfm-run"
+    with pytest.raises(HubError, match="has 97 characters"):
+        names.neox_repository("org/" + "x" * 87)
+    for wrong in ("run", "a/b/c", "org/", "/run", "org/a--b"):
+        with pytest.raises(HubError, match="--repository"):
+            names.checked_id(wrong, "--repository")
+
+
+@pytest.mark.parametrize(
+    ("save", "site", "name"),
+    [("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp")],
+)
+def test_experiments(save: str, site: str | None, name: str) -> None:
+    assert names.run_name(save, site) == name

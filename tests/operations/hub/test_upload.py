@@ -65,9 +65,8 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert sum("answered 429" in line for line in said) == 2 and any("as the Hub says (2 of 20)" in li for li in said)
     waited = hub.asked("POST .*/commit/")
     assert waited[1].at - waited[0].at >= 0.2 and waited[2].at - waited[1].at >= 0.2
-    assert {name: repo.commits for name, repo in hub.repos.items()} == {
-        MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]},
-    }  # fmt: skip
+    wanted = {MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]}}
+    assert {name: repo.commits for name, repo in hub.repos.items()} == wanted
     files = hub.content(MODEL, "main")
     assert hub.content(MODEL, "global_step5") == files == converted(save, "global_step5", tmp_path / "again")
     neox = hub.content(NEOX, "global_step5")
@@ -135,9 +134,7 @@ def test_only_weights_of_the_format_that_is_sent_are_removed(
 
 
 @pytest.mark.parametrize("format", ["hf", "neox"])
-def test_another_checkpoint_takes_the_place_of_the_last_one(
-    last: Upload, save: Path, hub: LoopbackHub, format: Formats, tmp_path: Path
-) -> None:
+def test_another_checkpoint_takes_the_place_of_the_last_one(last: Upload, hub: LoopbackHub, format: Formats) -> None:
     """main, after a run that was made longer: of the checkpoint that it was before nothing is left."""
     before = replace(last, step=4, formats=format)
     assert publish_checkpoint(before, print) and publish_checkpoint(replace(before, step=5), print)
@@ -157,9 +154,8 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     sent = len(hub.puts)
     publish_checkpoint(hf, print)
     assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
-    assert hub.repos[MODEL].commits == {
-        "main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"],
-    }  # fmt: skip
+    wanted = {"main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"]}
+    assert hub.repos[MODEL].commits == wanted
 
 
 @pytest.mark.more
@@ -182,23 +178,17 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
 
 
 @pytest.mark.parametrize(
-    ("may_create", "token", "message"),
+    ("create", "token", "message"),
     [
         (False, TOKEN, "the token may not do this .403."),
         (True, "hf_other", "does not take the token .401."),
         (True, "", "no token: set HF_TOKEN"),
     ],
 )
-def test_what_the_token_may_not_is_said_before_anything_is_converted(
-    last: Upload,
-    save: Path,
-    hub: LoopbackHub,
-    monkeypatch: pytest.MonkeyPatch,
-    may_create: bool,
-    token: str,
-    message: str,
+def test_a_token_without_rights(
+    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, create: bool, token: str, message: str
 ) -> None:
-    hub.may_create = may_create
+    hub.may_create = create
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(save / "no_token"))
     with pytest.raises(HubError, match=message) as raised:
@@ -220,9 +210,7 @@ def test_a_checkpoint_that_the_run_removes(last: Upload, save: Path, hub: Loopba
     assert journal(save, "global_step5")[-1]["event"] == "gone" and not hub.puts
 
 
-def test_two_processes_never_work_on_one_checkpoint(
-    save: Path, hub: LoopbackHub, environment: dict[str, str], tmp_path: Path
-) -> None:
+def test_two_processes_never_work_on_one_checkpoint(save: Path, environment: dict[str, str]) -> None:
     code = (
         "import sys; from pathlib import Path; from megatron.operations.hub.journal import open_journal\n"
         "with open_journal(Path(sys.argv[1]), 'global_step5', lambda t: print(t, flush=True)): print('got it')"
@@ -301,7 +289,7 @@ def assert_loads(folder: Path, checkpoint: Path) -> None:
     assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_scores_are_in_the_card(save: Path, hub: LoopbackHub, upload: Run) -> None:
     words = ("--hf_org", "org", "--neox_checkpoint", "global_step5", "--skip-neox-upload", "--eval_tasks", "shipped")
     done = upload(*words, "--eval", "--eval_limit", "2", HF_HUB_OFFLINE="0")

@@ -3,8 +3,8 @@
 import json
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +19,9 @@ from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
 from megatron.operations.jobs.submission import _target
 from megatron.operations.jobs.verdict import CRASHED, Verdict
+from megatron.training.checkpoint.lock import lock_folder
 from tests.training.runs import BASE
 
-ROOT = Path(__file__).resolve().parents[3]
 JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/nowhere/a.out"))
 ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 
@@ -29,42 +29,18 @@ ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 @pytest.mark.parametrize(
     ("line", "kind"),
     [
-        (
-            "train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free of 80 GiB",
-            "out of memory",
-        ),
+        ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free", "out of memory"),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
-        (
-            "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks have been OOM Killed.",
-            "out of memory",
-        ),
-        (
-            "deepy.py: error: MASTER_PORT in the environment: port 29500 cannot be used (Address already in use)",
-            "port in use",
-        ),
-        (
-            "train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500; another run?",
-            "port in use",
-        ),
-        (
-            "RuntimeError: The server socket has failed to listen on any local network address. EADDRINUSE",
-            "port in use",
-        ),
-        (
-            "train.py: error: /p/run: another run is writing there; wait for it to end, or set another save",
-            "stale lock",
-        ),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
+        ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
+        ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
+        ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
+        ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
         ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
         ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
         ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
-        (
-            "slurmstepd: error: Could not open stdout file /p/a/7.out: No such file or directory",
-            "missing output folder",
-        ),
-        (
-            "train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are those of step 11",
-            "hyper-parameters",
-        ),
+        ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
+        ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
         ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
         ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
         ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
@@ -80,23 +56,16 @@ def test_classes(line: str, kind: str) -> None:
     assert (found.kind.name, found.lines[-1]) == (kind, line)
 
 
-def test_what_slurm_says_comes_first() -> None:
+def test_what_slurm_says_comes_first_and_the_list_of_arguments_is_no_evidence() -> None:
     lines = ["Address already in use"]
     assert classify(replace(JOB, state="NODE_FAIL"), lines).kind is NODE
     assert classify(replace(JOB, state="OUT_OF_MEMORY"), lines).kind.name == "out of memory"
     assert classify(replace(JOB, exit_code="0:53"), []).kind is FOLDER
     assert classify(JOB, []).kind is UNKNOWN
-    assert {kind.name for kind in KINDS if kind.safe} == {
-        "port in use", "stale lock", "node failure", "missing output folder",
-    }  # fmt: skip
-
-
-def test_the_list_of_arguments_is_no_evidence() -> None:
+    safe = {kind.name for kind in KINDS if kind.safe}
+    assert safe == {"port in use", "stale lock", "node failure", "missing output folder"}
     listed = "  valid_data_paths ................ ['/p/out of memory.bin'].....updated"
     assert classify(JOB, [listed, "ZeroDivisionError: division by zero"]).kind is UNKNOWN
-
-
-def test_the_node_that_is_left_out() -> None:
     assert bad_node(replace(JOB, node_list="n[1-2]"), ["leave it out (sbatch --exclude=n2); without"]) == "n2"
     assert bad_node(replace(JOB, node_list="n1"), []) == "n1"
     assert bad_node(replace(JOB, node_list="n[1-2]"), []) is None, "nobody knows which"
@@ -137,62 +106,54 @@ class Knows(Slurm):
         return replace(JOB, id=number, state=self.state) if self.state is not None else None
 
 
-HOLDS = """
-import sys
-from pathlib import Path
-from megatron.training.checkpoint.lock import lock_folder
-held = lock_folder(Path(sys.argv[1]))
-print(1, flush=True)
-input()
-"""
+@contextmanager
+def held(folder: Path, job: str) -> Iterator[int]:
+    """The lock of a run's folder, held by a process of this number."""
+    (wait, end), (ready, say) = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.environ["SLURM_JOB_ID"] = job
+        lock = lock_folder(folder)
+        os.write(say, b"1" if lock else b"0")
+        os.read(wait, 1)
+        os._exit(0)
+    try:
+        assert os.read(ready, 1) == b"1"
+        yield pid
+    finally:
+        os.write(end, b"1")
+        os.waitpid(pid, 0)
 
 
 def test_a_lock_is_removed_only_where_it_is_stale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lock that a file system keeps for a machine that went away has a holder that is no process here."""
     assert free_lock(tmp_path, None, 0).helps, "there is none"
-    env = {**os.environ, "SLURM_JOB_ID": "12"}
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd=ROOT
-    )  # fmt: skip
-    assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
     lock = tmp_path / ".lock"
-    try:
-        assert json.loads(lock.read_text()) == {"host": socket.gethostname(), "pid": holder.pid, "job": "12"}
+    with held(tmp_path, "12") as holder:
+        assert json.loads(lock.read_text()) == {"host": socket.gethostname(), "pid": holder, "job": "12"}
         # status.json is an earlier run's, which has ended: the lock is older than this one's first step.
         (tmp_path / "status.json").write_text(json.dumps({"status": "finished", "job": "7"}))
         found = free_lock(tmp_path, Knows("COMPLETED"), 0)
-        assert not found.helps and f"process {holder.pid} of this machine" in found.did
-        with monkeypatch.context() as patch:
-            patch.setattr(socket, "gethostname", lambda: "another")
-            for slurm, said in (
-                (None, f"cannot be seen from here: look on {os.uname().nodename}"),
-                (Knows(None), "Slurm does not know job 12 any more: look on "),
-                (Knows("RUNNING"), "job 12 (RUNNING) trains there"),
-            ):
-                found = free_lock(tmp_path, slurm, 0, alive=lambda pid: False)
-                assert not found.helps and said in found.did and lock.exists()
-            text = lock.read_text()
-            lock.write_text("")
-            found = free_lock(tmp_path, Knows("COMPLETED"), 0, alive=lambda pid: False)
-            assert not found.helps and "look on another machine" in found.did and lock.exists()
-            lock.write_text(text)
-            found = free_lock(tmp_path, Knows("NODE_FAIL"), 0, alive=lambda pid: False)
-            assert found.helps and "has ended (NODE_FAIL)" in found.did and not lock.exists()
-    finally:
-        holder.communicate(b"\n")
+        assert not found.helps and f"process {holder} " in found.did
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        for slurm, said in (
+            (None, os.uname().nodename), (Knows(None), "not know job 12"), (Knows("RUNNING"), "job 12 (RUNNING)"),
+        ):  # fmt: skip
+            found = free_lock(tmp_path, slurm, 0, alive=lambda pid: False)
+            assert not found.helps and said in found.did and lock.exists()
+        text = lock.read_text()
+        lock.write_text("")
+        found = free_lock(tmp_path, Knows("COMPLETED"), 0, alive=lambda pid: False)
+        assert not found.helps and "another machine" in found.did and lock.exists()
+        lock.write_text(text)
+        found = free_lock(tmp_path, Knows("NODE_FAIL"), 0, alive=lambda pid: False)
+        assert found.helps and "(NODE_FAIL)" in found.did and not lock.exists()
 
 
 def test_a_lock_of_a_process_of_this_machine_that_is_gone(tmp_path: Path) -> None:
-    hold = "import fcntl, sys; f = open(sys.argv[1], 'a'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
-    command = [sys.executable, "-c", hold, str(tmp_path / ".lock")]
-    (tmp_path / ".lock").write_text(json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1, "job": None}))
-    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert holder.stdout is not None and holder.stdout.readline() == b"1\n"
-    try:
+    with held(tmp_path, "12"):
         found = free_lock(tmp_path, None, 0, alive=lambda pid: False)
         assert found.helps and "is gone" in found.did and not (tmp_path / ".lock").exists()
-    finally:
-        holder.communicate(b"\n")
 
 
 def test_share_of_peak() -> None:
@@ -216,13 +177,10 @@ def test_a_report_is_one_page(tmp_path: Path) -> None:
     assert len(text.splitlines()) <= 60 and max(map(len, text.splitlines())) <= 210
 
 
-def test_how_long_it_waits() -> None:
+def test_how_long_it_waits_and_where_logs_go_on(tmp_path: Path) -> None:
     assert _target(0, 1000, 50, 12) == 50 and _target(0, 20, 50, 12) == 20
     assert _target(700, 1000, 50, 701) == 750, "a run that goes on"
     assert _target(700, 1000, 50, 3) == 50, "one that did not go on from there"
-
-
-def test_scontrol_and_logs_that_go_on(tmp_path: Path) -> None:
     text = (
         "JobId=12 JobName=my run\n   UserId=ann(1000) GroupId=x(1)\n   JobState=RUNNING Reason=None Dependency=(null)\n"
         "   SubmitTime=1795490014 EligibleTime=1795490014\n   StartTime=1795490017 EndTime=Unknown Deadline=N/A\n"

@@ -97,9 +97,8 @@ def listed(slurm: Slurm, folder: Path, **choice: object) -> dict[str, Row]:
 def test_jobs_as_slurm_and_their_folders_tell(slurm: Slurm, tmp_path: Path) -> None:
     write_run(tmp_path, tmp_path / "logs" / "my run-2.out", "2", phase="saving the best model")
     rows = listed(slurm, tmp_path)
-    assert {number: row.verdict.kind for number, row in rows.items()} == {
-        "1": "FINISHED", "2": "saving", "3": "pending", "4_[0-3]": "pending",
-    }  # fmt: skip
+    wanted = {"1": "FINISHED", "2": "saving", "3": "pending", "4_[0-3]": "pending"}
+    assert {number: row.verdict.kind for number, row in rows.items()} == wanted
     assert [rows[number].verdict.detail for number in ("3", "4_[0-3]")] == ["JobHeldUser", "BeginTime"]
     assert rows["1"].job.log == tmp_path / "logs" / "neox-training-1.out", "the last -o counts"
     row = rows["2"]
@@ -228,9 +227,5 @@ def test_the_table_and_the_json(slurm: Slurm, tmp_path: Path) -> None:
     assert row["error_lines"] == ["Traceback (most recent call last):", "ValueError: [bold]a"]
     explained = (ROOT / "docs" / "jobs.md").read_text().partition("## --json")[2].partition("## submit")[0]
     assert set(re.findall(r"`(\w+)`", explained)) >= set(row)
-
-
-def test_durations() -> None:
-    assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == [
-        "40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h",
-    ]  # fmt: skip
+    wanted = ["40 s", "119 s", "12 min", "3 h 10 min", "2 d 4 h"]
+    assert [duration(s) for s in (40, 119, 720, 3600 * 3 + 600, 86400 * 2 + 3600 * 4)] == wanted

@@ -1,5 +1,4 @@
-"""What is made of a submitted run's fate: success after its iterations, two retries at most of what is safe,
-and a report; with a starter whose jobs end as they are told to."""
+"""What is made of a submitted run's fate, with a starter whose jobs end as they are told to."""
 
 import os
 from collections.abc import Sequence

@@ -130,6 +130,17 @@ def test_whatever_a_run_has_left_makes_a_page(tmp_path: Path) -> None:
     assert "they cannot be compared" in compared.read_text() and len(figures(compared)) == 3
 
 
+def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
+    kinds = ("chosen", "rejected", "margins", "accuracies")
+    of_pairs = {f"train/rewards/{kind}": 0.5 for kind in kinds} | {"train/logps/chosen": -1.0}
+    page = write_report([write_run(tmp_path / "a", rows_of(3, lambda step: of_pairs))])
+    linear = [figure for figure in figures(page) if not figure.name.endswith("-log")]
+    drawn = dict(zip(titles(page), linear, strict=True))
+    assert {"Rewards", "Preference accuracy", "Log-probabilities of answers"} <= drawn.keys()
+    labels = [item.label.value for item in drawn["Rewards"].legend[0].items]
+    assert labels[:3] == ["rewards chosen", "rewards rejected", "rewards margins"]
+
+
 def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     def more(step: int) -> Row:
         return {
@@ -185,14 +196,11 @@ def test_report_true_needs_bokeh_and_a_folder(monkeypatch: pytest.MonkeyPatch) -
     require_report(args.replace(report=False))
 
 
-def test_the_end_of_a_run_is_not_changed_by_its_report(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_page_at_the_end_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     args = NeoXArgs.from_dict(config(MODEL, save=str(tmp_path / "gone")))
     with caplog.at_level(logging.WARNING):
         report_at_end(args, tmp_path / "gone" / "logs", logging.getLogger("report"))
     assert "report: true, but the page was not made: ReportError" in caplog.text
-
-
-def test_the_page_of_a_run_in_a_bucket_is_in_its_log_folder(tmp_path: Path) -> None:
     values = config(
         MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"), log_dir=str(tmp_path / "a")
     )  # fmt: skip

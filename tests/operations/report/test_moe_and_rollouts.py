@@ -1,4 +1,4 @@
-"""The load of experts in a page: which lines are shown, what colours mean, and how large the page is."""
+"""Pages of runs with experts, whose load is a map, and of runs with rewards: best and worst answers."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,11 @@ import pytest
 
 from megatron.operations.report import write_report
 from megatron.operations.report.heat_map import palette
+from megatron.operations.report.rollout_rows import SHOWN, read_rollouts
 from megatron.operations.report.router_loads import CODES, LoadMap, RouterLoad, code_of, encode, maps_of, read_load
 from tests.operations.report.pages import figures, rows_of, titles, write_run
+from tests.pool import run_ranks
+from tests.rollouts.toy import whole_run, write_task
 
 NAMES = ("aux_loss", "z_loss", "entropy", "dropped", "max_load", "idle_experts")
 
@@ -33,8 +36,7 @@ def decoded(codes: Any) -> Any:
 
 
 def mapped(iterations: list[int]) -> LoadMap:
-    """A map of two experts whose loads say which line it is: their codes are its two digits to base 200, and
-    1."""
+    """A map of two experts whose loads say which line it is: its two digits to base 200."""
     digits = np.stack(np.divmod(np.arange(len(iterations)), 200), 1)
     load = (2.0 ** (digits / (CODES - 1) * 6 - 3)).astype(np.float32)
     (made,) = maps_of([RouterLoad((2,), np.array(iterations), load[:, None, :])])
@@ -67,7 +69,7 @@ def test_a_page_shows_every_layer_expert_and_line(tmp_path: Path) -> None:
     assert '<option value="layer 3">layer 3</option>' in text
 
 
-def test_colours_tell_no_token_from_few() -> None:
+def test_colours_and_columns_of_the_map() -> None:
     load = np.array([0.0, 1e-3, 0.125, 1.0, 8.0, 100.0], np.float32)
     codes = encode(load).tolist()
     assert codes[0] == 0 and codes[1:3] == [1, 1] and codes[4:] == [CODES, CODES] and code_of(1.0) == (CODES + 1) / 2
@@ -77,9 +79,6 @@ def test_colours_tell_no_token_from_few() -> None:
     brightness = [sum(int(color[i : i + 2], 16) for i in (1, 3, 5)) for color in colors]
     assert len(colors) == CODES and min(brightness) > 150, "black is for experts without a token"
     assert brightness[CODES // 2] >= max(brightness) - 2, "the mean is pale"
-
-
-def test_columns_are_of_equal_width_and_show_the_newest_line() -> None:
     assert lines_of(mapped([5])) == [0]
     assert lines_of(mapped([10, 20, 30])) == [0, 1, 2]
     gap = mapped([10, 20, 50, 60])
@@ -134,3 +133,43 @@ def test_each_of_several_runs_has_its_map(tmp_path: Path) -> None:
     assert "data-map=" not in text.replace('"[data-map]"', ""), "nothing to choose"
     assert "2 logged steps; 2 experts, layer 2 (1 of 2 without a token at the end)." in text
     assert len(maps(write_report([dense]))) == 0
+
+
+def test_a_page_shows_rewards_and_answers(tmp_path: Path) -> None:
+    values = {**write_task(tmp_path), "save": str(tmp_path / "run"), "checkpoint_factor": 4}
+    run_ranks(whole_run, 1, values)
+    page = write_report([tmp_path / "run"])
+    assert {
+        "Rewards",
+        "Length of answers",
+        "Prompts that teach nothing",
+        "Sampler and trainer",
+        "Time of a step",
+    } <= set(titles(page))
+    lines = [json.loads(line) for line in (tmp_path / "run/logs/rollouts.jsonl").read_text().splitlines()]
+    first = [line for line in lines if line["iteration"] == 1]
+    shown = read_rollouts(tmp_path / "run/logs")
+    assert [generation.iteration for generation in shown] == [1, 2, 3, 4]
+    best, worst = shown[0].best, shown[0].worst
+    assert best is not None and worst is not None
+    assert best.reward == max(line["reward"] for line in first) and worst.reward == min(
+        line["reward"] for line in first
+    )
+    assert best.completion in [line["completion"] for line in first]
+    assert page.read_text().count('<td class="answer">') == 4 * 4, "prompt and answer, of the best and the worst"
+
+
+def test_few_generations_of_many_and_damaged_lines(tmp_path: Path) -> None:
+    def line(iteration: int, reward: float | None) -> str:
+        answer = {"prompt": [{"role": "user", "content": "<b>"}], "completion": "x", "rewards": {"right": reward}}
+        return json.dumps({"iteration": iteration, "generation": iteration, "reward": reward, **answer})
+
+    text = "\n".join(line(i, None if i == 1 else i / 10) for i in range(1, 102) for _ in range(2))
+    (tmp_path / "rollouts.jsonl").write_text(text + "\n" + '{"iteration": 7, "rew')
+    shown = read_rollouts(tmp_path)
+    assert len(shown) == SHOWN and shown[0].iteration == 1 and shown[-1].iteration == 101
+    assert shown[0].best is None and shown[0].mean is None and shown[0].answers == 2
+    assert (
+        shown[-1].best is not None and shown[-1].best.prompt == "user: <b>" and shown[-1].best.rewards == "right 10.1"
+    )
+    assert read_rollouts(tmp_path / "nothing") == []

@@ -1,14 +1,18 @@
-"""What fills memory, from configurations and from runs: the table, the picture, and what is said of
-mistakes."""
+"""What fills memory, from configurations and from runs, and the plot and sentence made of metrics.jsonl."""
 
 import json
+import re
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from megatron.operations.loss_plot import ordinary, read_curve
 from tests.training.runs import GOLDEN, LLAMA, config
+from tools import plot_metrics
 from tools.profile_memory import main
 
 MIB = 2**20
@@ -75,8 +79,7 @@ def test_mistakes(save: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A long run that warms up, saves and validates; nothing is left of the short one, of whose
-    own settings --set wins."""
+    """A long run that saves and validates; nothing is left of the short one; --set wins."""
     keys: dict[str, Any] = {
         "num_layers": 2, "train_iters": 5000, "lr_decay_style": "cosine", "warmup": None, "warmup_iters": 100,
         "save": str(tmp_path / "save"), "checkpoint_factor": 1, "extra_save_iters": [0], "eval_iters": 10,
@@ -96,3 +99,45 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert shares["optimizer states"] == pytest.approx(2 * shares["weights"], rel=0.02)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conf.yml", "memory_parts.png"]
     assert sorted((GOLDEN / "dataset").rglob("*")) == data, "index maps"
+
+
+@pytest.fixture
+def plot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, words)])
+        return plot_metrics.main(), *capsys.readouterr()
+
+    return run
+
+
+def test_plot_and_summary(plot, tmp_path):
+    rows = [
+        {"iteration": 0, "consumed_tokens": 0, "validation/lm_loss": 6.95},
+        {"iteration": 10, "consumed_tokens": 40960, "train/lm_loss": 5.5},
+        {"iteration": 20, "consumed_tokens": 81920, "train/lm_loss": 4.5, "validation/lm_loss": 4.256},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "stats.json").write_text('{"validation_unigram_entropy": 6.0201}')
+    code, out, _ = plot(tmp_path / "metrics.jsonl", "--stats", tmp_path / "stats.json")
+    assert code == 0
+    picture = tmp_path / "loss.png"
+    assert re.match(r"validation loss 6\.950 -> 4\.256 .* 81,920 tokens .*6\.020.*: " + str(picture), out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_that_unlearn_have_curves_of_their_own(plot, tmp_path):
+    forget = {"train/batch_type": 1.0, "train/gd_retain_loss": 2.0, "train/lm_loss": 70.0}
+    rows = [
+        {"consumed_tokens": 64, "train/batch_type": 0.0, "train/lm_loss": 3.0},
+        {"consumed_tokens": 64, **forget, "train/ga_actual_loss": 2.5},
+        {"consumed_tokens": 128, "train/batch_type": 0.0, "train/lm_loss": 2.9},
+        {"consumed_tokens": 128, **forget, "train/ga_actual_loss": 5.25},
+    ]
+    assert read_curve(ordinary(rows), "train/lm_loss") == ([64, 128], [3.0, 2.9])
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert re.search("forget 2.500 -> 5.250; .*retain 2.000 -> 2.000", plot(tmp_path / "metrics.jsonl")[1])
+
+
+def test_metrics_that_are_not_there(plot, tmp_path):
+    code, _, err = plot(tmp_path / "metrics.jsonl")
+    assert code == 1 and err.startswith("plot_metrics.py: ") and err.count("\n") == 1

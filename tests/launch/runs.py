@@ -1,0 +1,70 @@
+"""deepy.py on scripts of a few lines, and what became of the processes."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPY = [sys.executable, str(ROOT / "deepy.py")]
+MODEL = {
+    "num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+    "train_batch_size": 8, "log_dir": "logs",
+}  # fmt: skip
+SCRIPT = """\
+import os, signal, sys, time
+from pathlib import Path
+rank, start = int(os.environ["RANK"]), int(os.environ.get("NEOX_RESTARTS", 0))
+
+def wait_for(*files):
+    while not all(Path(file).exists() for file in files):
+        time.sleep(0.01)
+"""
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Of somebody who types, on CPUs."""
+    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+    return {**kept, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", **more}
+
+
+def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = None) -> None:
+    """script.py and model.yml."""
+    (folder / "script.py").write_text(SCRIPT + textwrap.dedent(script))
+    (folder / "model.yml").write_text(yaml.safe_dump({**MODEL, **(keys or {})}))
+
+
+def deepy(
+    folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
+    keys: Mapping[str, Any] | None = None, **more: Any,
+) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+    """A script on ranks, its streams as one; with a disk of so many kilobytes at `disk`, copied to `kept`."""
+    write_script(folder, script, keys)
+    command = [*DEEPY, "--num_gpus", str(ranks), "script.py", "model.yml", *words]
+    if disk is not None:
+        (folder / "disk").mkdir()
+        command = [sys.executable, "-m", "tests.disks", str(folder / "disk"), str(disk), str(folder / "kept"), *command]
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **more}
+    return subprocess.run(command, cwd=folder, env=environment(), text=True, timeout=200, **streams)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

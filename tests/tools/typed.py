@@ -1,0 +1,32 @@
+"""Commands of tools/ as they are typed, in this process or on ranks of the pool."""
+
+import importlib
+import io
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
+from typing import Any
+
+import pytest
+
+from tests.pool import run_ranks
+
+
+def refused(main: Callable[[list[str]], Any], *words: object) -> str:
+    """What a command says as it ends."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    assert isinstance(ended.value.code, str)
+    return ended.value.code
+
+
+def on_ranks(tool: str, *argv: str, ranks: int = 1, typed: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of rank 0 of a command that makes its process group. typed: on stdin."""
+    return run_ranks(_command, ranks, tool, argv, typed, init=False)[0]
+
+
+def _command(rank: int, world_size: int, tool: str, argv: Sequence[str], typed: str) -> tuple[int, str, str]:
+    out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(typed)
+    with redirect_stdout(out), redirect_stderr(err):
+        code = importlib.import_module(tool).main(argv)
+    return code, out.getvalue(), err.getvalue()
