@@ -1,15 +1,11 @@
-"""The table of attention backends: its names, the layers that ask for one, and a new one."""
+"""The table of attention backends: its names, and the layers that ask for one. A new one:
+tests/guide/test_recipes.py."""
 
 import inspect
-import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +23,6 @@ from megatron.neox_arguments import ConfigError
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "aten::_scaled_dot_product_"
 MIXED: dict[str, Any] = {
     "num_layers": 4,
@@ -221,38 +216,3 @@ def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str
     )
     (said,) = (line for line in log_lines if line.startswith("attention_config: flash chose"))
     assert re.search(r"\n  with dropout +math .*flash: .*dropout", said) and re.search(r"\n  plain +flash\n", said)
-
-
-MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""
-
-import torch
-
-from megatron.model.attention.backends import AttentionBackend
-
-
-class Mean(AttentionBackend):
-    def supports(self, call):
-        return "it has no mask" if call.masked or call.documents else super().supports(call)
-
-    def run(self, q, k, v, inputs, options):
-        means = v.cumsum(0) / torch.arange(1, len(v) + 1).view(-1, 1, 1, 1)
-        return means.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-'''
-RUN = """
-from tests.training.runs import config, curves
-
-print([part.losses for part in curves(0, 1, [config(attention_backend=name) for name in ("math", "mean")], steps=2)])
-"""
-
-
-def test_a_backend_is_one_file_and_one_entry(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")  # compiled, too
-    (tmp_path / "megatron/model/attention/mean.py").write_text(MEAN)
-    table, entry = tmp_path / "megatron" / "neox_arguments" / "keys" / "attention.py", '("flash", "backends.Varlen"),'
-    assert table.read_text().count(entry) == 1
-    table.write_text(table.read_text().replace(entry, f'{entry} ("mean", "mean.Mean"),'))
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    exact, mean = json.loads(done.stdout.splitlines()[-1])
-    assert len(mean) == 2 and mean[1] < mean[0] and all(a != b for a, b in zip(exact, mean, strict=True))

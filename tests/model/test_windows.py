@@ -1,4 +1,4 @@
-"""Sliding windows: against transformers' Mistral, the formula, and on the varlen kernel's arguments."""
+"""Sliding windows: against the formula, and on the varlen kernel's arguments."""
 
 from typing import Any
 
@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers import MistralConfig, MistralForCausalLM
 
 from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, document_mask, window_mask
 from megatron.model.attention.backends import EfficientVarlen, Varlen
@@ -26,28 +25,8 @@ from tests.model.stages import (
     stage_with,
 )
 from tests.model.test_attention import by_formula, no_gpu_is_tried
-from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("width", [1, 4, 14, 15, 40])
-def test_mistral(width: int) -> None:
-    """Their window counts the token itself, ours (flash attention's) does not."""
-    config = MistralConfig(
-        **SIZES, intermediate_size=40, num_key_value_heads=2, rms_norm_eps=1e-3, sliding_window=width + 1,
-        max_position_embeddings=32, head_dim=8,
-    )  # fmt: skip
-    model = MistralForCausalLM(config)
-    weights = llama_weights(randomised(model), 2)
-    for tensors in weights.values():
-        for old in [key for key in tensors if "norm" in key]:
-            tensors[old.replace(".weight", ".scale")] = tensors.pop(old)
-    args = small(
-        norm="rmsnorm", rms_norm_epsilon=1e-3, activation="swiglu", intermediate_size=40, num_kv_heads=2,
-        no_weight_tying=True, use_bias_in_attn_linear=False, use_bias_in_mlp=False, sliding_window_width=width,
-    )  # fmt: skip
-    assert_equal_logits(model, args, weights)
 
 
 def test_a_window_over_everything_is_none() -> None:
