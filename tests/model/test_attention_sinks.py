@@ -1,7 +1,6 @@
 """Attention sinks: a trained logit of each head in the softmax of every query, as transformers' gpt-oss."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from megatron.model.specs import attention_spec
 from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ConfigError
 from tests.marks import with_more
-from tests.model.runs import LLAMA, LR, MODELS, SGD, Step, assert_same_step, engine_for
+from tests.model.runs import LLAMA, MODELS
 from tests.model.stages import (
     chosen,
     document_batch,
@@ -34,7 +33,6 @@ from tests.model.stages import (
     stage_with,
 )
 from tests.model.test_trees import flex_on_a_cpu, flex_runs_on_a_cpu  # noqa: F401 (a fixture)
-from tests.pool import run_ranks
 
 SEQ, ROWS, HEADS, DIM = 12, 2, 4, 8
 STARTS = torch.tensor([0, 3, 8, 12, 13, 24], dtype=torch.int32)
@@ -124,33 +122,6 @@ def test_a_model_on_flex_attention_equals_the_formula(packed: bool, flex_on_a_cp
     torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-3)
 
 
-def three_steps(rank: int, world_size: int, layout: dict[str, Any]) -> Step:
-    """For the pool: three steps of SGD; loss and log-probabilities of the last."""
-    engine = engine_for({**MODELS["sinks"], **layout}, world_size)
-    for seed in range(3):
-        batches = [document_batch(engine.args, seed=2 * seed), random_batch(engine.args, seed=2 * seed + 1)]
-        logprobs = engine.token_logprobs(batches)
-        loss = engine.train_step(batches, LR).loss
-    return Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights())
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Step:
-    return run_ranks(three_steps, 1, {})[0]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"model_parallel_size": 2, "sequence_parallel": True},
-        {"pipe_parallel_size": 2, "checkpoint_activations": True},
-    ],
-    ids=["tp2", "pp2"],
-)
-def test_three_steps_in_every_layout(layout: dict[str, Any], one_process: Step) -> None:
-    assert_same_step(small(**SGD, **MODELS["sinks"]), run_ranks(three_steps, 2, layout), one_process)
-
-
 def test_the_parameter() -> None:
     """Cut with the heads, without weight decay, zero at first, in every block."""
     args = small(**MODELS["sinks"])
@@ -160,19 +131,6 @@ def test_the_parameter() -> None:
         assert (spec.shape, spec.axis, spec.local_shape(2), spec.init) == ((4,), 0, (2,), "zeros")
         assert not spec.weight_decay
     assert not any("sinks" in name for _, name in named_params(small()))
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attention_dropout": 0.1}, "attention_sinks: have no attention_dropout"),
-    ({"te_mha": True}, "attention_sinks: Transformer-Engine's attention has none here"),
-]
-
-
-@pytest.mark.parametrize("changes, words", REFUSED)
-def test_what_cannot_be_combined(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        small(attention_sinks=True, **changes)
-    assert words in str(refused.value)
 
 
 def test_a_backend_without_sinks_is_refused() -> None:
@@ -207,7 +165,5 @@ def test_a_model_without_them_is_another() -> None:
         for given in ({}, {"truncate": True}, {"truncate": False})
     )
     assert unset == whole != between
-    with pytest.raises(ConfigError, match="rope_scaling.truncate: linear does not read it"):
-        small(rope_scaling={"rope_type": "linear", "factor": 2.0, "truncate": False})
     with pytest.raises(CheckpointError, match="sinks of attention"):
         hf_config(small(**LLAMA, attention_sinks=True), family="llama")

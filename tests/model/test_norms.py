@@ -1,6 +1,7 @@
 """Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor
 layout."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from megatron.model.mlp import ACTIVATIONS
+from megatron.model.norm_functions import TORCH_NORMS, NormFunctions, apex_norms, transformer_engine_norms
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
 from megatron.model.specs import HeadNormSpec, activation_name, head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import SGD, assert_same_step, sgd_steps
 from tests.model.stages import small
 from tests.pool import run_ranks
+from tests.stand_ins import installed
 
 ALONE = ParallelGroups.single()
 GENERATOR = torch.Generator().manual_seed(7)
@@ -141,3 +144,38 @@ def test_two_tensor_ranks_equal_one() -> None:
     by_rank = run_ranks(sgd_steps, 2, configs, timeout=120)
     for i, (values, reference) in enumerate(zip(configs, references * len(LAYOUTS), strict=True)):
         assert_same_step(small(**SGD, **values), [steps[i] for steps in by_rank], reference)
+
+
+# Stand-ins with their signatures replace NVIDIA's packages.
+PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
+
+
+def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs of every kind of norm here, and the gradients of what it is given."""
+    generator = torch.Generator().manual_seed(2)
+    weight, bias = (1 + torch.randn(8, generator=generator).to(dtype) for _ in range(2))
+    x, found = torch.randn(2, 8, 5, generator=generator).to(dtype).transpose(1, 2), list[Tensor]()
+    kinds: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+        lambda x, w, b: norms.layer_norm(x, (8,), w, b, 1e-2),
+        lambda x, w, b: norms.layer_norm(x, (8,), w, None, 1e-2),
+        lambda x, w, b: norms.layer_norm(x, (8,), None, None, 1e-2),
+        lambda x, w, b: norms.rms_norm(x, (8,), w, 1e-2, False),
+        lambda x, w, b: norms.rms_norm(x, (8,), w, 1e-2, True),
+    ]
+    for kind in kinds:
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
+        out = kind(*leaves)
+        out.float().sin().sum().backward()
+        found += [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_norms_of_packages_equal_torchs(package: str, dtype: torch.dtype) -> None:
+    with installed(package):
+        ours = results(PACKAGES[package](), dtype)
+    bound = 1e-5 if dtype == torch.float32 else 3e-2  # bf16 sums of ten numbers are rounded at other places
+    for mine, expected in zip(ours, results(TORCH_NORMS, dtype), strict=True):
+        assert mine.dtype == expected.dtype == dtype and mine.shape == expected.shape
+        torch.testing.assert_close(mine, expected, rtol=bound, atol=bound)

@@ -2,14 +2,17 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from megatron.model.gated_activations import clamped_swiglu
 from megatron.model.mlp import ACTIVATIONS, MLP
 from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, alibi_slopes
@@ -158,3 +161,19 @@ def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None
     mlp = MLP(dense_spec(args, 0), ALONE)
     assert tuple(mlp.linear1.weight.shape) == (width * (2 if args.is_gated else 1), 32)
     assert tuple(mlp.linear2.weight.shape) == (32, width)
+
+
+@pytest.mark.parametrize("limits", [{}, {"alpha": 0.9, "limit": 3.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu_is_that_of_gpt_oss(dtype: torch.dtype, limits: dict[str, float]) -> None:
+    """To the last bit, with its gradients, on both sides of both clamps."""
+    theirs = SimpleNamespace(**{"alpha": 1.702, "limit": 7.0, **limits})
+    drawn = 6 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    gate, up = drawn.to(dtype).requires_grad_()
+    out = clamped_swiglu(gate, up, **limits)
+    expected = GptOssExperts._apply_gate(theirs, torch.stack([gate, up], -1).flatten(-2))  # type: ignore[arg-type]
+    assert out.dtype == dtype and torch.equal(out, expected)
+    ours, wanted = (torch.autograd.grad(one.float().sum(), (gate, up)) for one in (out, expected))
+    for mine, other in zip(ours, wanted, strict=True):
+        assert torch.equal(mine, other)
+    assert all(values.max() > theirs.limit and values.min() < -theirs.limit for values in (gate, up))

@@ -101,7 +101,10 @@ def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, ke
             values = [loss, *sums]
             loss.backward(torch.tensor(0.25))
         else:
-            logprobs, statistics = token_logprobs_and_statistics(head, labels, group, columns, places)
+            how = group, columns, places, options.get("temperature", 1.0)
+            logprobs, statistics = token_logprobs_and_statistics(head, labels, *how)
+            with torch.no_grad():
+                assert torch.equal(token_logprobs(head, labels, *how), logprobs)
             values = [logprobs, *statistics]
             logprobs.backward(given.grad)
     assert all(one.dtype == torch.float32 for one in values)
@@ -125,6 +128,7 @@ def formula(given: Case, options: Options, dtype: torch.dtype = torch.float64) -
     hidden, weight = (x.detach().to(dtype).requires_grad_() for x in (given.hidden, given.weight))
     columns, kind = options.get("columns"), options.get("kind")
     logits = capped((hidden @ weight.t())[..., :columns], options.get("softcap"))
+    logits = logits / options.get("temperature", 1.0)
     logits = logits if dtype == torch.float64 else logits.float()
     distribution, labels = logits.log_softmax(-1), given.labels % (columns or VOCAB)
     logprobs = distribution.gather(-1, labels[..., None]).squeeze(-1)
@@ -172,6 +176,9 @@ KINDS: dict[str, Options] = {
     "logprobs, capped": {"softcap": 30.0, "columns": 21, "kept": 2 * THREE_CHUNKS * 4},
     "nll, capped": {"kind": LossOfTokens(nll, 0.1, True), "softcap": 30.0, "columns": 21},
     "dft": {"kind": LossOfTokens(dft, 0.0, True)},
+    "temperature": {"temperature": 0.7},
+    "temperature, capped": {"temperature": 0.7, "softcap": 5.0},
+    "temperature, all": {"temperature": 2.5, "softcap": 30.0, "columns": 29, "places": True, "kept": ALL_AT_ONCE},
 }
 
 

@@ -29,17 +29,41 @@ ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
-def model(seed: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=64,
-    )  # fmt: skip
-    made, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in made.named_parameters():
-            value = 0.3 * torch.randn(param.shape, generator=generator)
-            param.copy_(1 + value if "norm" in name else value)
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def drawn(made: Any, seed: int) -> Any:
+    """A model with random weights, those of norms about one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in made.named_parameters():
+        value = 0.3 * torch.randn(param.shape, generator=generator)
+        param.copy_(1 + value if "norm" in name else value)
     return made.eval()
+
+
+def model(seed: int) -> LlamaForCausalLM:
+    return drawn(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
+
+
+def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
+    """Options of every trainer."""
+    common = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return {"output_dir": str(folder), **common, **more}
+
+
+def keep(folder: Path, name: str, facts: Any, arrays: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -108,10 +132,7 @@ def run(
     """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
     them."""
     policy, reference, tokenizer = model(1), model(2), words()
-    common: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 4, "disable_tqdm": True,
-    }  # fmt: skip
+    common = settings(folder, per_device_train_batch_size=4)
     if kind == "dpo":
         trainer: Any = DPOTrainer(
             model=policy, ref_model=reference, args=DPOConfig(**common, **options),
@@ -156,7 +177,7 @@ def run(
 
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
     """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
-    common = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    common = settings(folder)
     policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), words()
     if kind == "sft":
         trainer: Any = SFTTrainer(
@@ -224,8 +245,7 @@ def main(folder: Path) -> None:
             print(name, loss)
         loss, gradient, _ = run(place, "accumulated", "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
     np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)
-    np.savez_compressed(folder / "trl.npz", **arrays)  # type: ignore[arg-type]
-    (folder / "trl.json").write_text(json.dumps(facts, indent=1) + "\n")
+    keep(folder, "trl", facts, arrays)
 
 
 if __name__ == "__main__":
