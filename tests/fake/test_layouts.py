@@ -49,7 +49,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 BIG_WORLD = 1024  # tp8 pp4 dp32
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", "tp2 gqa", "tp2 recompute"))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", product=["tp2 gqa", "tp2 recompute"]))
 def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
     world, values = LAYOUTS[name]
     assert_layout(fake_cuda, [Case(world, rank, values) for rank in range(world)])
@@ -62,7 +62,7 @@ def big_ranks() -> list[int]:
     return sorted({rank for one in chosen for rank in (one, one ^ 1)})
 
 
-@pytest.mark.parametrize("ranks", [(0, 1023), pytest.param(big_ranks(), marks=pytest.mark.more)])
+@pytest.mark.parametrize("ranks", [(0, 1023), pytest.param(big_ranks(), marks=pytest.mark.product)])
 def test_ranks_of_a_thousand(ranks: list[int], fake_cuda: FakeCuda) -> None:
     assert_layout(fake_cuda, [Case(BIG_WORLD, rank, BIG) for rank in ranks])
 
@@ -150,7 +150,7 @@ def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     assert Counter(map(tuple, seen["collectives"])) == derived(case) + more
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.more)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.product)], ids=["eager", "compiled"])
 def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Each linear gathers with one product and scatters with another, and columns gather again beside; the
     other collectives are as without."""

@@ -22,16 +22,19 @@ RECOMPUTE: list[dict[str, Any]] = [
     {"checkpoint_activations": True, "recompute_every": 2},
     {"checkpoint_activations": True, "recompute_granularity": "selective"},
 ]
-TP2, SP = {"model_parallel_size": 2}, {"sequence_parallel": True}
-LAYOUTS: dict[int, list[dict[str, Any]]] = {1: [{}], 2: [TP2, TP2 | SP, {"pipe_parallel_size": 2}]}
+TP2 = {"model_parallel_size": 2}
+CELLS: dict[int, list[dict[str, Any]]] = {
+    1: [NEOX, LLAMA],
+    2: [NEOX | TP2, LLAMA | TP2 | {"sequence_parallel": True}, NEOX | {"pipe_parallel_size": 2}],
+}
 
 
-@pytest.mark.parametrize("world_size", LAYOUTS)
+@pytest.mark.parametrize("world_size", CELLS)
 def test_recomputation_is_bit_equal(world_size: int) -> None:
     """Also where activations are dropped: its masks are drawn again."""
-    cells = [{**model, **layout} for layout in LAYOUTS[world_size] for model in (NEOX, LLAMA)]
     forms = [{**DROPOUT, **form} for form in RECOMPUTE] + [{}]
-    for steps in run_ranks(sgd_steps, world_size, [{**cell, **form} for cell in cells for form in forms]):
+    configs = [{**cell, **form} for cell in CELLS[world_size] for form in forms]
+    for steps in run_ranks(sgd_steps, world_size, configs):
         for start in range(0, len(steps), len(forms)):
             first, *others, without = steps[start : start + len(forms)]
             for step in others:
