@@ -101,19 +101,17 @@ def test_what_flash_attn_is_asked_for(deterministic: bool) -> None:
     assert all(call["causal"] and call["window_size"] == (-1, 0) for call in calls)
 
 
-def _refusal(backend: str, **keys: Any) -> str:
-    with pytest.raises(ConfigError) as caught:
+def refused(backend: str, facts: str, **keys: Any) -> None:
+    with pytest.raises(ConfigError, match=facts):
         build_stage(small(attention_backend=backend, **keys), ParallelGroups.single())
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "package, pip", [("flash_attn", "flash-attn=="), ("transformer_engine", "transformer-engine[")]
+    "package, pip", [("flash_attn", "flash-attn=="), ("transformer_engine", r"transformer-engine\[")]
 )
 def test_a_package_that_is_not_installed(package: str, pip: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.neox_arguments.optional_packages.find_spec", lambda name: None)
-    said = _refusal(package)
-    assert f"attention_backend: {package} needs" in said and "not installed" in said and pip in said
+    refused(package, f"attention_backend: {package} .*not installed.*{pip}")
 
 
 def test_an_installed_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
@@ -121,20 +119,17 @@ def test_an_installed_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine" / "__init__.py").write_text("raise RuntimeError('cudnn not found')")
     monkeypatch.syspath_prepend(tmp_path)
-    assert "cannot be imported (RuntimeError: cudnn not found): pip install" in _refusal("transformer_engine")
-
-
-def test_flash_attn_4_alone_is_not_flash_attn() -> None:
-    with modules({"flash_attn": {}}):
-        assert "flash-attn-4 alone is installed" in _refusal("flash_attn")
+    refused("transformer_engine", "RuntimeError: cudnn not found.*pip install")
 
 
 def test_what_a_package_cannot_do_is_said_at_start() -> None:
+    with modules({"flash_attn": {}}):
+        refused("flash_attn", "flash-attn-4")
     with modules(flash_attn.modules(any_dtype=False)):
-        assert "FlashAttention only support fp16 and bf16" in _refusal("flash_attn")
-        assert "no masks and no biases" in _refusal("flash_attn", precision="bfloat16", pos_emb="alibi")
+        refused("flash_attn", "fp16 and bf16")
+        refused("flash_attn", "masks .*biases", precision="bfloat16", pos_emb="alibi")
     with installed("transformer_engine"):
-        assert "cannot be compiled" in _refusal("transformer_engine", compile="block")
+        refused("transformer_engine", "compiled", compile="block")
 
 
 @torch.no_grad()

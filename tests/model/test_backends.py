@@ -137,24 +137,18 @@ def test_flex_takes_the_documents_that_varlen_cannot(monkeypatch: pytest.MonkeyP
 
 
 def test_the_table_at_start() -> None:
+    """Each kind of call, its backend, and why none before that."""
     log_lines: list[str] = []
     on_gpu(HOPPER, log_lines, **PAIRS)
-    assert log_lines == [
-        "attention_backend: auto chose (kind of call, backend, why not one before it)\n"
-        "  plain                cudnn, at other lengths than 16 flash\n"
-        "  with a mask          cudnn, at other lengths than 16 flash\n"
-        "  from a cache         cudnn, at other lengths than 16 flash\n"
-        "  over documents       flash\n"
-        "  with shared prompts  flex"
-    ]
-    log_lines.clear()
     on_gpu(AMPERE, log_lines, precision="fp32")
-    assert log_lines[0].splitlines()[1:] == [
-        "  plain           flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  with a mask     flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  from a cache    flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  over documents  efficient  flash: it has 16 bits; flex: it is for 16 bits",
+    rows = [
+        ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
+        [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"],
     ]
+    for said, expected in zip(log_lines, rows, strict=True):
+        assert said.startswith("attention_backend: auto")
+        for row in expected:
+            assert re.search(f"^ +{row}", said, re.MULTILINE), said
 
 
 @pytest.mark.parametrize(
@@ -204,7 +198,7 @@ def test_newer_flash_attention_is_activated_where_it_is_named(
 
 @pytest.mark.parametrize("name, implementation, module", NEWER)
 def test_newer_flash_attention_that_is_not_installed(name: str, implementation: str, module: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} needs {module}, which is not installed .*: (pip|compile) .*auto"):
+    with pytest.raises(ConfigError, match=f"{name} .*{module}.*not installed .*(pip|compile) .*auto"):
         on_gpu(HOPPER, attention_backend=name)
 
 

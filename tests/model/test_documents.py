@@ -20,7 +20,7 @@ from megatron.model import Stage
 from megatron.model.attention import document_mask
 from megatron.objectives import label_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
-from tests.model.stages import document_batch, documents, gradients, random_weights, small, stage_with
+from tests.model.stages import documents, gradients, random_weights, small, stage_with
 from tests.pool import run_ranks
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
@@ -53,20 +53,6 @@ def test_every_layout_equals_one_process(world_size: int, references: list[Step]
     for n, (i, values) in enumerate(cells):
         args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
         assert_same_step(args, [steps[n] for steps in ranks], references[i])
-
-
-@pytest.mark.parametrize("name", ["neox", "learned", "window"])
-@torch.no_grad()
-def test_positions_are_read(name: str) -> None:
-    args = small(**MODELS[name])
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    plain = Batch(batch.tokens, batch.labels, batch.loss_weights)
-    counted = torch.arange(args.seq_length).expand_as(batch.tokens)
-    expected = stage(None, plain)
-    explicit = Batch(batch.tokens, batch.labels, batch.loss_weights, counted.clone())
-    assert torch.equal(stage(None, explicit), expected)
-    elsewhere = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
-    assert (stage(None, elsewhere) - expected).abs().max() > 1e-3
 
 
 def test_document_mask() -> None:

@@ -1,7 +1,6 @@
 """Layers of pipeline stages against DeepSpeed's own partition."""
 
 import math
-import re
 from itertools import pairwise
 
 import pytest
@@ -83,5 +82,5 @@ def test_parameters_are_balanced_as_deepspeed_does(layers: int, stages: int, voc
 
 
 def test_a_type_that_finds_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=re.escape("type:REGEX that finds a layer")):
+    with pytest.raises(ConfigError, match="type:REGEX"):
         partition_layers(small(pipe_partition_method="type:mamba"), 2)

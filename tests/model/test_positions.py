@@ -112,5 +112,5 @@ def test_a_checkpoint_with_another_table_in_each_stage_is_refused(tmp_path: Path
     assert all(torch.equal(loaded[layer][name], weights[2][name][:, 2:]) for layer in (2, 3))
     weights[3][name] = weights[3][name] + 1
     save_tensors(weights[3], tmp_path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=rf"layer 3: {name} is another than layer 2's"):
+    with pytest.raises(CheckpointError, match=rf"layer 3: {name} .*layer 2"):
         load_weights(tmp_path, args, layers=[3], tensor_rank=0, tensor_size=1)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, document_mask, window_mask
+from megatron.model.attention import AttentionBackends, AttentionOptions, document_mask, window_mask
 from megatron.model.attention.backends import EfficientVarlen, Varlen
 from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen
 from megatron.model.attention.seeded_attention import _backward as seeded_backward
@@ -162,12 +162,3 @@ def test_window_mask_equals_its_definition() -> None:
     for row in range(2):
         for i, query in enumerate(queries[row].tolist()):
             assert mask[row, 0, i].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
-
-
-@torch.no_grad()
-def test_the_window_is_seen_in_the_output() -> None:
-    q = torch.randn(10, 1, 4, 8, generator=torch.Generator().manual_seed(0))
-    bias = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~window_mask(10, 3, CPU)[0, 0], float("-inf"))
-    args = small(sliding_window_width=3)
-    out = chosen(args).attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), AttentionOptions())
-    torch.testing.assert_close(out.double(), by_formula(q, q, q, bias), rtol=1e-5, atol=1e-6)

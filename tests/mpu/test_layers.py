@@ -1,11 +1,14 @@
-"""A sharded embedding computes what the whole table computes, gradients included. Linears:
-test_parallel_linear.py."""
+"""A sharded embedding, and every collective of tensor and sequence parallelism, compute forwards and
+backwards what the whole computes. Linears: test_parallel_linear.py."""
+
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron import mpu
 from megatron.mpu import ParallelGroups, ParamSpec, VocabParallelEmbedding, build_groups
 from tests.pool import run_ranks
 
@@ -44,3 +47,78 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
         torch.testing.assert_close(torch.cat(grads), table.grad, rtol=1e-6, atol=1e-6)
+
+
+def _values(name: str, rank: int) -> Tensor:
+    seed = sum(name.encode()) * 100 + rank
+    return torch.randn(SEQ, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    part = SEQ // world_size
+    local_slice = slice(rank * part, (rank + 1) * part)
+    cut_input = {"gather_from_sequence"}
+    cut_output = {"scatter_to_sequence"}
+    results = {}
+    for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
+        # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
+        x = _values("x", 0 if name == "scatter_to_sequence" else rank)
+        x = (x[local_slice] if name in cut_input else x).clone().requires_grad_()
+        mapping = getattr(mpu, name)
+        # Inside a graph, as in a block: torch 2.11 drops what a compiled backward writes in place.
+        inside = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
+        y = inside(x) if compiled else mapping(x, group)
+        grad = _values("grad", rank)
+        y.backward(grad[local_slice] if name in cut_output else grad)
+        assert x.grad is not None
+        results[name] = (y.detach(), x.grad)
+    return results
+
+
+@pytest.mark.parametrize(("world_size", "compiled"), [(2, False), (4, False), (2, True)])
+def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -> None:
+    ranks, part = run_ranks(run_all, world_size, compiled), SEQ // world_size
+    x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))
+    slices = [slice(r * part, (r + 1) * part) for r in range(world_size)]
+    gathered, gathered_grad = (torch.cat([t[r][slices[r]] for r in range(world_size)]) for t in (x, grad))
+    for r, results in enumerate(ranks):
+        expected: dict[str, tuple[Tensor, Tensor]] = {
+            # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather.
+            # A sum that every rank uses alike passes its gradient on as it is.
+            "copy_to_tensor": (x[r], grad.sum(0)),
+            "reduce_from_tensor": (x.sum(0), grad[r]),
+            "gather_from_sequence": (gathered, grad.sum(0)[slices[r]]),
+            "scatter_to_sequence": (x[0][slices[r]], gathered_grad),
+        }
+        assert results.keys() == expected.keys()
+        for name, (y, gradient) in expected.items():
+            for label, seen, wanted in (("output", results[name][0], y), ("gradient", results[name][1], gradient)):
+                assert torch.allclose(seen, wanted, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
+
+
+def leaves_inputs_alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    x = _values("x", rank).transpose(0, 1)  # not contiguous
+    before = x.clone()
+    y = mpu.reduce_from_tensor(x, group)
+    assert torch.equal(x, before)
+    whole = mpu.gather_from_tensor(x.clone().requires_grad_(), group)
+    assert not whole.requires_grad
+    return y, whole
+
+
+def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
+    parts = [_values("x", r).transpose(0, 1) for r in range(2)]
+    for y, whole in run_ranks(leaves_inputs_alone, 2):
+        torch.testing.assert_close(y, parts[0] + parts[1])
+        assert torch.equal(whole, torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence", "gather_from_tensor"],
+)  # fmt: skip
+def test_without_a_group_nothing_happens(name: str) -> None:
+    x: Any = torch.ones(2)
+    assert getattr(mpu, name)(x, None) is x
