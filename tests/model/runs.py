@@ -27,13 +27,14 @@ LLAMA: dict[str, Any] = {
     "no_weight_tying": True,
     "num_layers": 4,
 }
+TIED_LLAMA = {key: value for key, value in LLAMA.items() if key != "no_weight_tying"}
 ALIBI: dict[str, Any] = {"pos_emb": "alibi", "num_layers": 4}
 LEARNED: dict[str, Any] = {"pos_emb": "learned", "num_layers": 4}
 RPE: dict[str, Any] = {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 10, "num_layers": 4}
 WINDOW: dict[str, Any] = {"pos_emb": "sinusoidal", "sliding_window_width": 3, "num_layers": 4}
 # Layers of every kind, and norms wherever one can stand.
 GEMMA: dict[str, Any] = {
-    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    **TIED_LLAMA,
     "activation": "geglu_tanh",
     "head_dim": 16,
     "zero_centered_gamma": True,
@@ -50,7 +51,7 @@ GEMMA: dict[str, Any] = {
 }
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
-    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    **TIED_LLAMA,
     "num_kv_heads": [2, 4],
     "intermediate_size": [48, 48, 32],
     "sliding_window_width": 3,

@@ -51,15 +51,6 @@ def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kern
     assert ["flash" if "flash" in name else "math" for name in ran] == kernels
 
 
-@torch.no_grad()
-def test_layers_of_both_kinds_see_the_same() -> None:
-    """Packed rows: documents by themselves or under a mask."""
-    args, plain = small(**MIXED, attention_backend="math"), small(num_layers=4)
-    weights, batch = random_weights(plain), document_batch(plain)
-    mixed, expected = (stage_with(one, weights)(None, batch) for one in (args, plain))
-    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
     no_gpu_is_tried(monkeypatch)
     args, log_lines = small(**MIXED, attention_backend="math", precision="bfloat16"), list[str]()

@@ -18,6 +18,7 @@ from megatron.model import layer_params
 from megatron.model.mamba.chunk_scan import chunk_scan, chunk_step
 from megatron.model.mamba.convolution import causal_convolution
 from megatron.model.mamba.selective_scan import linear_recurrence, selective_scan, selective_step
+from tests.marks import with_more
 from tests.model.stages import document_batch, documents, groups_of, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 
@@ -220,11 +221,10 @@ def graphs_of_lengths(rank: int, world_size: int, kind: str) -> list[int]:
     return graphs
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kind", ["mamba", "mamba2"])
+@pytest.mark.parametrize("kind", with_more(["mamba", "mamba2"], "mamba2", product=["mamba"]))
 def test_rows_of_many_lengths_share_compiled_graphs(kind: str) -> None:
     """As a curriculum has them: more lengths than dynamo would compile graphs for."""
-    graphs = run_ranks(graphs_of_lengths, 1, kind, timeout=240)[0]
+    graphs = run_ranks(graphs_of_lengths, 1, kind, timeout=600)[0]
     assert graphs[-1] <= 3, graphs
 
 

@@ -84,11 +84,16 @@ def test_mlp(name: str, bias: bool) -> None:
     torch.testing.assert_close(mlp.linear2(mlp.core(x)[0]), expected, rtol=1e-5, atol=1e-5)
 
 
+def drawn() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randn(shape, generator=generator) for shape in ((3, 2, 32), 32, 32)]
+
+
 @torch.no_grad()
 def test_rmsnorm_equals_transformers() -> None:
     args = small(norm="rmsnorm", rms_norm_epsilon=1e-2)
     ours, theirs = build_norm(norm_spec(args), ALONE), LlamaRMSNorm(32, eps=1e-2)
-    x, scale = torch.randn(3, 2, 32), torch.randn(32)
+    x, scale, _ = drawn()
     ours.load_state_dict({"scale": scale})
     theirs.weight.copy_(scale)
     torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
@@ -97,7 +102,7 @@ def test_rmsnorm_equals_transformers() -> None:
 @torch.no_grad()
 def test_layernorm_equals_its_formula() -> None:
     norm = build_norm(norm_spec(small(layernorm_epsilon=1e-2)), ALONE)
-    x, weight, bias = torch.randn(3, 2, 32), torch.randn(32), torch.randn(32)
+    x, weight, bias = drawn()
     norm.load_state_dict({"weight": weight, "bias": bias})
     wide = x.double()
     variance = wide.var(-1, unbiased=False, keepdim=True)
@@ -126,6 +131,9 @@ def test_alibi_of_some_heads_is_theirs() -> None:
     assert torch.equal(torch.cat(parts, 1), whole)
 
 
+WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
+
+
 @pytest.mark.parametrize(
     "changes, width",
     [
@@ -136,24 +144,8 @@ def test_alibi_of_some_heads_is_theirs() -> None:
         ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
         ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
         ({"activation": "geglu", "intermediate_size": 40}, 40),
-        (
-            {
-                "activation": "swiglu",
-                "intermediate_size": 240,
-                "mlp_multiple_of": 16,
-                "compat_ffn_width": "upstream",
-            },
-            80,
-        ),
-        (
-            {
-                "activation": "swiglu",
-                "intermediate_size": 40,
-                "mlp_multiple_of": 16,
-                "compat_ffn_width": "fork",
-            },
-            40,
-        ),
+        ({**WRITTEN, "intermediate_size": 240, "compat_ffn_width": "upstream"}, 80),
+        ({**WRITTEN, "intermediate_size": 40, "compat_ffn_width": "fork"}, 40),
     ],
 )
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:

@@ -10,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.data import Batch
 from megatron.generation import Model, SamplingParams, complete, for_inference
-from megatron.model.positions import rope_frequencies, rope_tables
+from megatron.model.positions import rope_frequencies
 from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -62,16 +62,6 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     assert torch.equal(frequencies, expected) and own_factor == factor
     plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(frequencies, plain) == (name == "dynamic" and length == 6)
-
-
-def test_a_length_for_each_row() -> None:
-    args, positions = args_of(SCALINGS["dynamic"]), torch.arange(5).expand(2, 5)
-    both = rope_tables(rotary_spec(args), positions, torch.tensor([[8], [20]]))
-    for row, length in enumerate((8, 20)):
-        alone = rope_tables(rotary_spec(args), positions[:1], length)
-        for table, expected in zip(both[:2], alone[:2], strict=True):
-            torch.testing.assert_close(table[:, row : row + 1], expected)
-    assert not torch.allclose(both[0][:, 0], both[0][:, 1])
 
 
 def test_generation_with_dynamic_frequencies() -> None:
