@@ -96,4 +96,4 @@ COMPILED: dict[str, Case] = {
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(COMPILED[name])
     assert_compiled(seen)
-    assert seen["kernels"]["aten._grouped_mm"] >= 6 * 4, "experts do not run on torch's kernel"
+    assert seen["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"

@@ -12,7 +12,6 @@ from benchmarks.train_throughput import keys_of, parse
 from tests.fake.checks import assert_clean
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import DPO, Case
-from tests.marks import with_more
 
 # Beside what the observer sees: fp32 gradients, master weights and both moments of Adam.
 STATE_BYTES, MEMORY = 16, 80e9
@@ -53,7 +52,8 @@ SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", with_more(SHAPES, "1.4B packed", product=SHAPES.keys() - {"1.4B packed"}))
+@pytest.mark.product
+@pytest.mark.parametrize("name", SHAPES)
 def test_the_step_fits(name: str, fake_cuda: FakeCuda) -> None:
     keys, mean, kernel = SHAPES[name]
     documents = [] if mean is None else [starts(keys, mean)]

@@ -52,7 +52,8 @@ BIG_WORLD = 1024  # tp8 pp4 dp32
 @pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", product=["tp2 gqa", "tp2 recompute"]))
 def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
     world, values = LAYOUTS[name]
-    assert_layout(fake_cuda, [Case(world, rank, values) for rank in range(world)])
+    ranks = {"tp2": (0, 1), "tp2 sp": (0, 1), "pp2": (0, 1), "tp2 pp2 dp2 sp": (0, 3, 5, 6)}.get(name, (world - 1,))
+    assert_layout(fake_cuda, [Case(world, rank, values) for rank in ranks])
 
 
 def big_ranks() -> list[int]:
@@ -79,11 +80,7 @@ def test_attention_kernels(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(
     ("values", "kernel"),
-    [
-        ({}, "torch_attn._varlen_attn"),
-        (GQA, "torch_attn._varlen_attn"),
-        (DROPOUT, "aten._efficient_attention_forward"),
-    ],
+    [({}, "torch_attn._varlen_attn"), (GQA, "torch_attn._varlen_attn"), (DROPOUT, "aten._efficient_attention_forward")],
     ids=["plain", "gqa", "dropout"],
 )
 def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
@@ -97,11 +94,12 @@ def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:
     """Recomputation keeps the inputs of the blocks and the insides of one; sequence parallelism a part of all
     that lies between the linears."""
-    plain, recomputed = fake_cuda.run(Case()), fake_cuda.run(Case(values=RECOMPUTE))
+    deep = {"num_layers": 4}
+    plain, recomputed = (fake_cuda.run(Case(values={**deep, **keys})) for keys in ({}, RECOMPUTE))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
     weights_and_gradients = 2 * plain["parameters"]
-    inside = (plain["passes"] - weights_and_gradients) / LAYERS
-    assert recomputed["passes"] <= weights_and_gradients + LAYERS * hidden + 2 * inside
+    inside = (plain["passes"] - weights_and_gradients) / 4
+    assert recomputed["passes"] <= weights_and_gradients + 4 * hidden + 2 * inside
     cut, by_sequence = fake_cuda.run(Case(2, 1, TP2)), fake_cuda.run(Case(2, 1, SP2))
     # Of each block at least both inputs of the norms and both sums, [seq, batch, hidden] in bf16.
     assert by_sequence["passes"] <= cut["passes"] - LAYERS * 4 * hidden / 2

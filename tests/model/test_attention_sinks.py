@@ -22,11 +22,7 @@ from megatron.model.specs import attention_spec
 from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ConfigError
 from tests.model.runs import LLAMA, MODELS
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    small,
-)
+from tests.model.stages import chosen, document_batch, small
 from tests.model.test_trees import flex_runs_on_a_cpu
 
 SEQ, ROWS, HEADS, DIM = 12, 2, 4, 8

@@ -24,10 +24,7 @@ from tests.model.stages import document_batch, random_batch, random_weights, sma
 from tests.model.test_attention import no_gpu_is_tried
 
 KERNEL = "aten::_scaled_dot_product_"
-MIXED: dict[str, Any] = {
-    "num_layers": 4,
-    "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]],
-}
+MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
 
 
 @torch.no_grad()

@@ -52,11 +52,7 @@ def read_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
 
 
 @pytest.mark.parametrize(
-    "world_size, layouts",
-    [
-        (2, [(2, 1, False), (0, 2, True)]),
-        (4, [(4, 1, False), (2, 2, False), (2, 1, False)]),
-    ],
+    "world_size, layouts", [(2, [(2, 1, False), (0, 2, True)]), (4, [(4, 1, False), (2, 2, False), (2, 1, False)])]
 )
 def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> None:
     keys = [

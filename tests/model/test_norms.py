@@ -58,10 +58,7 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
-        outside, inside = (
-            build_norm(norm_spec(args), ALONE),
-            build_norm(norm_spec(args, in_te_mlp=True), ALONE),
-        )
+        outside, inside = (build_norm(norm_spec(args), ALONE), build_norm(norm_spec(args, in_te_mlp=True), ALONE))
         for norm, eps in ((outside, 0.5), (inside, fixed)):
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
@@ -122,13 +119,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk layernorm": {"use_qk_layernorm": True},
     "qk rmsnorm": {"use_qk_layernorm": True, "norm": "rmsnorm"},
     "wide qk norms": WIDE,
-    "olmo3": {
-        **WIDE,
-        "norm_placement": "olmo3",
-        "num_kv_heads": 2,
-        "activation": "swiglu",
-        "intermediate_size": 48,
-    },
+    "olmo3": {**WIDE, "norm_placement": "olmo3", "num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 48},
     "tied": {"gpt_j_residual": True, "gpt_j_tied": True, "use_bias_in_mlp": False},
     "te": {"te_mha": True, "te_layernorm_mlp": True, "te_backend": "native", "norm": "te_layernorm"},
 }

@@ -125,34 +125,23 @@ def test_varlen_is_given_the_same_windows(
 
 
 def test_the_gradient_of_a_window_is_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own of the memory-efficient kernel is of all keys."""
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
-    out = efficient_varlen(*leaves, starts, 7, 2, 0.0, None)
-    actual = torch.autograd.grad(out.square().sum(), leaves)
-    mask = document_mask(starts, 1, 12) & window_mask(12, 2, CPU)
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    expected = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_the_operator_of_compiled_code_has_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward pass runs the attention again within a transformation of torch.func."""
+    """torch's own of the memory-efficient kernel is of all keys. And so is that of the operator of compiled code,
+    whose backward pass runs the attention again within a transformation of torch.func."""
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     starts, seed = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor(3)
-    gradients = seeded_backward(gradient, q, k, v, None, seed, 0.0, None, VARLEN, starts, 7, 2, False)
+    of_operator = seeded_backward(gradient, q, k, v, None, seed, 0.0, None, VARLEN, starts, 7, 2, False)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(efficient_varlen(*leaves, starts, 7, 2, 0.0, None), leaves, gradient)
-    for ours, theirs in zip(gradients, expected, strict=True):
+    out = efficient_varlen(*leaves, starts, 7, 2, 0.0, None)
+    actual = torch.autograd.grad(out, leaves, gradient)
+    mask = document_mask(starts, 1, 12) & window_mask(12, 2, CPU)
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    for ours, own, theirs in zip(actual, of_operator, torch.autograd.grad(expected, leaves, gradient), strict=True):
         torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(own, theirs)
 
 
 def test_window_mask_equals_its_definition() -> None:

@@ -76,7 +76,10 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
     return results
 
 
-@pytest.mark.parametrize(("world_size", "compiled"), [(2, False), (4, False), (2, True)])
+# In compiled blocks: test_parallel_linear.py, too.
+@pytest.mark.parametrize(
+    ("world_size", "compiled"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.product)]
+)
 def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -> None:
     ranks, part = run_ranks(run_all, world_size, compiled), SEQ // world_size
     x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))

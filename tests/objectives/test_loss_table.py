@@ -62,9 +62,5 @@ KTO: dict[str, Any] = {"train_impl": "kto", **{key: PAIRS[key] for key in list(P
 )
 def test_what_a_run_needs(keys: dict[str, Any], reference: bool, scored: bool, meet: bool) -> None:
     args = NeoXArgs.from_dict({**config(), **keys})
-    assert (needs_reference(args), scores_reference(args), needs_step_baselines(args)) == (
-        reference,
-        scored,
-        meet,
-    )
+    assert (needs_reference(args), scores_reference(args), needs_step_baselines(args)) == (reference, scored, meet)
     assert (build_objective(args).step_baselines is not None) == meet

@@ -12,13 +12,7 @@ import torch
 from megatron.data import Batch
 from megatron.neox_arguments.errors import ConfigError
 from megatron.objectives import build_objective
-from megatron.objectives.advantages import (
-    HISTORY,
-    beside_group,
-    beside_history,
-    groups_without_signal,
-    leave_one_out,
-)
+from megatron.objectives.advantages import HISTORY, beside_group, beside_history, groups_without_signal, leave_one_out
 from megatron.objectives.preference import DIFFERENCE
 from megatron.objectives.reinforcement import MEANS, divergence
 from megatron.rollouts.answers import Answer, at_labels, batch_of

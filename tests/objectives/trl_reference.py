@@ -126,40 +126,34 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "sft": (SFTTrainer, SFTConfig),
+}
+
+
+def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:
+    """TRL's, with a set of its form that is not read."""
+    made, config = TRAINERS[kind]
+    judged = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
+    rows: Any = {"sft": [{"text": "a b c"}] * 2, "kto": judged}.get(kind, [ROW] * 2)
+    more = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
+    return made(
+        model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
+        processing_class=words(), **({} if reference is None else {"ref_model": reference}),
+    )  # fmt: skip
+
+
 def run(
-    folder: str, name: str, kind: str, micro_batches: tuple[Any, ...] = (), **options: Any
+    folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False, **options: Any
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
     them."""
-    policy, reference, tokenizer = model(1), model(2), words()
-    common = settings(folder, per_device_train_batch_size=4)
-    if kind == "dpo":
-        trainer: Any = DPOTrainer(
-            model=policy, ref_model=reference, args=DPOConfig(**common, **options),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = pair_inputs(trainer, kind)
-    elif kind in ("cpo", "orpo"):
-        config, made = (CPOConfig, CPOTrainer) if kind == "cpo" else (ORPOConfig, ORPOTrainer)
-        trainer = made(
-            model=policy, args=config(**common, **options, remove_unused_columns=False),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = pair_inputs(trainer, kind)
-    elif kind == "kto":
-        rows = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
-        trainer = KTOTrainer(
-            model=policy, ref_model=reference, args=KTOConfig(**common, **options),
-            train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = kto_inputs(trainer)
-    else:
-        assistant_only = options.pop("assistant_only")
-        trainer = SFTTrainer(
-            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = sft_inputs(trainer, assistant_only)
+    reference = model(2) if kind in ("dpo", "kto") else None
+    trainer = trainer_of(folder, kind, model(1), reference, per_device_train_batch_size=4, **options)
     trainer.model.eval()
     if getattr(trainer, "ref_model", None) is not None:
         trainer.ref_model.eval()
@@ -169,37 +163,28 @@ def run(
         parts = [pair_inputs(trainer, kind, part) for part in micro_batches]
         loss = torch.stack([trainer.training_step(trainer.model, part) for part in parts]).sum()
     else:
+        if kind == "sft":
+            inputs = sft_inputs(trainer, assistant_only)
+        else:
+            inputs = kto_inputs(trainer) if kind == "kto" else pair_inputs(trainer, kind)
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
-    grads = {name: param.grad for name, param in trainer.model.named_parameters()}
-    return float(loss.detach()), flat(grads), metrics(trainer)  # type: ignore[arg-type]
+    grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
+    return float(loss.detach()), flat(grads), metrics(trainer)
 
 
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
     """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
-    common = settings(folder)
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), words()
+    trainer = trainer_of(folder, kind, AutoModelForCausalLM.from_pretrained(model), **options)
     if kind == "sft":
-        trainer: Any = SFTTrainer(
-            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
         rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
     elif kind == "cpo":
-        trainer = CPOTrainer(
-            model=policy, args=CPOConfig(**common, **options, remove_unused_columns=False),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
         sides = ("chosen", "rejected")
         rows = [
             {f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
             for pair in zip(texts[0::2], texts[1::2], strict=True)
         ]
     else:
-        trainer = DPOTrainer(
-            model=policy, args=DPOConfig(**common, **options), train_dataset=Dataset.from_list([ROW] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
         rows = []
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
             start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
@@ -239,11 +224,11 @@ def main(folder: Path) -> None:
         arrays[which] = flat(dict(model(seed).named_parameters()))
     with tempfile.TemporaryDirectory() as place:
         for name, options in cases().items():
-            loss, gradient, logged = run(place, name, **options)
+            loss, gradient, logged = run(place, **options)
             arrays[f"gradient_{name}"] = gradient
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss)
-        loss, gradient, _ = run(place, "accumulated", "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
+        loss, gradient, _ = run(place, "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
     np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)
     keep(folder, "trl", facts, arrays)
 
