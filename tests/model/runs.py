@@ -30,10 +30,18 @@ QK_NORMS: dict[str, Any] = {"use_qk_layernorm": True, "use_separate_qk_norms": T
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}
 # Layers of every kind, and norms wherever one can stand.
 GEMMA: dict[str, Any] = {
-    **TIED_LLAMA, **EVERY_OTHER, **QK_NORMS, "activation": "geglu_tanh", "head_dim": 16, "zero_centered_gamma": True,
-    "norm_placement": "sandwich", "rope_local_base_freq": 100.0, "no_rope_layers": [1, 1, 0, 1],
-    "query_pre_attn_scalar": 11, "embedding_multiplier": 3.0,
-}  # fmt: skip
+    **TIED_LLAMA,
+    **EVERY_OTHER,
+    **QK_NORMS,
+    "activation": "geglu_tanh",
+    "head_dim": 16,
+    "zero_centered_gamma": True,
+    "norm_placement": "sandwich",
+    "rope_local_base_freq": 100.0,
+    "no_rope_layers": [1, 1, 0, 1],
+    "query_pre_attn_scalar": 11,
+    "embedding_multiplier": 3.0,
+}
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
     **TIED_LLAMA,

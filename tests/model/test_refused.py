@@ -42,10 +42,17 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({**MAMBA2, "mamba_num_groups": 1, **TP2}, "mamba_num_groups", "1 .*model_parallel_size 2"),
     (
         {
-            "attention_config": ["mamba", "mamba2"], "mamba_num_heads": 8, "mamba_head_dim": 8, "hidden_size": 30,
-            "num_attention_heads": 4, "mamba_expand": 1, "model_parallel_size": 4, "head_dim": 8,
+            "attention_config": ["mamba", "mamba2"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "hidden_size": 30,
+            "num_attention_heads": 4,
+            "mamba_expand": 1,
+            "model_parallel_size": 4,
+            "head_dim": 8,
         },
-        "mamba_expand", "30 .*model_parallel_size 4",
+        "mamba_expand",
+        "30 .*model_parallel_size 4",
     ),
     ({**MAMBA2, "mamba_num_heads": 8, "mamba_expand": 3}, "mamba_expand", "mamba_num_heads 8"),
     ({**MAMBA2, "mamba_backend": "fla", "precision": "bfloat16"}, "mamba_backend", "fla.*mamba_state_fp32: false"),
@@ -54,7 +61,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention_config": ["moe", "flash"]}, "moe_num_experts", "moe.* 1"),
     ({"attention_config": ["mamba", "rwkv7"]}, "attention_config", "mamba2, attention, mlp or moe"),
     ({"attention_config": ["mamba", "mamba"], "lora": {"target": "all-linear"}}, "lora", "linear"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("keys, at_fault, facts", REFUSED)
