@@ -2,12 +2,14 @@
 layout."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
@@ -37,20 +39,26 @@ def test_scalenorm() -> None:
     torch.testing.assert_close(norm(x), expected)
 
 
-def test_non_parametric_layernorm_equals_olmos() -> None:
-    norm = build_norm(norm_spec(small(norm="non_parametric_layernorm", layernorm_epsilon=1e-5)), ALONE)
-    assert not list(norm.parameters())
-    torch.testing.assert_close(norm(X), OlmoLayerNorm(32)(X))
+# Our keys, the parameters, and the module of others that is the same.
+SAME: list[tuple[dict[str, Any], tuple[str, ...], Callable[..., nn.Module]]] = [
+    ({}, ("weight", "bias"), nn.LayerNorm),
+    ({"norm": "rmsnorm"}, ("weight",), LlamaRMSNorm),
+    ({"norm": "non_parametric_layernorm", "layernorm_epsilon": 1e-5}, (), lambda size, eps: OlmoLayerNorm(size)),
+    ({"use_bias_in_norms": False}, ("weight",), partial(nn.LayerNorm, bias=False)),
+    ({"use_bias_in_norms": False, "compat_norm_bias": True}, ("weight", "bias"), nn.LayerNorm),
+]
 
 
-@pytest.mark.parametrize("keys, bias", [({}, False), ({"compat_norm_bias": True}, True)])
-def test_norms_without_bias(keys: dict[str, Any], bias: bool) -> None:
-    args = small(use_bias_in_norms=False, layernorm_epsilon=1e-2, **keys)
-    norm, reference = build_norm(norm_spec(args), ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
-    state = {"weight": WEIGHT, **({"bias": BIAS} if bias else {})}
-    norm.load_state_dict(state)
-    reference.load_state_dict(state)
-    torch.testing.assert_close(norm(X), reference(X))
+@pytest.mark.parametrize("keys, parameters, reference", SAME)
+def test_norms_are_those_of_torch_and_transformers(
+    keys: dict[str, Any], parameters: tuple[str, ...], reference: Callable[..., nn.Module]
+) -> None:
+    args = small(**{"layernorm_epsilon": 1e-2, "rms_norm_epsilon": 1e-2, **keys})
+    ours, theirs = build_norm(norm_spec(args), ALONE), reference(32, eps=1e-2)
+    state = {name: {"weight": WEIGHT, "bias": BIAS}[name] for name in parameters}
+    theirs.load_state_dict(state)
+    ours.load_state_dict({"scale" if args.norm == "rmsnorm" else name: value for name, value in state.items()})
+    torch.testing.assert_close(ours(X), theirs(X))
 
 
 @pytest.mark.parametrize("name, fixed", [("layernorm", 1e-5), ("rmsnorm", 1e-8)])
