@@ -45,6 +45,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}),
     "tp2 gqa": (2, {**TP2, **GQA}),
     "tp2 window": (2, {**TP2, **WINDOW}),
+    "tp2 sp dropout": (2, {**SP2, **DROPOUT}),
+    "tp2 preferences": (2, {**TP2, **DPO}),
 }
 BIG_WORLD = 1024  # tp8 pp4 dp32
 
@@ -53,7 +55,7 @@ BIG_WORLD = 1024  # tp8 pp4 dp32
 def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
     world, values = LAYOUTS[name]
     ranks = {"tp2": (0, 1), "tp2 sp": (0, 1), "pp2": (0, 1), "tp2 pp2 dp2 sp": (0, 3, 5, 6)}.get(name, (world - 1,))
-    assert_layout(fake_cuda, [Case(world, rank, values) for rank in ranks])
+    assert_layout(fake_cuda, [Case(world, rank, values, pairs="train_impl" in values) for rank in ranks])
 
 
 def big_ranks() -> list[int]:
@@ -108,14 +110,6 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
 def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
     assert_construction(fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values)))
-
-
-def test_dropout(fake_cuda: FakeCuda) -> None:
-    assert_layout(fake_cuda, [Case(2, rank, {**SP2, **DROPOUT}) for rank in range(2)])
-
-
-def test_preferences(fake_cuda: FakeCuda) -> None:
-    assert_layout(fake_cuda, [Case(2, rank, {**TP2, **DPO}, pairs=True) for rank in range(2)])
 
 
 @pytest.mark.parametrize(
