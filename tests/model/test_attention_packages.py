@@ -15,6 +15,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
 from tests.model.runs import SGD, assert_same_step, sgd_steps
 from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
+from tests.model.test_trees import flex_runs_on_a_cpu
 from tests.pool import run_ranks
 from tests.stand_ins import flash_attn, installed, modules
 
@@ -64,19 +65,18 @@ def test_flash_attn_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(stage(None, batch), eager)
 
 
-def _steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
-    """For the pool: `sgd_steps` where both packages are installed."""
-    with installed(*PACKAGES):
+def steps_anywhere(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
+    """For the pool: `sgd_steps` where packages are installed, and FlexAttention runs on a CPU."""
+    with installed(*PACKAGES), flex_runs_on_a_cpu():
         return sgd_steps(rank, world_size, configs)
 
 
-@pytest.mark.more
 def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
-    configs = [{**KINDS["grouped"], "attention_backend": package} for package in PACKAGES]
-    (reference,) = run_ranks(sgd_steps, 1, [{**KINDS["grouped"], "attention_backend": "math"}])[0]
-    ranks = run_ranks(_steps, 2, [{**values, "model_parallel_size": 2} for values in configs])
-    for ours in zip(*ranks, strict=True):
-        assert_same_step(small(**SGD, **KINDS["grouped"]), list(ours), reference)
+    grouped = KINDS["grouped"]
+    (reference,) = run_ranks(sgd_steps, 1, [{**grouped, "attention_backend": "math"}])[0]
+    configs = [{**grouped, "attention_backend": name, "model_parallel_size": 2} for name in (*PACKAGES, "flex")]
+    for ours in zip(*run_ranks(steps_anywhere, 2, configs), strict=True):
+        assert_same_step(small(**SGD, **grouped), list(ours), reference)
 
 
 @torch.no_grad()

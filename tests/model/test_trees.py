@@ -21,7 +21,6 @@ from megatron.model.attention.masks import BLOCK, block_mask, document_ids, pref
 from megatron.model.specs import attention_spec
 from megatron.objectives import PairSettings, dpo
 from tests.model.runs import MODELS as TABLE
-from tests.model.runs import SGD, assert_same_step, sgd_steps
 from tests.model.stages import (
     chosen,
     document_batch,
@@ -35,7 +34,6 @@ from tests.model.stages import (
 from tests.model.test_attention import by_formula
 from tests.objectives.cases import PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import step_loss
-from tests.pool import run_ranks
 
 # Two answers to a prompt, a document by itself, and one that another continues.
 BRANCHES = torch.tensor([0] * 4 + [1] * 3 + [2] * 4 + [3] * 3 + [5, 5], dtype=torch.int32)
@@ -198,19 +196,6 @@ def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypa
         assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
     torch.testing.assert_close(outcomes[:3], outcomes[3:], rtol=1e-4, atol=1e-3)
-
-
-def flex_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
-    """For the pool."""
-    with flex_runs_on_a_cpu():
-        return sgd_steps(rank, world_size, configs)
-
-
-def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
-    (reference,) = run_ranks(sgd_steps, 1, [{"num_kv_heads": 2, "attention_backend": "math"}])[0]
-    flex = {"num_kv_heads": 2, "attention_backend": "flex", "model_parallel_size": 2}
-    for ours in zip(*run_ranks(flex_steps, 2, [flex]), strict=True):
-        assert_same_step(small(**SGD, num_kv_heads=2), list(ours), reference)
 
 
 def drawn_ids(rows: int, seq: int, generator: torch.Generator) -> Tensor:
