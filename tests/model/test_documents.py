@@ -123,7 +123,7 @@ def test_rows_of_best_fit_give_each_document_the_loss_it_has_alone(labelled: boo
     """And all of them the gradient, whatever kind of positions there are."""
     for name in ("neox", "learned", "moe"):
         found = []
-        for pack_impl, rows in (("unpacked", 10), ("best_fit", 5)):
+        for pack_impl, rows in (("unpacked", 10), ("best_fit", 4)):
             args = small(**MODELS[name])
             stage, batch = stage_with(args, random_weights(args)), laid_out(tmp_path, labelled, pack_impl)
             assert len(batch.tokens) == rows
