@@ -9,10 +9,10 @@ import torch
 from megatron.data import Batch
 from megatron.objectives import build_objective, reward
 from megatron.objectives.reward import last_places
-from tests.objectives.cases import MARGINS, PAIRS, documents_of, in_rows, packed_pairs, shared_in_rows
+from tests.objectives.cases import MARGINS, PAIRS, documents_of, shared_in_rows
 from tests.objectives.steps import arrays, assert_gradient, facts, forward_of, step_loss
 from tests.objectives.test_golden import SUMMARY, read
-from tests.objectives.test_trl import PAIRWISE, args_with, stage_of
+from tests.objectives.test_trl import PAIRWISE, args_with, pair_batches, stage_of
 
 CASES: dict[str, dict[str, Any]] = facts("trl_reward")
 RM = {**PAIRWISE, "train_impl": "rm"}
@@ -20,12 +20,9 @@ DOCUMENTS = documents_of(PAIRS)
 
 
 def batches(layout: str) -> list[Batch]:
-    if layout == "padded":  # two micro-batches, of one pair and of three
-        parts = DOCUMENTS[:2], DOCUMENTS[2:]
-        return [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part)) for part in parts]
-    if layout == "packed":  # a pair of padding stands at the end
-        return [packed_pairs()]
-    return [shared_in_rows(DOCUMENTS, [[4, 5, 0, 1], [6, 7, 2, 3]], 48, [1.0] * 8)]
+    if layout == "shared":
+        return [shared_in_rows(DOCUMENTS, [[4, 5, 0, 1], [6, 7, 2, 3]], 48, [1.0] * 8)]
+    return pair_batches(packed=layout == "packed")
 
 
 def with_margins(made: list[Batch]) -> list[Batch]:

@@ -17,7 +17,7 @@ from megatron.model import Stage, layer_params
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import build_objective
 from tests.model.stages import Weights, gradients, small, stage_with
-from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows, packed_pairs
+from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows
 from tests.objectives.steps import Forward, arrays, assert_gradient, facts, forward_of, scores, step_loss
 
 PAIRWISE = {
@@ -90,9 +90,10 @@ def kto_batches(packed: bool) -> list[Batch]:
 
 
 def pair_batches(packed: bool) -> list[Batch]:
+    """Two micro-batches, of one pair and of three; packed: pairs share rows, one of padding stands last."""
+    documents = documents_of(PAIRS)
     if packed:
-        return [packed_pairs()]
-    documents = documents_of(PAIRS)  # two micro-batches, of one pair and of three
+        return [in_rows(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], 48, [1.0] * 8 + [0.0] * 2)]
     parts = documents[:2], documents[2:]
     return [in_rows(part, [[i] for i in range(len(part))], 16, [1.0] * len(part)) for part in parts]
 
