@@ -60,6 +60,13 @@ def assert_clean(seen: dict[str, Any]) -> None:
     assert seen["error"] is None, seen["error"]
 
 
+def assert_compiled(seen: dict[str, Any], graphs: int | None = None) -> None:
+    """Blocks were compiled without breaks, into so many graphs where told, and never again."""
+    assert_clean(seen)
+    assert seen["compiled"] == seen["compiled again"] and seen["compiled"]["breaks"] == 0
+    assert seen["compiled"]["graphs"] > 0 and graphs in (None, seen["compiled"]["graphs"])
+
+
 def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
     """The collectives of every rank are the derived ones, and all ranks of a group run its own in the same
     order."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-SEQ, MICRO_BATCH, LAYERS, HIDDEN, VOCAB = 192, 2, 4, 256, 512
+SEQ, MICRO_BATCH, LAYERS, HIDDEN, VOCAB = 192, 2, 2, 256, 512
 
 MODEL: dict[str, Any] = {
     "num_layers": LAYERS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean
+from tests.fake.checks import assert_clean, assert_compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, RECOMPUTE, Case
 from tests.marks import with_more
@@ -92,9 +92,8 @@ COMPILED: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("name", with_more(COMPILED, "capacity", "ZeRO 3", product=["one", "sinkhorn"]))
+@pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"tp2 sp"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     seen = fake_cuda.run(COMPILED[name])
-    assert_clean(seen)
-    assert seen["compiled"] == seen["compiled again"] and seen["compiled"]["breaks"] == 0
-    assert seen["kernels"]["aten._grouped_mm"] >= 6 * 4, "experts do not run on torch's kernel"
+    assert_compiled(seen)
+    assert seen["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"

@@ -13,7 +13,6 @@ from tests.fake.checks import assert_clean
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import DPO, Case
 
-pytestmark = pytest.mark.more
 # Beside what the observer sees: fp32 gradients, master weights and both moments of Adam.
 STATE_BYTES, MEMORY = 16, 80e9
 SHORTER = 64  # of rows, so that a mask of seq x seq is told from a weight of hidden x hidden
@@ -53,6 +52,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_step_fits(name: str, fake_cuda: FakeCuda) -> None:
     keys, mean, kernel = SHAPES[name]

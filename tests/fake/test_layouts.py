@@ -45,14 +45,17 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}),
     "tp2 gqa": (2, {**TP2, **GQA}),
     "tp2 window": (2, {**TP2, **WINDOW}),
+    "tp2 sp dropout": (2, {**SP2, **DROPOUT}),
+    "tp2 preferences": (2, {**TP2, **DPO}),
 }
 BIG_WORLD = 1024  # tp8 pp4 dp32
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", "tp2 gqa", "tp2 recompute"))
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 pp2 dp2 sp", product=["tp2 gqa", "tp2 recompute"]))
 def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
     world, values = LAYOUTS[name]
-    assert_layout(fake_cuda, [Case(world, rank, values) for rank in range(world)])
+    ranks = {"tp2": (0, 1), "tp2 sp": (0, 1), "pp2": (0, 1), "tp2 pp2 dp2 sp": (0, 3, 5, 6)}.get(name, (world - 1,))
+    assert_layout(fake_cuda, [Case(world, rank, values, pairs="train_impl" in values) for rank in ranks])
 
 
 def big_ranks() -> list[int]:
@@ -62,7 +65,7 @@ def big_ranks() -> list[int]:
     return sorted({rank for one in chosen for rank in (one, one ^ 1)})
 
 
-@pytest.mark.parametrize("ranks", [(0, 1023), pytest.param(big_ranks(), marks=pytest.mark.more)])
+@pytest.mark.parametrize("ranks", [(0, 1023), pytest.param(big_ranks(), marks=pytest.mark.product)])
 def test_ranks_of_a_thousand(ranks: list[int], fake_cuda: FakeCuda) -> None:
     assert_layout(fake_cuda, [Case(BIG_WORLD, rank, BIG) for rank in ranks])
 
@@ -79,11 +82,7 @@ def test_attention_kernels(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize(
     ("values", "kernel"),
-    [
-        ({}, "torch_attn._varlen_attn"),
-        (GQA, "torch_attn._varlen_attn"),
-        (DROPOUT, "aten._efficient_attention_forward"),
-    ],
+    [({}, "torch_attn._varlen_attn"), (GQA, "torch_attn._varlen_attn"), (DROPOUT, "aten._efficient_attention_forward")],
     ids=["plain", "gqa", "dropout"],
 )
 def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
@@ -97,11 +96,12 @@ def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:
     """Recomputation keeps the inputs of the blocks and the insides of one; sequence parallelism a part of all
     that lies between the linears."""
-    plain, recomputed = fake_cuda.run(Case()), fake_cuda.run(Case(values=RECOMPUTE))
+    deep = {"num_layers": 4}
+    plain, recomputed = (fake_cuda.run(Case(values={**deep, **keys})) for keys in ({}, RECOMPUTE))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
     weights_and_gradients = 2 * plain["parameters"]
-    inside = (plain["passes"] - weights_and_gradients) / LAYERS
-    assert recomputed["passes"] <= weights_and_gradients + LAYERS * hidden + 2 * inside
+    inside = (plain["passes"] - weights_and_gradients) / 4
+    assert recomputed["passes"] <= weights_and_gradients + 4 * hidden + 2 * inside
     cut, by_sequence = fake_cuda.run(Case(2, 1, TP2)), fake_cuda.run(Case(2, 1, SP2))
     # Of each block at least both inputs of the norms and both sums, [seq, batch, hidden] in bf16.
     assert by_sequence["passes"] <= cut["passes"] - LAYERS * 4 * hidden / 2
@@ -110,14 +110,6 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
 def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
     assert_construction(fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values)))
-
-
-def test_dropout(fake_cuda: FakeCuda) -> None:
-    assert_layout(fake_cuda, [Case(2, rank, {**SP2, **DROPOUT}) for rank in range(2)])
-
-
-def test_preferences(fake_cuda: FakeCuda) -> None:
-    assert_layout(fake_cuda, [Case(2, rank, {**TP2, **DPO}, pairs=True) for rank in range(2)])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     assert Counter(map(tuple, seen["collectives"])) == derived(case) + more
 
 
-@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.more)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.product)], ids=["eager", "compiled"])
 def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> None:
     """Each linear gathers with one product and scatters with another, and columns gather again beside; the
     other collectives are as without."""

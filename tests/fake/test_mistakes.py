@@ -1,41 +1,45 @@
 """Each mistake, put in alone, is seen by a check, which says what is wrong."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from tests.fake.checks import assert_clean, assert_construction, assert_documents, assert_layout
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import PACKED, TP2, Case
 
-PACKED_ROWS = {"values": PACKED, "documents": [[[0, 100], [0]]]}
+PACKED_ROWS: dict[str, Any] = {"values": PACKED, "documents": [[[0, 100], [0]]]}
+RANK: dict[str, Any] = {"world": 4, "rank": 1, "values": TP2}
+Check = Callable[[FakeCuda, Case], None]
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(mistake="tensor on the cpu"), r"a result on the CPU, \[256\]: aten.ones at model/stage.py"),
-        (Case(mistake="item in the loss"), "the host waits for a value .*: aten._local_scalar_dense at model/stage.py"),
-        (Case(**PACKED_ROWS, mistake="int64 cu_seqlens"), "cu_seqlens are torch.int64, the kernel reads int32"),
-        (Case(**PACKED_ROWS, mistake="mask of seq x seq"), "a tensor of seq x seq, .* at model/attention/masks.py"),
-    ],
-    ids=lambda value: value.mistake if isinstance(value, Case) else "",
-)
-def test_in_a_step(case: Case, message: str, fake_cuda: FakeCuda) -> None:
-    with pytest.raises(AssertionError, match=message):
-        assert_clean(fake_cuda.run(case))
+def clean(fake: FakeCuda, case: Case) -> None:
+    assert_clean(fake.run(case))
 
 
-@pytest.mark.parametrize("mistake", ["swapped groups", "skipped collective"])
-def test_in_collectives(mistake: str, fake_cuda: FakeCuda) -> None:
-    with pytest.raises(AssertionError, match="rank 1"):
-        assert_layout(fake_cuda, [Case(4, 1, TP2, mistake=mistake)])
+def layout(fake: FakeCuda, case: Case) -> None:
+    assert_layout(fake, [case])
 
 
-def test_at_construction(fake_cuda: FakeCuda) -> None:
-    with pytest.raises(AssertionError, match="construction"):
-        assert_construction(fake_cuda.run(Case(mistake="whole stage at construction")))
+def documents(fake: FakeCuda, case: Case) -> None:
+    assert_documents(fake.run(case), case)
 
 
-def test_in_documents(fake_cuda: FakeCuda) -> None:
-    case = Case(**PACKED_ROWS, mistake="documents by tokens")
-    with pytest.raises(AssertionError, match="384 documents for 3"):
-        assert_documents(fake_cuda.run(case), case)
+MISTAKES: dict[str, tuple[dict[str, Any], Check, str]] = {
+    "tensor on the cpu": ({}, clean, r"CPU, \[256\]: aten.ones at model/stage"),
+    "item in the loss": ({}, clean, "waits .*_local_scalar_dense at model/stage"),
+    "int64 cu_seqlens": (PACKED_ROWS, clean, "cu_seqlens .*int64"),
+    "mask of seq x seq": (PACKED_ROWS, clean, "seq x seq, .* at model/attention/masks"),
+    "swapped groups": (RANK, layout, "rank 1"),
+    "skipped collective": (RANK, layout, "rank 1"),
+    "whole stage at construction": ({}, lambda fake, case: assert_construction(fake.run(case)), "construction"),
+    "documents by tokens": (PACKED_ROWS, documents, "384 documents for 3"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_it_is_seen(mistake: str, fake_cuda: FakeCuda) -> None:
+    keys, check, facts = MISTAKES[mistake]
+    with pytest.raises(AssertionError, match=facts):
+        check(fake_cuda, Case(**keys, mistake=mistake))

@@ -54,7 +54,7 @@ def test_a_scale_that_never_fits_ends_the_run() -> None:
     # Eager: in compiled blocks the hook that poisons a gradient is not called.
     with run(config(NEOX, fp16(4), train_micro_batch_size_per_gpu=8, train_iters=60, compile=False)) as training:
         poison(training, set(range(1, 61)), math.inf)
-        with pytest.raises(NonFiniteError, match="step 51: 51 fp16 overflows in a row"):
+        with pytest.raises(NonFiniteError, match="step 51: 51 .*overflow"):
             train(training)
         assert training.engine.model_state()["loss_scaler"]["cur_scale"] == 1.0, "the least"
 

@@ -15,34 +15,28 @@ from megatron.training.parallelize import parallelize
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 
 LR = 0.5
-NEOX: dict[str, Any] = {"gpt_j_residual": True, "rotary_pct": 0.5, "num_layers": 4}
-LLAMA: dict[str, Any] = {
-    "norm": "rmsnorm",
-    "activation": "swiglu",
-    "intermediate_size": 48,
-    "compat_ffn_width": "none",
-    "num_kv_heads": 2,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-    "no_weight_tying": True,
-    "num_layers": 4,
-}
-ALIBI: dict[str, Any] = {"pos_emb": "alibi", "num_layers": 4}
-LEARNED: dict[str, Any] = {"pos_emb": "learned", "num_layers": 4}
-RPE: dict[str, Any] = {"pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 10, "num_layers": 4}
-WINDOW: dict[str, Any] = {"pos_emb": "sinusoidal", "sliding_window_width": 3, "num_layers": 4}
+DEEP: dict[str, Any] = {"num_layers": 4}
+NEOX: dict[str, Any] = {**DEEP, "gpt_j_residual": True, "rotary_pct": 0.5}
+NO_BIASES: dict[str, Any] = {"use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
+GATED: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none"}
+TIED_LLAMA: dict[str, Any] = {**DEEP, **NO_BIASES, **GATED, "norm": "rmsnorm", "num_kv_heads": 2}
+LLAMA: dict[str, Any] = {**TIED_LLAMA, "no_weight_tying": True}
+ALIBI: dict[str, Any] = {**DEEP, "pos_emb": "alibi"}
+LEARNED: dict[str, Any] = {**DEEP, "pos_emb": "learned"}
+RPE: dict[str, Any] = {**DEEP, "pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 10}
+WINDOW: dict[str, Any] = {**DEEP, "pos_emb": "sinusoidal", "sliding_window_width": 3}
+EVERY_OTHER: dict[str, Any] = {"sliding_window_width": 3, "layer_types": ["sliding_attention", "full_attention"]}
+QK_NORMS: dict[str, Any] = {"use_qk_layernorm": True, "use_separate_qk_norms": True, "qk_norm_per_head": True}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}
 # Layers of every kind, and norms wherever one can stand.
 GEMMA: dict[str, Any] = {
-    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    **TIED_LLAMA,
+    **EVERY_OTHER,
+    **QK_NORMS,
     "activation": "geglu_tanh",
     "head_dim": 16,
     "zero_centered_gamma": True,
     "norm_placement": "sandwich",
-    "use_qk_layernorm": True,
-    "use_separate_qk_norms": True,
-    "qk_norm_per_head": True,
-    "sliding_window_width": 3,
-    "layer_types": ["sliding_attention", "full_attention"],
     "rope_local_base_freq": 100.0,
     "no_rope_layers": [1, 1, 0, 1],
     "query_pre_attn_scalar": 11,
@@ -50,7 +44,7 @@ GEMMA: dict[str, Any] = {
 }
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
-    **{key: value for key, value in LLAMA.items() if key != "no_weight_tying"},
+    **TIED_LLAMA,
     "num_kv_heads": [2, 4],
     "intermediate_size": [48, 48, 32],
     "sliding_window_width": 3,
@@ -60,38 +54,15 @@ MIXED: dict[str, Any] = {
 }
 # What single families have, all at once.
 OPTIONS: dict[str, Any] = {
-    "norm": "layernorm",
-    "use_bias_in_norms": False,
-    "gpt_j_residual": True,
-    "gpt_j_tied": True,
-    "activation": "xielu",
-    "num_kv_heads": 2,
-    "use_bias_in_attn_linear": False,
-    "add_qkv_bias": True,
-    "use_bias_in_mlp": False,
-    "clip_qkv": 0.8,
-    "rotary_pct": 0.5,
-    "rotary_interleaved": True,
-    "rope_scaling": {
-        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "llama_4_scaling_beta": 0.3,
-    },
-    "attention_multiplier": 0.7,
-    "attn_logit_softcapping": 0.6,
-    "final_logit_softcapping": 1.5,
-    "residual_multiplier": 0.4,
-    "logit_scale": 1.3,
-    "num_layers": 4,
+    **DEEP, **NO_BIASES, "norm": "layernorm", "use_bias_in_norms": False, "gpt_j_residual": True, "gpt_j_tied": True,
+    "activation": "xielu", "num_kv_heads": 2, "add_qkv_bias": True, "clip_qkv": 0.8, "rotary_pct": 0.5,
+    "rotary_interleaved": True, "rope_scaling": {**YARN, "llama_4_scaling_beta": 0.3}, "attention_multiplier": 0.7,
+    "attn_logit_softcapping": 0.6, "final_logit_softcapping": 1.5, "residual_multiplier": 0.4, "logit_scale": 1.3,
 }  # fmt: skip
 # What gpt-oss has beside its experts.
 SINKS: dict[str, Any] = {
-    **{key: value for key, value in LLAMA.items() if not key.startswith("use_bias")},
-    "head_dim": 16,
-    "attention_sinks": True,
-    "sliding_window_width": 3,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "rope_scaling": {
-        "rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4, "truncate": False,
-    },
+    **DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num_kv_heads": 2, "no_weight_tying": True, "head_dim": 16,
+    "attention_sinks": True, "rope_scaling": {**YARN, "truncate": False},
 }  # fmt: skip
 # Experts in some blocks. Losses that balance them depend on rows: tests/training/test_experts.py.
 MOE: dict[str, Any] = {

@@ -88,33 +88,6 @@ def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    "changes, varlen",
-    [
-        ({}, True),
-        ({"attention_backend": "flash"}, True),
-        ({"precision": "fp32"}, True),
-        ({"attention_backend": "math"}, False),
-        ({"pos_emb": "alibi"}, False),
-        ({"attention_dropout": 0.1}, True),
-    ],
-)
-def test_documents_on_a_gpu_go_to_the_varlen_kernel_where_it_can(
-    changes: dict[str, Any], varlen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = small(**{"precision": "bfloat16", **changes})
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    no_gpu_is_tried(monkeypatch)
-    stage.backends = {args.attention_backend: chosen(args, "cuda")}
-    assert batch.positions is not None and batch.cu_seqlens is not None
-    inputs = inputs_of(stage, batch, batch.positions)
-    assert (inputs.cu_seqlens is not None, inputs.mask is None) == (varlen, varlen)
-    if inputs.cu_seqlens is not None:
-        flat = sorted(set(inputs.cu_seqlens.tolist()))
-        starts = [row * args.seq_length + first for row, first, _ in documents(batch)]
-        assert flat == [*starts, 2 * args.seq_length]
-
-
-@pytest.mark.parametrize(
     "changes, alone",
     [
         ({}, True),
@@ -146,13 +119,12 @@ def test_documents_on_a_cpu_run_by_themselves(
 
 @pytest.mark.parametrize("name", ["efficient", "cudnn"])
 def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention_backend: {name} needs a GPU"):
+    with pytest.raises(ConfigError, match=f"attention_backend: {name} .*GPU"):
         chosen(small(attention_backend=name))
 
 
 def test_a_kernel_that_cannot_do_this_run_is_refused_at_start() -> None:
-    words = r"attention_backend: flash cannot do this run \(.*dropout.*\); set attention_backend: auto"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match="attention_backend: flash .*dropout.*attention_backend: auto"):
         chosen(small(attention_backend="flash", attention_dropout=0.1))
 
 
@@ -167,11 +139,3 @@ def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:
         "from a cache": "flash",
     }  # fmt: skip
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("name, flash", [("math", False), ("flash", True)])
-def test_the_named_kernel_runs(name: str, flash: bool) -> None:
-    q = torch.randn(SEQ, BATCH, HEADS, DIM)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        chosen(small(attention_backend=name)).attend(q, q, q, AttentionInputs(), AttentionOptions())
-    assert any("flash_attention" in event.key for event in profile.key_averages()) == flash

@@ -1,7 +1,7 @@
 """Attention sinks: a trained logit of each head in the softmax of every query, as transformers' gpt-oss."""
 
+import re
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,20 +21,9 @@ from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.model.specs import attention_spec
 from megatron.model.weight_map import named_params
 from megatron.neox_arguments import ConfigError
-from tests.marks import with_more
-from tests.model.runs import LLAMA, LR, MODELS, SGD, Step, assert_same_step, engine_for
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    gradients,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
-from tests.model.test_trees import flex_on_a_cpu, flex_runs_on_a_cpu  # noqa: F401 (a fixture)
-from tests.pool import run_ranks
+from tests.model.runs import LLAMA, MODELS
+from tests.model.stages import chosen, document_batch, small
+from tests.model.test_trees import flex_runs_on_a_cpu
 
 SEQ, ROWS, HEADS, DIM = 12, 2, 4, 8
 STARTS = torch.tensor([0, 3, 8, 12, 13, 24], dtype=torch.int32)
@@ -110,47 +99,6 @@ def test_bf16_stays_bf16() -> None:
     torch.testing.assert_close(out.float(), exact, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("packed", with_more([False, True], False))
-def test_a_model_on_flex_attention_equals_the_formula(packed: bool, flex_on_a_cpu: None) -> None:  # noqa: F811
-    outcomes = []
-    for name in ("flex", "math"):
-        args = small(**MODELS["sinks"], attention_backend=name, attn_logit_softcapping=2.0)
-        stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
-        positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
-        assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
-        logits = stage(None, batch)
-        logits.square().sum().backward()
-        outcomes.append((logits.detach(), gradients(stage)))
-    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-3)
-
-
-def three_steps(rank: int, world_size: int, layout: dict[str, Any]) -> Step:
-    """For the pool: three steps of SGD; loss and log-probabilities of the last."""
-    engine = engine_for({**MODELS["sinks"], **layout}, world_size)
-    for seed in range(3):
-        batches = [document_batch(engine.args, seed=2 * seed), random_batch(engine.args, seed=2 * seed + 1)]
-        logprobs = engine.token_logprobs(batches)
-        loss = engine.train_step(batches, LR).loss
-    return Step(loss.detach(), logprobs, engine.groups.rank("tensor"), engine.weights())
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Step:
-    return run_ranks(three_steps, 1, {})[0]
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"model_parallel_size": 2, "sequence_parallel": True},
-        {"pipe_parallel_size": 2, "checkpoint_activations": True},
-    ],
-    ids=["tp2", "pp2"],
-)
-def test_three_steps_in_every_layout(layout: dict[str, Any], one_process: Step) -> None:
-    assert_same_step(small(**SGD, **MODELS["sinks"]), run_ranks(three_steps, 2, layout), one_process)
-
-
 def test_the_parameter() -> None:
     """Cut with the heads, without weight decay, zero at first, in every block."""
     args = small(**MODELS["sinks"])
@@ -162,24 +110,10 @@ def test_the_parameter() -> None:
     assert not any("sinks" in name for _, name in named_params(small()))
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attention_dropout": 0.1}, "attention_sinks: have no attention_dropout"),
-    ({"te_mha": True}, "attention_sinks: Transformer-Engine's attention has none here"),
-]
-
-
-@pytest.mark.parametrize("changes, words", REFUSED)
-def test_what_cannot_be_combined(changes: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        small(attention_sinks=True, **changes)
-    assert words in str(refused.value)
-
-
 def test_a_backend_without_sinks_is_refused() -> None:
     with pytest.raises(ConfigError) as refused:
         chosen(small(attention_sinks=True, attention_backend="flash"))
-    said = str(refused.value)
-    assert "attention_backend: flash cannot do this run (it has no attention sinks (attention_sinks))" in said
+    assert re.search("attention_backend: flash .*attention_sinks", str(refused.value))
 
 
 def test_no_other_backend_has_them() -> None:
@@ -191,23 +125,20 @@ def test_no_other_backend_has_them() -> None:
             assert not backend.has_sinks
             continue
         said = [backend.supports(call) for call in calls if backend.handles(call)]
-        able |= {backend.name} if "it has no attention sinks (attention_sinks)" not in said else set()
+        able |= {backend.name} if not any("attention_sinks" in (why or "") for why in said) else set()
     assert able == {"flex", "math"}
 
 
 def test_a_model_without_them_is_another() -> None:
     ours, plain = small(**MODELS["sinks"]), small(**{**MODELS["sinks"], "attention_sinks": False})
     assert model_keys(ours) != model_keys(plain)
-    assert describe_differences(canonical_config(ours), canonical_config(plain)) == [
-        "sinks of attention (attention_sinks): no there, yes here"
-    ]
+    (difference,) = describe_differences(canonical_config(ours), canonical_config(plain))
+    assert re.search("attention_sinks.* no .* yes", difference)
     yarn = {"rope_type": "yarn", "factor": 2.0}
     unset, whole, between = (
         canonical_config(small(rope_scaling={**yarn, **given}))
         for given in ({}, {"truncate": True}, {"truncate": False})
     )
     assert unset == whole != between
-    with pytest.raises(ConfigError, match="rope_scaling.truncate: linear does not read it"):
-        small(rope_scaling={"rope_type": "linear", "factor": 2.0, "truncate": False})
-    with pytest.raises(CheckpointError, match="sinks of attention"):
+    with pytest.raises(CheckpointError, match="sinks"):
         hf_config(small(**LLAMA, attention_sinks=True), family="llama")

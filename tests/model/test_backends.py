@@ -1,15 +1,11 @@
-"""The table of attention backends: its names, the layers that ask for one, and a new one."""
+"""The table of attention backends: its names, and the layers that ask for one. A new one:
+tests/guide/test_recipes.py."""
 
 import inspect
-import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -27,12 +23,8 @@ from megatron.neox_arguments import ConfigError
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
-ROOT = Path(__file__).resolve().parents[2]
 KERNEL = "aten::_scaled_dot_product_"
-MIXED: dict[str, Any] = {
-    "num_layers": 4,
-    "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]],
-}
+MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
 
 
 @torch.no_grad()
@@ -54,15 +46,6 @@ def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kern
         stage(None, random_batch(args))
     ran = [event.name for event in profile.events() or () if event.name.startswith(KERNEL)]
     assert ["flash" if "flash" in name else "math" for name in ran] == kernels
-
-
-@torch.no_grad()
-def test_layers_of_both_kinds_see_the_same() -> None:
-    """Packed rows: documents by themselves or under a mask."""
-    args, plain = small(**MIXED, attention_backend="math"), small(num_layers=4)
-    weights, batch = random_weights(plain), document_batch(plain)
-    mixed, expected = (stage_with(one, weights)(None, batch) for one in (args, plain))
-    torch.testing.assert_close(mixed, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,24 +125,18 @@ def test_flex_takes_the_documents_that_varlen_cannot(monkeypatch: pytest.MonkeyP
 
 
 def test_the_table_at_start() -> None:
+    """Each kind of call, its backend, and why none before that."""
     log_lines: list[str] = []
     on_gpu(HOPPER, log_lines, **PAIRS)
-    assert log_lines == [
-        "attention_backend: auto chose (kind of call, backend, why not one before it)\n"
-        "  plain                cudnn, at other lengths than 16 flash\n"
-        "  with a mask          cudnn, at other lengths than 16 flash\n"
-        "  from a cache         cudnn, at other lengths than 16 flash\n"
-        "  over documents       flash\n"
-        "  with shared prompts  flex"
-    ]
-    log_lines.clear()
     on_gpu(AMPERE, log_lines, precision="fp32")
-    assert log_lines[0].splitlines()[1:] == [
-        "  plain           flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  with a mask     flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  from a cache    flash      cudnn: it is the fastest on Hopper and Blackwell alone (9.0, 10.x)",
-        "  over documents  efficient  flash: it has 16 bits; flex: it is for 16 bits",
+    rows = [
+        ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
+        [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"],
     ]
+    for said, expected in zip(log_lines, rows, strict=True):
+        assert said.startswith("attention_backend: auto")
+        for row in expected:
+            assert re.search(f"^ +{row}", said, re.MULTILINE), said
 
 
 @pytest.mark.parametrize(
@@ -209,7 +186,7 @@ def test_newer_flash_attention_is_activated_where_it_is_named(
 
 @pytest.mark.parametrize("name, implementation, module", NEWER)
 def test_newer_flash_attention_that_is_not_installed(name: str, implementation: str, module: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} needs {module}, which is not installed .*: (pip|compile) .*auto"):
+    with pytest.raises(ConfigError, match=f"{name} .*{module}.*not installed .*(pip|compile) .*auto"):
         on_gpu(HOPPER, attention_backend=name)
 
 
@@ -221,38 +198,3 @@ def test_a_layer_that_cannot_have_its_kernel_has_that_of_the_others(backend: str
     )
     (said,) = (line for line in log_lines if line.startswith("attention_config: flash chose"))
     assert re.search(r"\n  with dropout +math .*flash: .*dropout", said) and re.search(r"\n  plain +flash\n", said)
-
-
-MEAN = '''"""Attention that looks at nothing: the mean of the values so far."""
-
-import torch
-
-from megatron.model.attention.backends import AttentionBackend
-
-
-class Mean(AttentionBackend):
-    def supports(self, call):
-        return "it has no mask" if call.masked or call.documents else super().supports(call)
-
-    def run(self, q, k, v, inputs, options):
-        means = v.cumsum(0) / torch.arange(1, len(v) + 1).view(-1, 1, 1, 1)
-        return means.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
-'''
-RUN = """
-from tests.training.runs import config, curves
-
-print([part.losses for part in curves(0, 1, [config(attention_backend=name) for name in ("math", "mean")], steps=2)])
-"""
-
-
-def test_a_backend_is_one_file_and_one_entry(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron")  # compiled, too
-    (tmp_path / "megatron/model/attention/mean.py").write_text(MEAN)
-    table, entry = tmp_path / "megatron" / "neox_arguments" / "keys" / "attention.py", '("flash", "backends.Varlen"),'
-    assert table.read_text().count(entry) == 1
-    table.write_text(table.read_text().replace(entry, f'{entry} ("mean", "mean.Mean"),'))
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    exact, mean = json.loads(done.stdout.splitlines()[-1])
-    assert len(mean) == 2 and mean[1] < mean[0] and all(a != b for a, b in zip(exact, mean, strict=True))

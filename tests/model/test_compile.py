@@ -20,6 +20,9 @@ from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # else every rank starts a pool of compiling processes
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile on a CPU needs g++ (or $CXX)"
+)
 Found = tuple[Tensor, dict[tuple[int, str], Tensor], int]
 
 
@@ -68,9 +71,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", with_more(CASES, "dropout"))  # 20 s of g++
 def test_equals_eager(case: str) -> None:
     world_size, backend, values = CASES[case]
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")
-    for eager, compiled in run_ranks(losses, world_size, backend, values, 6, env=ENV, timeout=240):
+    for eager, compiled in run_ranks(losses, world_size, backend, values, 6, env=ENV, timeout=600):
         torch.testing.assert_close(compiled[0], eager[0], rtol=1e-5, atol=0)
         for key, gradient in eager[1].items():
             assert (compiled[1][key] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, key
@@ -90,10 +91,7 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.more
 def test_documents_and_other_lengths() -> None:
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
-        pytest.skip("torch.compile on a CPU needs g++ (or $CXX)")
-    pairs = run_ranks(other_shapes, 1, env=ENV, timeout=240)[0]
-    for eager, compiled in pairs:
+    for eager, compiled in run_ranks(other_shapes, 1, env=ENV, timeout=600)[0]:
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
@@ -101,6 +99,6 @@ def test_without_a_compiler_it_is_refused_at_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     stage = build_stage(small(), ParallelGroups.single())
-    with pytest.raises(ConfigError, match=r"compile: block needs g\+\+, not found on the PATH; set compile: false"):
+    with pytest.raises(ConfigError, match=r"compile: block .*g\+\+.*PATH.*compile: false"):
         compile_blocks(stage, small(compile="block"))
     compile_blocks(stage, small())

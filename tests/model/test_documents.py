@@ -1,27 +1,35 @@
 """Packed documents: boundaries and positions mean the same in every layout, and documents do not see each
 other."""
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
-from megatron.data.batch import collate
+from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter
+from megatron.data.batch import collate, collate_samples
+from megatron.data.index_maps import Packing
+from megatron.data.packed_dataset import PackedDataset
+from megatron.data.packing import build_maps
 from megatron.model import Stage
 from megatron.model.attention import document_mask
 from megatron.objectives import label_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
-from tests.model.stages import document_batch, documents, gradients, random_weights, small, stage_with
+from tests.model.stages import documents, gradients, random_weights, small, stage_with
 from tests.pool import run_ranks
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
-LAYOUTS: dict[int, list[dict[str, Any]]] = {
-    1: [{"checkpoint_activations": True}, {"checkpoint_activations": True, "checkpoint_num_layers": 3}],
-    2: [TP2, TP2 | SP, PP2, PP2 | {"checkpoint_activations": True}, TP2 | SP | {"checkpoint_activations": True}],
-    4: [TP2 | PP2, TP2 | PP2 | SP],
+KEPT = {"checkpoint_activations": True}
+# Of each number of ranks; models take the entries in turn, so that each runs on both axes.
+LAYOUTS: dict[int, list[list[dict[str, Any]]]] = {
+    1: [[KEPT], [KEPT | {"checkpoint_num_layers": 3}]],
+    2: [[TP2 | SP, PP2 | KEPT], [TP2 | SP | KEPT, PP2], [TP2, PP2 | KEPT]],
+    4: [[TP2 | PP2], [TP2 | PP2 | SP]],
 }
 
 
@@ -39,44 +47,12 @@ def references() -> list[Step]:
 
 @pytest.mark.parametrize("world_size", [pytest.param(n, marks=pytest.mark.more) if n == 4 else n for n in LAYOUTS])
 def test_every_layout_equals_one_process(world_size: int, references: list[Step]) -> None:
-    cells = [(i, {**model, **layout}) for i, model in enumerate(MODELS.values()) for layout in LAYOUTS[world_size]]
+    turns = LAYOUTS[world_size]
+    cells = [(i, {**model, **layout}) for i, model in enumerate(MODELS.values()) for layout in turns[i % len(turns)]]
     ranks = run_ranks(sgd_steps, world_size, [values for _, values in cells])
     for n, (i, values) in enumerate(cells):
         args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
         assert_same_step(args, [steps[n] for steps in ranks], references[i])
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_a_packed_row_is_its_documents_alone(name: str) -> None:
-    args = small(**MODELS[name])
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args, rows=3)
-    packed = logprobs_of(stage, batch)
-    assert len(documents(batch)) > 5
-    blind = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
-    leaking = logprobs_of(stage, blind)
-    for row, first, last in documents(batch):
-        assert batch.positions is not None
-        whole = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
-        alone = whole.map(lambda t: t[row : row + 1, first:last])  # noqa: B023
-        expected = logprobs_of(stage, alone)[0]
-        torch.testing.assert_close(packed[row, first:last], expected, rtol=1e-5, atol=1e-5)
-        if first:
-            assert (leaking[row, first:last] - expected).abs().max() > 1e-3, "boundaries make no difference"
-
-
-@pytest.mark.parametrize("name", ["neox", "learned", "window"])
-@torch.no_grad()
-def test_positions_are_read(name: str) -> None:
-    args = small(**MODELS[name])
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    plain = Batch(batch.tokens, batch.labels, batch.loss_weights)
-    counted = torch.arange(args.seq_length).expand_as(batch.tokens)
-    expected = stage(None, plain)
-    explicit = Batch(batch.tokens, batch.labels, batch.loss_weights, counted.clone())
-    assert torch.equal(stage(None, explicit), expected)
-    elsewhere = Batch(batch.tokens, batch.labels, batch.loss_weights, batch.positions)
-    assert (stage(None, elsewhere) - expected).abs().max() > 1e-3
 
 
 def test_document_mask() -> None:
@@ -98,18 +74,13 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
     for name, values in MODELS.items():
         args = small(**values)
         stage, packed = stage_with(args, random_weights(args)), resets(rows)
-        assert [(row, first) for row, first, _ in documents(packed)] == [
-            (0, 0),
-            (0, 4),
-            (0, 10),
-            (0, 11),
-            (1, 0),
-            (1, 1),
-        ]
+        starts = [(row, first) for row, first, _ in documents(packed)]
+        assert starts == [(0, 0), (0, 4), (0, 10), (0, 11), (1, 0), (1, 1)]
         logprobs = logprobs_of(stage, packed) * packed.loss_weights
         logprobs.sum().backward()
         together = gradients(stage)
         stage.zero_grad()
+        blind = logprobs_of(stage, replace(packed, cu_seqlens=None, max_seqlen=0)) * packed.loss_weights
         for row, first, last in documents(packed):
             # The document after it is not predicted
             alone = collate(rows[row : row + 1, first : last + 1])
@@ -117,7 +88,53 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
             expected = expected * packed.loss_weights[row, first:last]
             assert packed.loss_weights[row, first:last].sum() == last - first - (rows[row, last - 1] == 0)
             torch.testing.assert_close(logprobs[row, first:last], expected, rtol=1e-5, atol=1e-5)
+            if first and expected.any():
+                assert (blind[row, first:last] - expected).abs().max() > 1e-3, f"{name}: boundaries make no difference"
             expected.sum().backward()
         for parameter, gradient in gradients(stage).items():
             difference = (together[parameter] - gradient).norm()
             assert difference <= 1e-5 * gradient.norm() + 1e-7, f"{name}: {parameter}"
+
+
+LENGTHS = (5, 17, 2, 9, 6, 4, 8, 6, 3, 7)
+
+
+def laid_out(folder: Path, labelled: bool, pack_impl: str) -> Batch:
+    """All documents as a run reads them. They end with EOD; of labelled ones, the first third is masked, as a
+    prompt."""
+    random = np.random.default_rng(1)
+    rows = [[*random.integers(1, 64, n - 1), 0] for n in LENGTHS]
+    sets = []
+    for name in ("text", "label") if labelled else ("text",):
+        with IndexedDatasetWriter(f"{folder}/{name}", np.int32) as writer:
+            for row in rows:
+                masked = len(row) // 3 if name == "label" else 0
+                writer.add_document(np.array([-100] * masked + row[masked:], np.int32))
+        sets.append(IndexedDataset(f"{folder}/{name}"))
+    text, labels, packing = sets[0], sets[1] if labelled else None, Packing(pack_impl)
+    maps = build_maps(text.sizes, 0, len(text), 1, 16, 3, packing, labels)
+    data = PackedDataset("train", text, maps, 16, 64, packing=packing, labels=labels)
+    resets = {"eod": 0, "reset_attention_mask": True, "reset_position_ids": True}
+    return collate_samples([data[i] for i in range(len(data))], **resets)
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["lm", "sft"])
+def test_rows_of_best_fit_give_each_document_the_loss_it_has_alone(labelled: bool, tmp_path: Path) -> None:
+    """And all of them the gradient, whatever kind of positions there are."""
+    for name in ("neox", "learned", "moe"):
+        found = []
+        for pack_impl, rows in (("unpacked", 10), ("best_fit", 4)):
+            args = small(**MODELS[name])
+            stage, batch = stage_with(args, random_weights(args)), laid_out(tmp_path, labelled, pack_impl)
+            trained = sum(n - max(n // 3 if labelled else 0, 1) for n in LENGTHS)
+            assert len(batch.tokens) == rows and batch.loss_weights.sum() == trained
+            losses = logprobs_of(stage, batch) * batch.loss_weights
+            losses.sum().backward()
+            spans = [(row, slice(first, last)) for row, first, last in documents(batch)]
+            spans = [(row, span) for row, span in spans if batch.tokens[row, span].any()]  # else it is padding
+            starts = {
+                tuple(batch.tokens[row, span][:2].tolist()): losses[row, span].sum().detach() for row, span in spans
+            }
+            assert len(starts) == len(LENGTHS)
+            found.append((starts, gradients(stage)))
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-4)

@@ -1,5 +1,4 @@
-"""Dropout: recomputation repeats its masks, and ranks that hold the same activations drop the same of
-them."""
+"""Dropout: ranks that hold the same activations drop the same of them; each place has its own mask."""
 
 from typing import Any
 
@@ -14,75 +13,15 @@ from tests.model.stages import groups_of, random_batch, random_weights, small, s
 from tests.pool import run_ranks
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
-RECOMPUTE: list[dict[str, Any]] = [
-    {},
-    {"checkpoint_activations": True, "checkpoint_num_layers": 1},
-    {"checkpoint_activations": True, "checkpoint_num_layers": 2},
-    {"checkpoint_activations": True, "recompute_every": 2},
-    {"checkpoint_activations": True, "recompute_granularity": "selective"},
-]
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "tp2+sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputation_is_bit_equal(layout: str) -> None:
-    world_size, keys = LAYOUTS[layout]
-    for model in (NEOX, LLAMA):
-        configs = [{**model, **DROPOUT, **keys, **recompute} for recompute in RECOMPUTE]
-        plain = {**model, **keys}
-        for steps in run_ranks(sgd_steps, world_size, [*configs, plain]):
-            first, *others, without = steps
-            for step in others:
-                assert torch.equal(step.loss, first.loss)
-                for layer, tensors in step.weights.items():
-                    for name, value in tensors.items():
-                        assert torch.equal(value, first.weights[layer][name]), f"gradient of {layer} {name}"
-            assert abs(without.loss - first.loss) > 1e-4, "dropout does nothing"
-            for actual, reference in zip(first.logprobs, without.logprobs, strict=True):
-                # Documents are attended without a mask where there is no dropout: equal but for rounding.
-                torch.testing.assert_close(actual, reference, rtol=1e-5, atol=1e-5, msg="dropout in evaluation")
-
-
-@pytest.mark.parametrize("together, kept", [(0, None), (1, 4), (3, 2), (9, 1)])
-def test_blocks_are_run_again_in_the_backward_pass(
-    together: int, kept: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import megatron.training.recompute as recompute_module
-
-    pieces, runs = [], []
-    real = recompute_module.checkpoint
-
-    def count(*args: Any, **kwargs: Any) -> Tensor:
-        pieces.append(args)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(recompute_module, "checkpoint", count)
-    args = small(num_layers=4, checkpoint_activations=together > 0, checkpoint_num_layers=together or 1)
-    stage = stage_with(args, random_weights(args)).train()
-    for index in range(2, 6):
-        stage.layers[str(index)].register_forward_pre_hook(lambda module, inputs: runs.append(module))
-    out = stage(None, random_batch(args))
-    assert len(runs) == 4 and len(pieces) == (kept or 0)
-    out.sum().backward()
-    assert len(runs) == (8 if kept else 4)
-    with torch.no_grad():
-        stage(None, random_batch(args))
-    assert len(pieces) == (kept or 0), "nothing to recompute without gradients"
 
 
 def test_hidden_dropout_is_the_same_for_any_layout_of_whole_activations() -> None:
-    for model in (NEOX, LLAMA):
-        values = {**model, "hidden_dropout": 0.2}
-        reference: Step = run_ranks(sgd_steps, 1, [values])[0][0]
-        layouts = [LAYOUTS["tp2"][1], LAYOUTS["pp2"][1]]
-        ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in layouts])
-        for i in range(len(layouts)):
-            assert_same_step(small(**values), [steps[i] for steps in ranks], reference)
+    models = [{**model, "hidden_dropout": 0.2} for model in (NEOX, LLAMA)]
+    references: list[Step] = run_ranks(sgd_steps, 1, models)[0]
+    layouts = ({"model_parallel_size": 2}, {"pipe_parallel_size": 2})
+    ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in layouts for values in models])
+    for i, reference in enumerate(references * 2):
+        assert_same_step(small(**models[i % 2]), [steps[i] for steps in ranks], reference)
 
 
 def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron.data import Batch
-from megatron.model import InferenceContext, forward_only
+from megatron.model import forward_only
 from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from megatron.objectives import label_logprobs
 from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
@@ -52,11 +52,7 @@ def read_all(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
 
 
 @pytest.mark.parametrize(
-    "world_size, layouts",
-    [
-        (2, [(2, 1, False), (0, 2, False), (0, 2, True)]),
-        (4, [(4, 1, False), (2, 2, False), (2, 2, True), (2, 1, False)]),
-    ],
+    "world_size, layouts", [(2, [(2, 1, False), (0, 2, True)]), (4, [(4, 1, False), (2, 2, False), (2, 1, False)])]
 )
 def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> None:
     keys = [
@@ -76,14 +72,3 @@ def test_no_batches_no_values() -> None:
     stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
     none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
     assert none == []
-
-
-def test_logits_can_be_of_one_token_a_row() -> None:
-    args = small()
-    stage, batch = stage_with(args, random_weights(args)), random_batch(args, rows=3)
-    last = torch.tensor([0, 7, 15])
-    with torch.no_grad():
-        wanted = InferenceContext(logit_positions=last + args.seq_length * torch.arange(3))
-        whole, last_logits = stage(None, batch), stage(None, batch, context=wanted)
-    expected = torch.stack([whole[p, row] for row, p in enumerate(last)])
-    torch.testing.assert_close(last_logits, expected.unsqueeze(1), rtol=1e-6, atol=1e-6)

@@ -71,13 +71,6 @@ def test_every_layout_starts_from_the_same_model(world_size: int, layouts: list[
             assert all(torch.equal(copies[rank], first[rank]) for rank in first), "the copy of the embedding"
 
 
-def test_tied_head_is_the_embedding_itself_in_one_stage() -> None:
-    stage = build_stage(small(), ParallelGroups.single())
-    names = [name for name, _ in stage.named_parameters()]
-    assert names.count("layers.0.word_embeddings.weight") == 1 and not any(n.startswith("layers.6.") for n in names)
-    assert stage.layers["6"].word_embeddings.weight is stage.layers["0"].word_embeddings.weight  # type: ignore[union-attr]
-
-
 def test_a_stage_has_no_memory_until_it_is_materialised() -> None:
     args = small(num_layers=80, hidden_size=8192, num_attention_heads=64, padded_vocab_size=128256)
     assert all(param.is_meta for param in build_stage(args, ParallelGroups.single()).parameters())
@@ -89,6 +82,8 @@ def test_a_stage_has_no_memory_until_it_is_materialised() -> None:
     assert [param.requires_grad for param in stage.parameters()] == frozen and not all(frozen)
     assert {(param.device, param.dtype) for param in stage.parameters()} == {(CPU, torch.bfloat16)}
     assert stage.layers["6"].word_embeddings.weight is stage.layers["0"].word_embeddings.weight  # type: ignore[union-attr]
+    names = [name for name, _ in stage.named_parameters()]
+    assert names.count("layers.0.word_embeddings.weight") == 1 and not any(n.startswith("layers.6.") for n in names)
     tables = [param for _, name, param in stage_parameters(stage, copies=True) if name == "attention.rpe.weight"]
     assert len(tables) == 2 and tables[0] is tables[1]
 

@@ -12,7 +12,6 @@ from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.neftune import add_noise, document_lengths
 from megatron.mpu import fork_seed, mix_seed
-from megatron.neox_arguments import ConfigError
 from tests.model.runs import LLAMA, NEOX, assert_same_step, sgd_steps
 from tests.model.stages import random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
@@ -94,17 +93,3 @@ def test_a_step_is_the_same_in_any_layout(model: dict[str, Any]) -> None:
     ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in LAYOUTS])
     for i in range(len(LAYOUTS)):
         assert_same_step(small(**values), [steps[i] for steps in ranks], noisy_step)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"train_impl": "kto", "pack_impl": "best_fit"}, "neftune_noise_alpha: is for fine-tuning on texts"),
-        ({"pack_impl": "best_fit"}, "neftune_noise_alpha: depends on the length .*set reset_attention_mask: true"),
-        ({"pack_impl": "unpacked"}, "neftune_noise_alpha: depends on the length"),
-    ],
-)
-def test_is_refused_where_it_means_nothing(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        small(**NOISE, **changes)
-    small(**NOISE, reset_attention_mask=True, pack_impl="best_fit")

@@ -1,130 +1,103 @@
-"""A new mixer and a new feed-forward are each a file and an entry of a table, and train."""
+"""A new mixer and a new feed-forward are each a class and an entry of a table, and train. As files of their
+own, in a copy of the tree: tests/guide/test_recipes.py."""
 
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-# What comes before a token, averaged; in the second block alone.
-MIXER = """
 from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.mpu import Linear, LinearSpec, with_prefix
+from megatron.model import layer_params
+from megatron.model.block import FEED_FORWARDS, MIXERS
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, with_prefix
+from megatron.neox_arguments import NeoXArgs
+from tests.model.stages import small
+from tests.pool import run_ranks
+from tests.training.runs import ADAMW, Part, bit_equal, config, curves, run_to_end
 
 
 @dataclass(frozen=True)
-class MeanSpec:
+class LinearOf:
+    """What both kinds are: a function before one row-parallel linear."""
+
     hidden: int
+    bias: bool
+
+    def linear(self) -> LinearSpec:
+        return LinearSpec(self.hidden, self.hidden, "row", self.bias)
+
+
+class MeanSpec(LinearOf):
+    pass
+
+
+class SquareSpec(LinearOf):
+    pass
 
 
 class Mean(nn.Module):
-    module_name = "attention"
-    Spec = MeanSpec
+    """What comes before a token, averaged; in the second block alone."""
 
-    def __init__(self, spec, groups, sequence_parallel=False, *, backends):
+    module_name, Spec = "attention", MeanSpec
+
+    def __init__(self, spec: LinearOf, groups: ParallelGroups, sequence_parallel: bool = False, **_: object) -> None:
         super().__init__()
-        self.dense = Linear(self._linear(spec), groups, sequence_parallel)
+        self.dense = Linear(spec.linear(), groups, sequence_parallel)
 
     @classmethod
-    def spec(cls, args, block):
-        return MeanSpec(args.hidden_size) if block == 1 else None
-
-    @staticmethod
-    def _linear(spec):
-        return LinearSpec(spec.hidden, spec.hidden, "row", bias=False)
+    def spec(cls, args: NeoXArgs, block: int) -> LinearOf | None:
+        return MeanSpec(args.hidden_size, False) if block == 1 else None
 
     @classmethod
-    def params(cls, spec):
-        return with_prefix("dense", cls._linear(spec).params())
+    def params(cls, spec: LinearOf) -> tuple[ParamSpec, ...]:
+        return with_prefix("dense", spec.linear().params())
 
     @property
-    def output(self):
+    def output(self) -> Linear:
         return self.dense
 
-    def core(self, x, inputs, seed, cache=None, adapter_seed=None):
+    def core(self, x: Tensor, *_: object, **more: object) -> Tensor:
         return x.cumsum(0) / torch.arange(1, len(x) + 1).view(-1, 1, 1)
-"""
-# One linear, which reads its input's square; in the first block alone.
-FEED_FORWARD = """
-from dataclasses import dataclass
-
-from torch import nn
-
-from megatron.mpu import Linear, LinearSpec, with_prefix
 
 
-@dataclass(frozen=True)
-class SquareSpec:
-    hidden: int
+class Square(Mean):
+    """One linear, which reads its input's square; in the first block alone."""
 
-
-class Square(nn.Module):
-    Spec = SquareSpec
-
-    def __init__(self, spec, groups, sequence_parallel=False):
-        super().__init__()
-        self.out = Linear(self._linear(spec), groups, sequence_parallel)
+    Spec = SquareSpec  # type: ignore[assignment]
 
     @classmethod
-    def spec(cls, args, block):
-        return SquareSpec(args.hidden_size) if block == 0 else None
+    def spec(cls, args: NeoXArgs, block: int) -> LinearOf | None:
+        return SquareSpec(args.hidden_size, True) if block == 0 else None
 
-    @staticmethod
-    def _linear(spec):
-        return LinearSpec(spec.hidden, spec.hidden, "row", bias=True)
-
-    @classmethod
-    def params(cls, spec):
-        return with_prefix("out", cls._linear(spec).params())
-
-    @property
-    def output(self):
-        return self.out
-
-    def core(self, x, adapter_seed=None, counted=None):
+    def core(self, x: Tensor, *_: object, **more: object) -> tuple[Tensor, None]:  # type: ignore[override]
         return x.square(), None
-"""
-RUN = """
-from pathlib import Path
-
-from megatron.model import layer_params
-from tests.model.stages import small
-from tests.training.runs import ADAMW, bit_equal, config, curves, run_to_end
-
-names = [[spec.name for spec in layer_params(small())[layer]] for layer in (2, 3)]
-assert "mlp.out.bias" in names[0] and "attention.query_key_value.weight" in names[0], names
-assert "mlp.linear1.weight" in names[1] and "attention.query_key_value.weight" not in names[1], names
-for part in curves(0, 1, [config(ADAMW), config(ADAMW, gpt_j_residual=True, checkpoint_activations=True)], 3):
-    assert part.losses[0] > part.losses[1] > part.losses[2], part.losses
-common = config(ADAMW, train_iters=4, checkpoint_factor=2)
-_, expected = run_to_end(0, 1, {**common, "save": "through"})
-stopped = {**common, "save": "stopped", "load": "stopped"}
-run_to_end(0, 1, {**stopped, "exit_interval": 2})
-assert Path("stopped/latest").read_text() == "global_step2"
-_, found = run_to_end(0, 1, stopped)
-assert bit_equal(found, expected) and "mlp.out.bias" in found[2], found[2].keys()
-"""
 
 
-def test_each_is_a_file_and_an_entry(tmp_path: Path) -> None:
-    """They train, and go on from a checkpoint to the last bit."""
-    shutil.copytree(ROOT / "megatron", tmp_path / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    model = tmp_path / "megatron" / "model"
-    (model / "mean.py").write_text(MIXER)
-    (model / "square.py").write_text(FEED_FORWARD)
-    block = (model / "block.py").read_text()
-    for module, name, known in (("mean", "Mean", "(SelfAttention, Mamba, Mamba2)"), ("square", "Square", "(MoE, MLP)")):
-        assert block.count(known) == 1
-        block = block.replace(known, f"({name}, {known[1:]}")
-        block = block.replace("from torch import", f"from megatron.model.{module} import {name}\nfrom torch import", 1)
-    (model / "block.py").write_text(block)
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    command = [sys.executable, "-c", RUN]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def runs_of_new_kinds(rank: int, world_size: int, folder: str) -> tuple[list[list[str]], list[Part], list[dict]]:
+    """For the pool: names of parameters of both blocks; steps of two residual forms; and the weights of a run
+    that was stopped and of one that was not."""
+    tables = {"MIXERS": (Mean, *MIXERS), "FEED_FORWARDS": (Square, *FEED_FORWARDS)}
+    with (
+        mock.patch.multiple("megatron.model.block", **tables),
+        mock.patch.multiple("megatron.model.weight_map", **tables),
+        mock.patch("megatron.model.stage.MIXERS", tables["MIXERS"]),
+    ):
+        names = [[spec.name for spec in layer_params(small())[layer]] for layer in (2, 3)]
+        forms = [config(ADAMW), config(ADAMW, gpt_j_residual=True, checkpoint_activations=True)]
+        steps = curves(rank, world_size, forms, 3)
+        common = config(ADAMW, train_iters=4, checkpoint_factor=2)
+        weights = [run_to_end(rank, world_size, {**common, "save": f"{folder}/through"})[1]]
+        stopped = {**common, "save": f"{folder}/stopped", "load": f"{folder}/stopped"}
+        run_to_end(rank, world_size, {**stopped, "exit_interval": 2})
+        assert Path(folder, "stopped", "latest").read_text() == "global_step2"
+        return names, steps, [*weights, run_to_end(rank, world_size, stopped)[1]]
+
+
+def test_they_train_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    ((first, second), steps, (expected, found)) = run_ranks(runs_of_new_kinds, 1, str(tmp_path))[0]
+    assert "mlp.dense.bias" in first and "attention.query_key_value.weight" in first, first
+    assert "mlp.linear1.weight" in second and "attention.query_key_value.weight" not in second, second
+    for part in steps:
+        assert part.losses[0] > part.losses[1] > part.losses[2], part.losses
+    assert bit_equal(found, expected) and "mlp.dense.bias" in found[2], found[2].keys()

@@ -1,22 +1,27 @@
 """Norms of hidden states, and of queries and keys, against torch's and transformers' own; in every tensor
 layout."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
 from megatron.model.mlp import ACTIVATIONS
+from megatron.model.norm_functions import TORCH_NORMS, NormFunctions, apex_norms, transformer_engine_norms
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
 from megatron.model.specs import HeadNormSpec, activation_name, head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import SGD, assert_same_step, sgd_steps
 from tests.model.stages import small
 from tests.pool import run_ranks
+from tests.stand_ins import installed
 
 ALONE = ParallelGroups.single()
 GENERATOR = torch.Generator().manual_seed(7)
@@ -34,20 +39,26 @@ def test_scalenorm() -> None:
     torch.testing.assert_close(norm(x), expected)
 
 
-def test_non_parametric_layernorm_equals_olmos() -> None:
-    norm = build_norm(norm_spec(small(norm="non_parametric_layernorm", layernorm_epsilon=1e-5)), ALONE)
-    assert not list(norm.parameters())
-    torch.testing.assert_close(norm(X), OlmoLayerNorm(32)(X))
+# Our keys, the parameters, and the module of others that is the same.
+SAME: list[tuple[dict[str, Any], tuple[str, ...], Callable[..., nn.Module]]] = [
+    ({}, ("weight", "bias"), nn.LayerNorm),
+    ({"norm": "rmsnorm"}, ("weight",), LlamaRMSNorm),
+    ({"norm": "non_parametric_layernorm", "layernorm_epsilon": 1e-5}, (), lambda size, eps: OlmoLayerNorm(size)),
+    ({"use_bias_in_norms": False}, ("weight",), partial(nn.LayerNorm, bias=False)),
+    ({"use_bias_in_norms": False, "compat_norm_bias": True}, ("weight", "bias"), nn.LayerNorm),
+]
 
 
-@pytest.mark.parametrize("keys, bias", [({}, False), ({"compat_norm_bias": True}, True)])
-def test_norms_without_bias(keys: dict[str, Any], bias: bool) -> None:
-    args = small(use_bias_in_norms=False, layernorm_epsilon=1e-2, **keys)
-    norm, reference = build_norm(norm_spec(args), ALONE), nn.LayerNorm(32, eps=1e-2, bias=bias)
-    state = {"weight": WEIGHT, **({"bias": BIAS} if bias else {})}
-    norm.load_state_dict(state)
-    reference.load_state_dict(state)
-    torch.testing.assert_close(norm(X), reference(X))
+@pytest.mark.parametrize("keys, parameters, reference", SAME)
+def test_norms_are_those_of_torch_and_transformers(
+    keys: dict[str, Any], parameters: tuple[str, ...], reference: Callable[..., nn.Module]
+) -> None:
+    args = small(**{"layernorm_epsilon": 1e-2, "rms_norm_epsilon": 1e-2, **keys})
+    ours, theirs = build_norm(norm_spec(args), ALONE), reference(32, eps=1e-2)
+    state = {name: {"weight": WEIGHT, "bias": BIAS}[name] for name in parameters}
+    theirs.load_state_dict(state)
+    ours.load_state_dict({"scale" if args.norm == "rmsnorm" else name: value for name, value in state.items()})
+    torch.testing.assert_close(ours(X), theirs(X))
 
 
 @pytest.mark.parametrize("name, fixed", [("layernorm", 1e-5), ("rmsnorm", 1e-8)])
@@ -55,10 +66,7 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
-        outside, inside = (
-            build_norm(norm_spec(args), ALONE),
-            build_norm(norm_spec(args, in_te_mlp=True), ALONE),
-        )
+        outside, inside = (build_norm(norm_spec(args), ALONE), build_norm(norm_spec(args, in_te_mlp=True), ALONE))
         for norm, eps in ((outside, 0.5), (inside, fixed)):
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
@@ -119,13 +127,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qk layernorm": {"use_qk_layernorm": True},
     "qk rmsnorm": {"use_qk_layernorm": True, "norm": "rmsnorm"},
     "wide qk norms": WIDE,
-    "olmo3": {
-        **WIDE,
-        "norm_placement": "olmo3",
-        "num_kv_heads": 2,
-        "activation": "swiglu",
-        "intermediate_size": 48,
-    },
+    "olmo3": {**WIDE, "norm_placement": "olmo3", "num_kv_heads": 2, "activation": "swiglu", "intermediate_size": 48},
     "tied": {"gpt_j_residual": True, "gpt_j_tied": True, "use_bias_in_mlp": False},
     "te": {"te_mha": True, "te_layernorm_mlp": True, "te_backend": "native", "norm": "te_layernorm"},
 }
@@ -141,3 +143,38 @@ def test_two_tensor_ranks_equal_one() -> None:
     by_rank = run_ranks(sgd_steps, 2, configs, timeout=120)
     for i, (values, reference) in enumerate(zip(configs, references * len(LAYOUTS), strict=True)):
         assert_same_step(small(**SGD, **values), [steps[i] for steps in by_rank], reference)
+
+
+# Stand-ins with their signatures replace NVIDIA's packages.
+PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
+
+
+def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:
+    """Outputs of every kind of norm here, and the gradients of what it is given."""
+    generator = torch.Generator().manual_seed(2)
+    weight, bias = (1 + torch.randn(8, generator=generator).to(dtype) for _ in range(2))
+    x, found = torch.randn(2, 8, 5, generator=generator).to(dtype).transpose(1, 2), list[Tensor]()
+    kinds: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
+        lambda x, w, b: norms.layer_norm(x, (8,), w, b, 1e-2),
+        lambda x, w, b: norms.layer_norm(x, (8,), w, None, 1e-2),
+        lambda x, w, b: norms.layer_norm(x, (8,), None, None, 1e-2),
+        lambda x, w, b: norms.rms_norm(x, (8,), w, 1e-2, False),
+        lambda x, w, b: norms.rms_norm(x, (8,), w, 1e-2, True),
+    ]
+    for kind in kinds:
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, bias)]
+        out = kind(*leaves)
+        out.float().sin().sum().backward()
+        found += [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("package", PACKAGES)
+def test_norms_of_packages_equal_torchs(package: str, dtype: torch.dtype) -> None:
+    with installed(package):
+        ours = results(PACKAGES[package](), dtype)
+    bound = 1e-5 if dtype == torch.float32 else 3e-2  # bf16 sums of ten numbers are rounded at other places
+    for mine, expected in zip(ours, results(TORCH_NORMS, dtype), strict=True):
+        assert mine.dtype == expected.dtype == dtype and mine.shape == expected.shape
+        torch.testing.assert_close(mine, expected, rtol=bound, atol=bound)

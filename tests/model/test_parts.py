@@ -1,19 +1,20 @@
-"""Activations, norms, alibi and MLP widths against formulas and transformers' own."""
+"""Activations, alibi and MLP widths against formulas and transformers' own."""
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
+from megatron.model.gated_activations import clamped_swiglu
 from megatron.model.mlp import ACTIVATIONS, MLP
-from megatron.model.norms import build_norm
 from megatron.model.positions import alibi_bias, alibi_slopes
-from megatron.model.specs import activation_name, dense_spec, norm_spec
+from megatron.model.specs import activation_name, dense_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import random_weights, small
@@ -81,27 +82,6 @@ def test_mlp(name: str, bias: bool) -> None:
     torch.testing.assert_close(mlp.linear2(mlp.core(x)[0]), expected, rtol=1e-5, atol=1e-5)
 
 
-@torch.no_grad()
-def test_rmsnorm_equals_transformers() -> None:
-    args = small(norm="rmsnorm", rms_norm_epsilon=1e-2)
-    ours, theirs = build_norm(norm_spec(args), ALONE), LlamaRMSNorm(32, eps=1e-2)
-    x, scale = torch.randn(3, 2, 32), torch.randn(32)
-    ours.load_state_dict({"scale": scale})
-    theirs.weight.copy_(scale)
-    torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
-
-
-@torch.no_grad()
-def test_layernorm_equals_its_formula() -> None:
-    norm = build_norm(norm_spec(small(layernorm_epsilon=1e-2)), ALONE)
-    x, weight, bias = torch.randn(3, 2, 32), torch.randn(32), torch.randn(32)
-    norm.load_state_dict({"weight": weight, "bias": bias})
-    wide = x.double()
-    variance = wide.var(-1, unbiased=False, keepdim=True)
-    expected = (wide - wide.mean(-1, keepdim=True)) / (variance + 1e-2).sqrt() * weight + bias
-    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 8, 12, 16, 20])
 def test_alibi_equals_transformers(heads: int) -> None:
     seq = 9
@@ -123,6 +103,9 @@ def test_alibi_of_some_heads_is_theirs() -> None:
     assert torch.equal(torch.cat(parts, 1), whole)
 
 
+WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
+
+
 @pytest.mark.parametrize(
     "changes, width",
     [
@@ -133,24 +116,8 @@ def test_alibi_of_some_heads_is_theirs() -> None:
         ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
         ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
         ({"activation": "geglu", "intermediate_size": 40}, 40),
-        (
-            {
-                "activation": "swiglu",
-                "intermediate_size": 240,
-                "mlp_multiple_of": 16,
-                "compat_ffn_width": "upstream",
-            },
-            80,
-        ),
-        (
-            {
-                "activation": "swiglu",
-                "intermediate_size": 40,
-                "mlp_multiple_of": 16,
-                "compat_ffn_width": "fork",
-            },
-            40,
-        ),
+        ({**WRITTEN, "intermediate_size": 240, "compat_ffn_width": "upstream"}, 80),
+        ({**WRITTEN, "intermediate_size": 40, "compat_ffn_width": "fork"}, 40),
     ],
 )
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:
@@ -158,3 +125,19 @@ def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None
     mlp = MLP(dense_spec(args, 0), ALONE)
     assert tuple(mlp.linear1.weight.shape) == (width * (2 if args.is_gated else 1), 32)
     assert tuple(mlp.linear2.weight.shape) == (32, width)
+
+
+@pytest.mark.parametrize("limits", [{}, {"alpha": 0.9, "limit": 3.0}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu_is_that_of_gpt_oss(dtype: torch.dtype, limits: dict[str, float]) -> None:
+    """To the last bit, with its gradients, on both sides of both clamps."""
+    theirs = SimpleNamespace(**{"alpha": 1.702, "limit": 7.0, **limits})
+    drawn = 6 * torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
+    gate, up = drawn.to(dtype).requires_grad_()
+    out = clamped_swiglu(gate, up, **limits)
+    expected = GptOssExperts._apply_gate(theirs, torch.stack([gate, up], -1).flatten(-2))  # type: ignore[arg-type]
+    assert out.dtype == dtype and torch.equal(out, expected)
+    ours, wanted = (torch.autograd.grad(one.float().sum(), (gate, up)) for one in (out, expected))
+    for mine, other in zip(ours, wanted, strict=True):
+        assert torch.equal(mine, other)
+    assert all(values.max() > theirs.limit and values.min() < -theirs.limit for values in (gate, up))

@@ -1,22 +1,22 @@
-"""Scaled rotary positions: tables and logits are those of transformers."""
+"""Scaled rotary positions: tables are those of transformers."""
 
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.data import Batch
 from megatron.generation import Model, SamplingParams, complete, for_inference
-from megatron.model.positions import rope_frequencies, rope_tables
+from megatron.model.positions import rope_frequencies
 from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
 from tests.model.stages import random_weights, small, stage_with
-from tests.model.test_transformers import SIZES, llama_weights, randomised
+from tests.model.test_transformers import SIZES
 
 CPU = torch.device("cpu")
 TRAINED = {"original_max_position_embeddings": 8}
@@ -36,7 +36,6 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn factor": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 0.7, **TRAINED},
     "yarn mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.9, "mscale_all_dim": 0.6, **TRAINED},
 }  # fmt: skip
-NORMS = {"norm": "rmsnorm", "rms_norm_epsilon": 1e-3, "use_bias_in_attn_linear": False, "use_bias_in_mlp": False}
 
 
 def args_of(scaling: dict[str, Any], **changes: Any) -> NeoXArgs:
@@ -63,34 +62,6 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     assert torch.equal(frequencies, expected) and own_factor == factor
     plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(frequencies, plain) == (name == "dynamic" and length == 6)
-
-
-@pytest.mark.parametrize("name", SCALINGS)
-@torch.no_grad()
-def test_logits_are_llamas(name: str) -> None:
-    config = config_of(SCALINGS[name], intermediate_size=40, rms_norm_eps=1e-3)
-    model = LlamaForCausalLM(config)
-    weights = llama_weights(randomised(model), 4)
-    for tensors in weights.values():
-        for old in [key for key in tensors if "norm" in key]:
-            tensors[old.replace(".weight", ".scale")] = tensors.pop(old)
-    args = args_of(SCALINGS[name], activation="swiglu", intermediate_size=40, no_weight_tying=True, **NORMS)
-    stage = stage_with(args, weights)
-    for length in (20, 7):  # for dynamic: stretched, and back again
-        tokens = torch.randint(0, 64, (2, length), generator=torch.Generator().manual_seed(1))
-        logits = stage(None, Batch(tokens, tokens, torch.ones_like(tokens)))
-        assert isinstance(logits, Tensor)
-        torch.testing.assert_close(logits.transpose(0, 1), model(tokens).logits, rtol=1e-5, atol=2e-5)
-
-
-def test_a_length_for_each_row() -> None:
-    args, positions = args_of(SCALINGS["dynamic"]), torch.arange(5).expand(2, 5)
-    both = rope_tables(rotary_spec(args), positions, torch.tensor([[8], [20]]))
-    for row, length in enumerate((8, 20)):
-        alone = rope_tables(rotary_spec(args), positions[:1], length)
-        for table, expected in zip(both[:2], alone[:2], strict=True):
-            torch.testing.assert_close(table[:, row : row + 1], expected)
-    assert not torch.allclose(both[0][:, 0], both[0][:, 1])
 
 
 def test_generation_with_dynamic_frequencies() -> None:

@@ -1,6 +1,6 @@
-"""Logits equal those of transformers' models of the same weights."""
+"""Logits equal those of transformers' models of the same weights, where no conversion of
+megatron/checkpointing/families has them: tests/checkpointing/test_family_parity.py compares those."""
 
-from itertools import product
 from typing import Any
 
 import pytest
@@ -9,18 +9,19 @@ from torch import Tensor, nn
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     StableLmConfig,
     StableLmForCausalLM,
 )
 
 from megatron.data import Batch
-from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import Weights, small, stage_with
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -39,55 +40,38 @@ def randomised(model: Any) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def assert_equal_logits(model: Any, args: NeoXArgs, weights: Weights) -> None:
-    logits = stage_with(args, weights)(None, Batch(TOKENS, TOKENS, torch.ones_like(TOKENS)))
+def assert_equal_logits(model: Any, weights: Weights, **keys: Any) -> None:
+    logits = stage_with(small(**keys), weights)(None, Batch(TOKENS, TOKENS, torch.ones_like(TOKENS)))
     assert isinstance(logits, Tensor)
     expected = model(TOKENS).logits
     assert expected.std() > 0.1
     torch.testing.assert_close(logits.transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
 
 
-def interleaved(parts: list[Tensor], heads: int) -> Tensor:
+def interleaved(parts: list[Tensor], heads: int = 4) -> Tensor:
     """[q; k; v] in blocks to NeoX's [q|k|v] per head."""
     return torch.stack([part.unflatten(0, (heads, -1)) for part in parts], 1).flatten(0, 2)
 
 
-def both(state: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
-    tensors = {
-        f"{ours}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias") if f"{theirs}.{kind}" in state
-    }
-    assert tensors
-    return tensors
+def renamed(state: dict[str, Tensor], prefix: str, names: dict[str, str]) -> dict[str, Tensor]:
+    """Weights and biases of modules, named by ours. names: ours of each of theirs; "a.{}.b" are three, of
+    queries, keys and values of as many heads."""
+    found = {}
+    for theirs, ours in names.items():
+        for kind in ("weight", "bias"):
+            parts = [f"{prefix}{theirs.format(part)}.{kind}" for part in ("qkv" if "{}" in theirs else "-")]
+            if parts[0] in state:
+                values = [state[part] for part in parts]
+                found[f"{ours}.{kind}"] = values[0] if len(values) == 1 else interleaved(values)
+    return found
 
 
-@pytest.mark.parametrize(
-    "rotary_pct, parallel, tied, bias", list(product([0.25, 0.5, 1.0], [True, False], [True, False], [True, False]))
-)
-def test_gpt_neox(rotary_pct: float, parallel: bool, tied: bool, bias: bool) -> None:
-    config = GPTNeoXConfig(
-        **SIZES, intermediate_size=48, use_parallel_residual=parallel, tie_word_embeddings=tied, attention_bias=bias,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": rotary_pct},
-    )  # fmt: skip
-    model = GPTNeoXForCausalLM(config)
-    state = randomised(model)
-    weights: Weights = {0: {"word_embeddings.weight": state["gpt_neox.embed_in.weight"]}}
-    for i in range(2):
-        at = f"gpt_neox.layers.{i}."
-        weights[i + 2] = {
-            **both(state, at + "input_layernorm", "input_layernorm"),
-            **both(state, at + "post_attention_layernorm", "post_attention_layernorm"),
-            **both(state, at + "attention.query_key_value", "attention.query_key_value"),
-            **both(state, at + "attention.dense", "attention.dense"),
-            **both(state, at + "mlp.dense_h_to_4h", "mlp.linear1"),
-            **both(state, at + "mlp.dense_4h_to_h", "mlp.linear2"),
-        }
-    weights[5] = both(state, "gpt_neox.final_layer_norm", "norm")
-    weights[6] = {"final_linear.weight": model.get_output_embeddings().weight.detach()}
-    args = small(
-        rotary_pct=rotary_pct, rotary_emb_base=500, gpt_j_residual=parallel, no_weight_tying=not tied,
-        use_bias_in_attn_linear=bias, intermediate_size=48,
-    )  # fmt: skip
-    assert_equal_logits(model, args, weights)
+def two_blocks(
+    state: dict[str, Tensor], blocks: str, names: dict[str, str], rest: dict[int, dict[str, str]]
+) -> Weights:
+    """blocks: the prefix of block number {}; rest: names of the layers around."""
+    weights = {layer: renamed(state, "", of_layer) for layer, of_layer in rest.items()}
+    return weights | {i + 2: renamed(state, blocks.format(i), names) for i in range(2)}
 
 
 def llama_weights(state: dict[str, Tensor], kv_heads: int, heads: int = 4) -> Weights:
@@ -101,108 +85,111 @@ def llama_weights(state: dict[str, Tensor], kv_heads: int, heads: int = 4) -> We
                 block[f"attention.query_key_value.{kind}"] = whole
             if f"{at}mlp.up_proj.{kind}" in state:
                 block[f"mlp.linear1.{kind}"] = torch.cat([state[f"{at}mlp.{k}_proj.{kind}"] for k in ("up", "gate")])
-        block |= both(state, at + "self_attn.o_proj", "attention.dense")
-        block |= both(state, at + "mlp.down_proj", "mlp.linear2")
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            block |= both(state, at + norm, norm)
-        weights[i + 2] = block
-    weights[5] = both(state, "model.norm", "norm")
-    weights[6] = {"final_linear.weight": state["lm_head.weight"]}
-    return weights
+        others = {"self_attn.o_proj": "attention.dense", "mlp.down_proj": "mlp.linear2"}
+        others |= {norm: norm for norm in ("input_layernorm", "post_attention_layernorm")}
+        weights[i + 2] = block | renamed(state, at, others)
+    return weights | {5: renamed(state, "model.", {"norm": "norm"}), 6: renamed(state, "", {"lm_head": "final_linear"})}
 
 
 @pytest.mark.parametrize(
-    "kv_heads, tied, attention_bias, mlp_bias",
-    [(4, False, False, False), (2, False, False, False), (1, False, False, False), (2, True, True, False),
-     (4, True, False, True), (1, True, True, True), (2, False, True, True)],
-)  # fmt: skip
-def test_llama(kv_heads: int, tied: bool, attention_bias: bool, mlp_bias: bool) -> None:
-    _llama("silu", "swiglu", kv_heads, tied, attention_bias, mlp_bias)
-
-
-GATES = {"gelu": "geglu", "relu": "reglu", "linear": "bilinear", "sigmoid": "glu"}
-
-
-@pytest.mark.parametrize("theirs, ours", GATES.items())
+    "theirs, ours", {"gelu": "geglu", "relu": "reglu", "linear": "bilinear", "sigmoid": "glu"}.items()
+)
 def test_llama_with_other_gates(theirs: str, ours: str) -> None:
-    _llama(theirs, ours, 2, False, False, True)
-
-
-def _llama(theirs: str, ours: str, kv_heads: int, tied: bool, attention_bias: bool, mlp_bias: bool) -> None:
     config = LlamaConfig(
-        **SIZES, intermediate_size=40, num_key_value_heads=kv_heads, tie_word_embeddings=tied, hidden_act=theirs,
-        attention_bias=attention_bias, mlp_bias=mlp_bias, rms_norm_eps=1e-3,
+        **SIZES, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=False, hidden_act=theirs,
+        mlp_bias=True, rms_norm_eps=1e-3,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
-    weights = llama_weights(randomised(model), kv_heads)
+    weights = llama_weights(randomised(model), 2)
     for tensors in weights.values():
         for name in [name for name in tensors if "norm" in name]:
             tensors[name.replace(".weight", ".scale")] = tensors.pop(name)
-    args = small(
-        norm="rmsnorm", rms_norm_epsilon=1e-3, activation=ours, intermediate_size=40, num_kv_heads=kv_heads,
-        no_weight_tying=not tied, use_bias_in_attn_linear=attention_bias, use_bias_in_mlp=mlp_bias,
+    assert_equal_logits(
+        model, weights, norm="rmsnorm", rms_norm_epsilon=1e-3, activation=ours, intermediate_size=40, num_kv_heads=2,
+        no_weight_tying=True, use_bias_in_attn_linear=False,
     )  # fmt: skip
-    assert_equal_logits(model, args, weights)
+
+
+def rotary(share: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": share}
 
 
 @pytest.mark.parametrize("kv_heads, rotary_pct", [(2, 0.25), (1, 0.5), (4, 0.25)])
 def test_stablelm_layernorm_partial_rotary_and_grouped_heads(kv_heads: int, rotary_pct: float) -> None:
     config = StableLmConfig(
         **SIZES, intermediate_size=40, num_key_value_heads=kv_heads, use_qkv_bias=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": rotary_pct},
+        rope_parameters=rotary(rotary_pct),
     )  # fmt: skip
     model = StableLmForCausalLM(config)
     weights = llama_weights(randomised(model), kv_heads)
     for i in range(2):
         weights[i + 2]["attention.dense.bias"] = torch.zeros(32)
-    args = small(
-        activation="swiglu", intermediate_size=40, num_kv_heads=kv_heads, no_weight_tying=True, rotary_pct=rotary_pct,
-        use_bias_in_mlp=False,
+    assert_equal_logits(
+        model, weights, activation="swiglu", intermediate_size=40, num_kv_heads=kv_heads, no_weight_tying=True,
+        rotary_pct=rotary_pct, use_bias_in_mlp=False,
     )  # fmt: skip
-    assert_equal_logits(model, args, weights)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_gpt2_learned_positions_and_tanh_gelu(tied: bool) -> None:
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, n_inner=48, tie_word_embeddings=tied
-    )
-    model = GPT2LMHeadModel(config)
+def test_stablelm_one_norm_and_gated_mlp_without_bias() -> None:
+    config = StableLmConfig(
+        **SIZES, intermediate_size=40, num_key_value_heads=2, use_qkv_bias=False, use_parallel_residual=True,
+        rope_parameters=rotary(0.25),
+    )  # fmt: skip
+    model = StableLmForCausalLM(config)
+    assert_equal_logits(
+        model, llama_weights(randomised(model), 2), gpt_j_residual=True, gpt_j_tied=True, activation="swiglu",
+        intermediate_size=40, num_kv_heads=2, no_weight_tying=True, rotary_pct=0.25, use_bias_in_mlp=False,
+        use_bias_in_attn_linear=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("rotary_pct", [0.5, 1.0])
+def test_phi_one_norm_for_attention_and_mlp(rotary_pct: float) -> None:
+    config = PhiConfig(**SIZES, intermediate_size=48, hidden_act="gelu_new", rope_parameters=rotary(rotary_pct))
+    model = PhiForCausalLM(config)
     state = randomised(model)
-    weights: Weights = {
-        0: {
-            "word_embeddings.weight": state["transformer.wte.weight"],
-            "position_embeddings.weight": state["transformer.wpe.weight"],
-        }
-    }
-    for i in range(2):
-        at = f"transformer.h.{i}."
-        qkv = [state[f"{at}attn.c_attn.{kind}"].t().chunk(3) for kind in ("weight", "bias")]
-        block = {
-            "attention.query_key_value.weight": interleaved(list(qkv[0]), 4),
-            "attention.query_key_value.bias": interleaved(list(qkv[1]), 4),
-            **both(state, at + "ln_1", "input_layernorm"),
-            **both(state, at + "ln_2", "post_attention_layernorm"),
-        }
-        linears = {"attn.c_proj": "attention.dense", "mlp.c_fc": "mlp.linear1", "mlp.c_proj": "mlp.linear2"}
-        for theirs, ours in linears.items():
-            block[f"{ours}.weight"] = state[f"{at}{theirs}.weight"].t()
-            block[f"{ours}.bias"] = state[f"{at}{theirs}.bias"]
-        weights[i + 2] = block
-    weights[5] = both(state, "transformer.ln_f", "norm")
+    state["lm_head.bias"].zero_()  # Phi's own addition
+    names = {"input_layernorm": "input_layernorm", "self_attn.{}_proj": "attention.query_key_value"}
+    names |= {"self_attn.dense": "attention.dense", "mlp.fc1": "mlp.linear1", "mlp.fc2": "mlp.linear2"}
+    rest = {0: {"model.embed_tokens": "word_embeddings"}, 5: {"model.final_layernorm": "norm"}}
+    weights = two_blocks(state, "model.layers.{}.", names, rest)
     weights[6] = {"final_linear.weight": state["lm_head.weight"]}
-    args = small(pos_emb="learned", bias_gelu_fusion=True, no_weight_tying=not tied, intermediate_size=48)
-    assert_equal_logits(model, args, weights)
+    assert_equal_logits(
+        model, weights, gpt_j_residual=True, gpt_j_tied=True, rotary_pct=rotary_pct, intermediate_size=48,
+        bias_gelu_fusion=True, no_weight_tying=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_no_mlp_bias_keeps_attention(parallel: bool) -> None:
+    """GPT-NeoX drops the attention's output under gpt_j_residual without MLP biases, and crashes without a
+    gate."""
+    config = GPTNeoXConfig(
+        **SIZES, intermediate_size=48, use_parallel_residual=parallel, tie_word_embeddings=False,
+        rope_parameters=rotary(1.0),
+    )  # fmt: skip
+    model = GPTNeoXForCausalLM(config)
+    state = randomised(model)
+    for name, value in state.items():
+        if "mlp" in name and name.endswith("bias"):
+            value.zero_()
+    same = ("input_layernorm", "post_attention_layernorm", "attention.query_key_value", "attention.dense")
+    names = {name: name for name in same} | {"mlp.dense_h_to_4h": "mlp.linear1", "mlp.dense_4h_to_h": "mlp.linear2"}
+    rest = {0: {"gpt_neox.embed_in": "word_embeddings"}, 5: {"gpt_neox.final_layer_norm": "norm"}}
+    weights = two_blocks(state, "gpt_neox.layers.{}.", names, rest)
+    for i in (2, 3):
+        weights[i] = {
+            name: value for name, value in weights[i].items() if not name.startswith("mlp") or "bias" not in name
+        }
+    weights[6] = {"final_linear.weight": model.get_output_embeddings().weight.detach()}
+    keys = {"intermediate_size": 48, "use_bias_in_mlp": False, "no_weight_tying": True}
+    assert_equal_logits(model, weights, gpt_j_residual=parallel, **keys)
 
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_bloom_alibi(heads: int) -> None:
-    hidden = 8 * heads
-    config = BloomConfig(vocab_size=64, hidden_size=hidden, n_layer=2, n_head=heads)
-    model: Any = BloomForCausalLM(config)
+    model: Any = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=8 * heads, n_layer=2, n_head=heads))
     model.transformer.word_embeddings_layernorm = nn.Identity()  # BLOOM's own addition
-    state = randomised(model)
-    weights: Weights = {0: {"word_embeddings.weight": state["transformer.word_embeddings.weight"]}}
     names = {
         "input_layernorm": "input_layernorm",
         "post_attention_layernorm": "post_attention_layernorm",
@@ -211,10 +198,32 @@ def test_bloom_alibi(heads: int) -> None:
         "mlp.dense_h_to_4h": "mlp.linear1",
         "mlp.dense_4h_to_h": "mlp.linear2",
     }
-    for i in range(2):
-        weights[i + 2] = {}
-        for theirs, ours in names.items():
-            weights[i + 2] |= both(state, f"transformer.h.{i}.{theirs}", ours)
-    weights[5] = both(state, "transformer.ln_f", "norm")
-    args = small(hidden_size=hidden, num_attention_heads=heads, pos_emb="alibi", bias_gelu_fusion=True)
-    assert_equal_logits(model, args, weights)
+    rest = {0: {"transformer.word_embeddings": "word_embeddings"}, 5: {"transformer.ln_f": "norm"}}
+    weights = two_blocks(randomised(model), "transformer.h.{}.", names, rest)
+    keys = {"hidden_size": 8 * heads, "num_attention_heads": heads, "pos_emb": "alibi", "bias_gelu_fusion": True}
+    assert_equal_logits(model, weights, **keys)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 3])
+def test_opt_learned_positions_behind_an_offset(offset: int) -> None:
+    config = OPTConfig(
+        **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=30, dropout=0.0,
+    )  # fmt: skip
+    model: Any = OPTForCausalLM(config)
+    model.model.decoder.embed_positions.offset = offset
+    names = {
+        "self_attn.{}_proj": "attention.query_key_value",
+        "self_attn_layer_norm": "input_layernorm",
+        "self_attn.out_proj": "attention.dense",
+        "final_layer_norm": "post_attention_layernorm",
+        "fc1": "mlp.linear1",
+        "fc2": "mlp.linear2",
+    }
+    at = "model.decoder."
+    embeddings = {f"{at}embed_tokens": "word_embeddings", f"{at}embed_positions": "position_embeddings"}
+    weights = two_blocks(
+        randomised(model), f"{at}layers.{{}}.", names, {0: embeddings, 5: {f"{at}final_layer_norm": "norm"}}
+    )
+    # HuggingFace counts positions, the table has two more.
+    keys = {"max_position_embeddings": 32, "activation": "relu", "intermediate_size": 48}
+    assert_equal_logits(model, weights, pos_emb="learned", opt_pos_emb_offset=offset, **keys)

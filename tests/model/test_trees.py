@@ -3,6 +3,7 @@ FlexAttention, which reads them as blocks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partialmethod
 from typing import Any
 
@@ -13,11 +14,13 @@ import torch.nn.attention.flex_attention as flex_attention
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
+from megatron.data import Batch
 from megatron.model.attention import AttentionBackends, AttentionOptions, tree_inputs
 from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
 from megatron.model.specs import attention_spec
-from tests.model.runs import SGD, assert_same_step, sgd_steps
+from megatron.objectives import PairSettings, dpo
+from tests.model.runs import MODELS as TABLE
 from tests.model.stages import (
     chosen,
     document_batch,
@@ -29,8 +32,8 @@ from tests.model.stages import (
     stage_with,
 )
 from tests.model.test_attention import by_formula
-from tests.model.test_prefix_sharing import MODELS, pairs, step
-from tests.pool import run_ranks
+from tests.objectives.cases import PAIRS, documents_of, in_rows, shared_in_rows
+from tests.objectives.steps import step_loss
 
 # Two answers to a prompt, a document by itself, and one that another continues.
 BRANCHES = torch.tensor([0] * 4 + [1] * 3 + [2] * 4 + [3] * 3 + [5, 5], dtype=torch.int32)
@@ -42,6 +45,47 @@ PAIRED: dict[str, Any] = {
     "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
     "pack_impl": "best_fit",
 }  # fmt: skip
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5},
+    "window": {"pos_emb": "rotary", "sliding_window_width": 4},
+    "alibi": {"pos_emb": "alibi"},
+    "rpe": {"pos_emb": "rpe"},
+    "learned": {"pos_emb": "learned"},
+    "math": {"pos_emb": "rotary", "attention_backend": "math"},
+}
+LOSSES = ({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, {"orpo": 1.0}, {"simpo": 1.0})
+
+
+def pairs(shared: bool) -> Batch:
+    """Two rows of pairs and padding."""
+    documents, make = documents_of(PAIRS), shared_in_rows if shared else in_rows
+    return make(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], 36 if shared else 48, [1.0] * len(documents) + [0.0] * 2)
+
+
+def step(model: dict[str, Any], batch: Batch, losses: dict[str, float]) -> tuple[Tensor, dict, dict]:
+    args = small(**model, seq_length=batch.tokens.shape[1], max_position_embeddings=64)
+    stage = stage_with(args, random_weights(args))
+    references = torch.tensor([-20.0 - number for number in range(8)] + [0.0, 0.0])
+    batch = replace(batch, reference_logprobs=references)
+    loss, metrics = step_loss(dpo(losses, PairSettings(0.3)), lambda each: stage(None, each), [batch])
+    loss.backward()
+    return loss.detach(), metrics, gradients(stage)
+
+
+@pytest.mark.parametrize("losses", LOSSES, ids=lambda losses: next(iter(losses)))
+@pytest.mark.parametrize("model", MODELS)
+def test_losses_and_gradients_of_prompts_that_stand_twice(model: str, losses: dict[str, float]) -> None:
+    loss, metrics, grads = step(MODELS[model], pairs(True), losses)
+    expected, expected_metrics, expected_grads = step(MODELS[model], pairs(False), losses)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
+        {key: float(value) for key, value in expected_metrics.items()}, rel=1e-5, abs=1e-5
+    )
+    for key, grad in expected_grads.items():
+        within = 1e-5 * float(grad.abs().max()) + 1e-7
+        torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=within, msg=str(key))
 
 
 @contextmanager
@@ -90,7 +134,7 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
     torch.testing.assert_close(actual, torch.autograd.grad(total, leaves), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["rotary", "window"])
+@pytest.mark.parametrize("name", ["window"])
 def test_pairs_that_share_prompts_run_on_flex_attention(name: str, flex_on_a_cpu: None) -> None:
     flex = {**MODELS[name], **PAIRED, "attention_backend": "flex"}
     args = small(**flex, seq_length=36, max_position_embeddings=64)
@@ -102,24 +146,34 @@ def test_pairs_that_share_prompts_run_on_flex_attention(name: str, flex_on_a_cpu
     torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("window", [None, 5])
-def test_flex_attention_equals_the_plain_formula(
-    window: int | None, packed: bool, softcap: float | None, flex_on_a_cpu: None
-) -> None:
+CAPPED = {"num_kv_heads": 2, "attn_logit_softcapping": 0.5}
+SINKS = {**TABLE["sinks"], "attn_logit_softcapping": 2.0}
+
+
+# Each pair of windows, packed rows, and caps or sinks once.
+@pytest.mark.parametrize(
+    ("keys", "packed"),
+    [
+        ({"num_kv_heads": 2}, False),
+        (CAPPED, True),
+        ({"num_kv_heads": 2, "sliding_window_width": 5}, True),
+        ({**CAPPED, "sliding_window_width": 5}, False),
+        (SINKS, True),
+        (SINKS, False),
+    ],
+)
+def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool, flex_on_a_cpu: None) -> None:
     """Rows and packed rows, through the model."""
     outcomes = []
     for name in ("flex", "math"):
-        capped = {"attn_logit_softcapping": softcap, "attention_backend": name}
-        args = small(num_kv_heads=2, sliding_window_width=window, **capped)
+        args = small(**keys, attention_backend=name)
         stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
         positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
         assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
         logits = stage(None, batch)
         logits.square().sum().backward()
         outcomes.append((logits.detach(), gradients(stage)))
-    torch.testing.assert_close(*outcomes, rtol=1e-5, atol=2e-4)
+    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-3)
 
 
 def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,19 +196,6 @@ def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypa
         assert not torch._dynamo.utils.counters["graph_break"]
     torch._dynamo.reset()
     torch.testing.assert_close(outcomes[:3], outcomes[3:], rtol=1e-4, atol=1e-3)
-
-
-def flex_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Any]:
-    """For the pool."""
-    with flex_runs_on_a_cpu():
-        return sgd_steps(rank, world_size, configs)
-
-
-def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
-    (reference,) = run_ranks(sgd_steps, 1, [{"num_kv_heads": 2, "attention_backend": "math"}])[0]
-    flex = {"num_kv_heads": 2, "attention_backend": "flex", "model_parallel_size": 2}
-    for ours in zip(*run_ranks(flex_steps, 2, [flex]), strict=True):
-        assert_same_step(small(**SGD, num_kv_heads=2), list(ours), reference)
 
 
 def drawn_ids(rows: int, seq: int, generator: torch.Generator) -> Tensor:
@@ -214,12 +255,8 @@ def test_what_a_document_lends_is_the_context_of_both() -> None:
     written_out = torch.tensor([0, 5, 10, 12, 18, 18], dtype=torch.int32)
     branch, context = prefix_ids(starts, written_out, 2, 8)
     mask = tree_attention_mask(branch, context)[0, 0]
-    assert [row.nonzero().flatten().tolist() for row in mask[4:8]] == [
-        [0, 1, 2, 3, 4],
-        [0, 1, 5],
-        [0, 1, 5, 6],
-        [0, 1, 5, 6, 7],
-    ]
+    seen = [row.nonzero().flatten().tolist() for row in mask[4:8]]
+    assert seen == [[0, 1, 2, 3, 4], [0, 1, 5], [0, 1, 5, 6], [0, 1, 5, 6, 7]]
     assert branch.dtype == context.dtype == torch.int32
     plain = tree_attention_mask(*prefix_ids(starts, starts, 2, 8))
     assert torch.equal(plain, tree_attention_mask(*(document_ids(starts, 2, 8),) * 2))

@@ -45,16 +45,11 @@ def alternate(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     return losses
 
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}), (2, {}), (2, {"model_parallel_size": 2}), (2, {"pipe_parallel_size": 2})
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("world_size, layout", LAYOUTS)
+@pytest.mark.parametrize("world_size, layout", [(1, {}), (2, {"model_parallel_size": 2})])
 def test_two_engines_train_in_turn_as_alone(world_size: int, layout: dict[str, Any]) -> None:
-    first, second = FIRST | layout, SECOND | layout
-    alone = [run_ranks(alternate, world_size, [values]) for values in (first, second)]
-    together = run_ranks(alternate, world_size, [first, second])
+    both = [FIRST | layout, SECOND | layout]
+    alone = [run_ranks(alternate, world_size, [values]) for values in both]
+    together = run_ranks(alternate, world_size, both)
     for rank in range(world_size):
         assert together[rank] == [alone[0][rank][0], alone[1][rank][0]]
     assert together[0][0] == together[-1][0], "every rank reports the same loss"

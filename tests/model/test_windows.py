@@ -1,4 +1,4 @@
-"""Sliding windows: against transformers' Mistral, the formula, and on the varlen kernel's arguments."""
+"""Sliding windows: against the formula, and on the varlen kernel's arguments."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import varlen
-from transformers import MistralConfig, MistralForCausalLM
 
-from megatron.model.attention import AttentionBackends, AttentionInputs, AttentionOptions, document_mask, window_mask
+from megatron.model.attention import AttentionBackends, AttentionOptions, document_mask, window_mask
 from megatron.model.attention.backends import EfficientVarlen, Varlen
 from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen
 from megatron.model.attention.seeded_attention import _backward as seeded_backward
@@ -26,28 +25,8 @@ from tests.model.stages import (
     stage_with,
 )
 from tests.model.test_attention import by_formula, no_gpu_is_tried
-from tests.model.test_transformers import SIZES, assert_equal_logits, llama_weights, randomised
 
 CPU = torch.device("cpu")
-
-
-@pytest.mark.parametrize("width", [1, 4, 14, 15, 40])
-def test_mistral(width: int) -> None:
-    """Their window counts the token itself, ours (flash attention's) does not."""
-    config = MistralConfig(
-        **SIZES, intermediate_size=40, num_key_value_heads=2, rms_norm_eps=1e-3, sliding_window=width + 1,
-        max_position_embeddings=32, head_dim=8,
-    )  # fmt: skip
-    model = MistralForCausalLM(config)
-    weights = llama_weights(randomised(model), 2)
-    for tensors in weights.values():
-        for old in [key for key in tensors if "norm" in key]:
-            tensors[old.replace(".weight", ".scale")] = tensors.pop(old)
-    args = small(
-        norm="rmsnorm", rms_norm_epsilon=1e-3, activation="swiglu", intermediate_size=40, num_kv_heads=2,
-        no_weight_tying=True, use_bias_in_attn_linear=False, use_bias_in_mlp=False, sliding_window_width=width,
-    )  # fmt: skip
-    assert_equal_logits(model, args, weights)
 
 
 def test_a_window_over_everything_is_none() -> None:
@@ -146,34 +125,23 @@ def test_varlen_is_given_the_same_windows(
 
 
 def test_the_gradient_of_a_window_is_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own of the memory-efficient kernel is of all keys."""
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
-    monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
-    generator = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3)]
-    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
-    out = efficient_varlen(*leaves, starts, 7, 2, 0.0, None)
-    actual = torch.autograd.grad(out.square().sum(), leaves)
-    mask = document_mask(starts, 1, 12) & window_mask(12, 2, CPU)
-    q, k, v = (x.transpose(1, 2) for x in leaves)
-    expected = F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
-    for ours, theirs in zip(actual, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_the_operator_of_compiled_code_has_the_same_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its backward pass runs the attention again within a transformation of torch.func."""
+    """torch's own of the memory-efficient kernel is of all keys. The operator of compiled code has the same:
+    its backward pass runs the attention again within a transformation of torch.func."""
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (torch.randn(1, 12, 2, 8, generator=generator, dtype=torch.float64) for _ in range(4))
     starts, seed = torch.tensor([0, 5, 12], dtype=torch.int32), torch.tensor(3)
-    gradients = seeded_backward(gradient, q, k, v, None, seed, 0.0, None, VARLEN, starts, 7, 2, False)
+    of_operator = seeded_backward(gradient, q, k, v, None, seed, 0.0, None, VARLEN, starts, 7, 2, False)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    expected = torch.autograd.grad(efficient_varlen(*leaves, starts, 7, 2, 0.0, None), leaves, gradient)
-    for ours, theirs in zip(gradients, expected, strict=True):
+    out = efficient_varlen(*leaves, starts, 7, 2, 0.0, None)
+    actual = torch.autograd.grad(out, leaves, gradient)
+    mask = document_mask(starts, 1, 12) & window_mask(12, 2, CPU)
+    expected = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), mask).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    for ours, own, theirs in zip(actual, of_operator, torch.autograd.grad(expected, leaves, gradient), strict=True):
         torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(own, theirs)
 
 
 def test_window_mask_equals_its_definition() -> None:
@@ -183,12 +151,3 @@ def test_window_mask_equals_its_definition() -> None:
     for row in range(2):
         for i, query in enumerate(queries[row].tolist()):
             assert mask[row, 0, i].nonzero().flatten().tolist() == list(range(max(0, query - 2), query + 1))
-
-
-@torch.no_grad()
-def test_the_window_is_seen_in_the_output() -> None:
-    q = torch.randn(10, 1, 4, 8, generator=torch.Generator().manual_seed(0))
-    bias = torch.zeros(10, 10, dtype=torch.float64).masked_fill(~window_mask(10, 3, CPU)[0, 0], float("-inf"))
-    args = small(sliding_window_width=3)
-    out = chosen(args).attend(q, q, q, AttentionInputs(mask=window_mask(10, 3, CPU)), AttentionOptions())
-    torch.testing.assert_close(out.double(), by_formula(q, q, q, bias), rtol=1e-5, atol=1e-6)

@@ -1,5 +1,5 @@
-"""Sums of distillation in chunks over a cut vocabulary beside TRL's loss of all logits, and beside torch's
-autograd of the most likely tokens and one outcome for the rest, in float64."""
+"""Sums of distillation, and the KL of two heads, in chunks over a cut vocabulary beside TRL's loss of all
+logits, and beside torch's autograd of the most likely tokens and one outcome for the rest, in float64."""
 
 import ast
 from collections.abc import Callable
@@ -13,13 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Divergence, build_groups, distillation_sums, top_tokens
-from tests.mpu.test_divergence import PLACES, models
-from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, capped, head_of, sizes
+from megatron.mpu import Divergence, build_groups, distillation_sums, token_divergence_sum, top_tokens
+from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, Case, capped, case, head_of, sizes
 from tests.pool import run_ranks
 
 K = 5
+PLACES = torch.tensor([0, 5, 6, 40, 77, 149])
 LOSSES = [(0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.7), (0.5, 1.0), (0.1, 1.5)]  # beta, temperature
+
+
+def models() -> tuple[Case, Case]:
+    """A model, and a reference near it."""
+    model, other = case(), case()
+    random = torch.Generator().manual_seed(5)
+    moved = (other.hidden + 0.3 * torch.randn(other.hidden.shape, generator=random), other.weight * 0.9)
+    return model, other._replace(hidden=moved[0], weight=moved[1])
 
 
 @cache
@@ -75,7 +83,8 @@ def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
 
 
 def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[Tensor, ...]]:
-    """For the pool: the same by `distillation_sums`, of this rank's rows of the vocabulary."""
+    """For the pool: the same by `distillation_sums`, of this rank's rows of the vocabulary; or the loss alone
+    by `token_divergence_sum` where there is nothing but that."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     results = []
     for run in runs:
@@ -85,49 +94,49 @@ def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[
         beside, columns = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["columns"]
         places = run["places"]
         beta, temperature = run["loss"]
+        head = head_of(hidden, weight, softcap=run["softcap"])
         with sizes(run["chunk"], 0):
             source = top_tokens(beside, K, temperature, group, columns, places) if run["top"] else beside.use
             labels, divergence = model.labels % (columns or VOCAB), Divergence(beta, temperature)
             args = labels, model.weights, divergence, run["share"], group, columns, places
-            head = head_of(hidden, weight, softcap=run["softcap"])
-            sums = distillation_sums(head, source, *args)
-            with torch.no_grad():  # where there is nothing to learn, as in validation
-                assert distillation_sums(head, source, *args).loss == sums.loss
-        sums.loss.backward()
+            if run["kl"]:
+                values = [token_divergence_sum(head, beside.use, model.weights, group, columns, places)]
+            else:
+                values = list(distillation_sums(head, source, *args))
+                with torch.no_grad():  # where there is nothing to learn, as in validation
+                    assert distillation_sums(head, source, *args).loss == values[0]
+        values[0].backward()
         assert hidden.grad is not None and weight.grad is not None
-        results.append((*(value.detach() for value in sums), hidden.grad, weight.grad))
+        results.append((*(value.detach() for value in values), hidden.grad, weight.grad))
     return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_trl_s_loss_mixed_with_cross_entropy(ranks: int) -> None:
-    runs = [
-        {
-            "loss": loss,
-            "top": top,
-            "chunk": chunk,
-            "columns": columns,
-            "places": places,
-            "share": share,
-            "softcap": None if places is None else 5.0,
-        }
-        for loss in LOSSES
-        for top in (False, True)
+    ways = [
+        {"chunk": chunk, "columns": columns, "places": places, "share": share}
         for chunk, columns, places, share in (
             (ALL_AT_ONCE, None, None, 1.0),
             (THREE_CHUNKS, VOCAB - 3, PLACES, 0.3),
             (THREE_CHUNKS, VOCAB // 2 - 2, None, 0.5),  # leaves the second rank no column
         )
     ]
+    runs = [
+        {**way, "loss": loss, "top": top, "kl": False, "softcap": None if way["places"] is None else 5.0}
+        for loss in LOSSES
+        for top in (False, True)
+        for way in ways
+    ]
+    runs += [{**way, "loss": (0.0, 1.0), "top": False, "kl": True, "softcap": None, "share": 1.0} for way in ways]
     by_rank = run_ranks(found, ranks, runs)
     for i, run in enumerate(runs):
         *sums, of_hidden, of_weight = expected(run)
         ours = [results[i] for results in by_rank]
         for one in ours:
-            for value, right in zip(one[:3], sums, strict=True):
+            for value, right in zip(one[:-2], sums[:1] if run["kl"] else sums, strict=True):
                 torch.testing.assert_close(value.double(), right, rtol=1e-5, atol=0, msg=str(run))
-        torch.testing.assert_close(sum(one[3] for one in ours).double(), of_hidden, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.cat([one[4] for one in ours]).double(), of_weight, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(sum(one[-2] for one in ours).double(), of_hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.cat([one[-1] for one in ours]).double(), of_weight, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
@@ -139,3 +148,6 @@ def test_of_a_model_and_itself_it_is_nothing(beta: float) -> None:
         sums = distillation_sums(head_of(hidden, model.weight), teacher, *args)
         (gradient,) = torch.autograd.grad(sums.loss, hidden)
         assert float(sums.loss.detach()) == pytest.approx(0.0, abs=1e-4) and float(gradient.abs().max()) < 1e-5
+    loss = token_divergence_sum(head_of(hidden, model.weight), head.use, model.weights, None)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert float(loss.detach()) == 0.0 and not gradient.any()

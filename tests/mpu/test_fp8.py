@@ -10,14 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.mpu import Linear, LinearSpec, ParallelGroups, Product, linear
-from megatron.mpu.fp8 import (
-    DelayedProduct,
-    DelayedScaling,
-    Formats,
-    MXProduct,
-    RowwiseProduct,
-    TensorwiseProduct,
-)
+from megatron.mpu.fp8 import DelayedProduct, DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
 from megatron.mpu.fp8.casting import E4M3, E5M2, OPERANDS, rounded, swizzled
 from tests.pool import run_ranks
 

@@ -1,5 +1,10 @@
 """The axes of parallelism are DeepSpeed's topology, and the groups hold the ranks they say."""
 
+import re
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.distributed import StartError
 from megatron.mpu import AXES, FOLDED, ParallelGroups, build_groups
-from megatron.mpu.initialize import connect
+from megatron.mpu.initialize import _check_experts, allow_tf32, connect
+from megatron.neox_arguments import ConfigError
+from tests.model.stages import small
 from tests.pool import run_ranks
 
 
@@ -79,7 +86,7 @@ def wrong_world(rank: int, world_size: int) -> str:
 
 
 def test_axes_that_are_not_the_world_are_refused() -> None:
-    assert all("need 4 ranks, the world has 2" in message for message in run_ranks(wrong_world, 2))
+    assert all(re.search("4 ranks.* 2", message) for message in run_ranks(wrong_world, 2))
 
 
 def test_one_process_needs_no_torch_distributed() -> None:
@@ -130,5 +137,29 @@ def unconnected(rank: int, world_size: int) -> str:
 
 
 def test_a_group_that_cannot_be_connected_is_named() -> None:
-    said = "the tensor group, ranks [0, 1], cannot be connected: Connection closed by peer"
-    assert run_ranks(unconnected, 2) == [said] * 2
+    for said in run_ranks(unconnected, 2):
+        assert re.search(r"tensor group.*\[0, 1\].*Connection closed by peer", said)
+
+
+def test_tf32_is_as_asked_in_every_name_torch_has_for_it() -> None:
+    assert not torch.backends.cuda.matmul.allow_tf32
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            allow_tf32(True)
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+            assert torch.get_float32_matmul_precision() == "high"  # Inductor asks for it
+        finally:
+            allow_tf32(False)
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_experts_are_shared_out_within_a_machine() -> None:
+    """Eight ranks on machines of four, unless it is allowed."""
+    moe: dict[str, Any] = {"moe_num_experts": 8, "model_parallel_size": 2, "num_kv_heads": 2}
+    process: Any = SimpleNamespace(world_size=8, local_world_size=4)
+    _check_experts(small(**moe, expert_parallel_size=2), process)
+    with pytest.raises(ConfigError, match="between machines.*expert_parallel_across_nodes: true"):
+        _check_experts(small(**moe, expert_parallel_size=4), process)
+    _check_experts(small(**moe, expert_parallel_size=4, expert_parallel_across_nodes=True), process)
+    _check_experts(small(**moe, expert_parallel_size=4), SimpleNamespace(world_size=8, local_world_size=8))  # type: ignore[arg-type]

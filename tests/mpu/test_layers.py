@@ -1,131 +1,36 @@
-"""Sharded linears and embeddings compute what the whole layer computes, gradients included."""
+"""A sharded embedding, and every collective of tensor and sequence parallelism, compute forwards and
+backwards what the whole computes. Linears: test_parallel_linear.py."""
 
-from typing import NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, VocabParallelEmbedding, build_groups
-from megatron.mpu.layers import Parallel
+from megatron import mpu
+from megatron.mpu import ParallelGroups, ParamSpec, VocabParallelEmbedding, build_groups
 from tests.pool import run_ranks
 
-SEQ, BATCH, IN, OUT, VOCAB = 8, 2, 12, 16, 24
-PARALLEL: tuple[Parallel, ...] = ("column", "row", "none")
-
-
-class Result(NamedTuple):
-    """A layer's output and gradients on one rank."""
-
-    out: Tensor
-    grad_x: Tensor | None
-    grad_weight: Tensor
-    grad_bias: Tensor | None
-
-
-def _random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-X, WEIGHT, BIAS, GRAD = (
-    _random(1, SEQ, BATCH, IN),
-    _random(2, OUT, IN),
-    _random(3, OUT),
-    _random(4, SEQ, BATCH, OUT),
-)
+SEQ, BATCH, OUT, VOCAB = 8, 2, 16, 24
 TOKENS = torch.randint(0, VOCAB, (SEQ, BATCH), generator=torch.Generator().manual_seed(5))
-TABLE, GRAD_EMBEDDED = _random(6, VOCAB, OUT), _random(7, SEQ, BATCH, OUT)
-
-
-def _groups(world_size: int) -> ParallelGroups:
-    if world_size == 1:
-        return ParallelGroups.single()
-    return build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
-
-
-def linears(rank: int, world_size: int) -> dict[tuple[Parallel, bool, bool], Result]:
-    groups, results = _groups(world_size), {}
-    part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
-    for parallel in PARALLEL:
-        for bias in (False, True):
-            for sequence in (False, True) if parallel != "none" else (False,):
-                layer = Linear(LinearSpec(IN, OUT, parallel, bias), groups, sequence)
-                x, grad, weight, offset = X, GRAD, WEIGHT, BIAS
-                if parallel == "column":
-                    weight, offset, grad = (
-                        WEIGHT.chunk(world_size)[rank], BIAS.chunk(world_size)[rank], GRAD.chunk(world_size, -1)[rank]
-                    )  # fmt: skip
-                    x = X[part] if sequence else X
-                elif parallel == "row":
-                    weight, x = WEIGHT.chunk(world_size, 1)[rank], X.chunk(world_size, -1)[rank]
-                    grad = GRAD[part] if sequence else GRAD
-                with torch.no_grad():
-                    layer.weight.copy_(weight)
-                    if layer.bias is not None:
-                        layer.bias.copy_(offset)
-                x = x.clone().requires_grad_()
-                y = layer(x)
-                y.backward(grad)
-                grad_bias = layer.bias.grad if layer.bias is not None else None
-                assert layer.weight.grad is not None
-                results[parallel, bias, sequence] = Result(y.detach(), x.grad, layer.weight.grad, grad_bias)
-    return results
-
-
-def _whole(x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> Result:
-    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    offset = bias.clone().requires_grad_() if bias is not None else None
-    y = F.linear(x, weight, offset)
-    y.backward(grad)
-    assert weight.grad is not None
-    return Result(y.detach(), x.grad, weight.grad, offset.grad if offset is not None else None)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_linear_equals_the_unsharded_layer(world_size: int) -> None:
-    ranks = [linears(0, 1)] if world_size == 1 else run_ranks(linears, world_size)
-    for (parallel, bias, sequence), _ in ranks[0].items():
-        parts = [rank_results[parallel, bias, sequence] for rank_results in ranks]
-        expected = _whole(X, WEIGHT, BIAS if bias else None, GRAD)
-
-        def check(got: list[Tensor | None], whole: Tensor | None, dim: int | None, label: str) -> None:
-            """dim: how the ranks' parts make the whole; None where every rank holds it."""
-            label = f"{parallel}, bias {bias}, sequence parallel {sequence}: {label}"  # noqa: B023
-            if whole is None:
-                assert got == [None] * len(got), label
-                return
-            tensors = [t for t in got if t is not None]
-            assert len(tensors) == len(got), label
-            bias_sum_over_tensor = [torch.cat(tensors, dim)] if dim is not None else tensors
-            for tensor in bias_sum_over_tensor:
-                torch.testing.assert_close(tensor, whole, rtol=1e-5, atol=1e-5, msg=lambda m: f"{label}: {m}")
-
-        out_dim = {"column": -1, "row": 0 if sequence else None, "none": None}[parallel]
-        in_dim = {"column": 0 if sequence else None, "row": -1, "none": None}[parallel]
-        check([p.out for p in parts], expected.out, out_dim, "output")
-        check([p.grad_x for p in parts], expected.grad_x, in_dim, "gradient of the input")
-        weight_dim = {"column": 0, "row": 1, "none": None}[parallel]
-        check([p.grad_weight for p in parts], expected.grad_weight, weight_dim, "gradient of the weight")
-        # A row's bias is one copy a rank, and every copy has the whole gradient: also under sequence
-        # parallelism.
-        check(
-            [p.grad_bias for p in parts],
-            expected.grad_bias,
-            0 if parallel == "column" else None,
-            "bias gradient",
-        )
+TABLE, GRAD = (
+    torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    for seed, shape in ((6, (VOCAB, OUT)), (7, (SEQ, BATCH, OUT)))
+)
 
 
 def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
-    groups, results = _groups(world_size), []
-    part = slice(rank * SEQ // world_size, (rank + 1) * SEQ // world_size)
+    """For the pool: outputs and the table's gradients, without sequence parallelism and with it."""
+    groups, results = ParallelGroups.single(), []
+    if world_size > 1:
+        groups = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
     for sequence in (False, True):
         layer = VocabParallelEmbedding([ParamSpec("weight", (VOCAB, OUT), 0, (VOCAB,))], groups, sequence)
         with torch.no_grad():
             layer.weight.copy_(TABLE.chunk(world_size)[rank])
         y = layer(TOKENS)
-        y.backward(GRAD_EMBEDDED[part] if sequence else GRAD_EMBEDDED)
+        y.backward(GRAD.chunk(world_size)[rank] if sequence else GRAD)
         assert layer.weight.grad is not None
         results.append((y.detach(), layer.weight.grad))
     return results
@@ -136,11 +41,87 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
     ranks = [embeddings(0, 1)] if world_size == 1 else run_ranks(embeddings, world_size)
     table = TABLE.clone().requires_grad_()
     expected = F.embedding(TOKENS, table)
-    expected.backward(GRAD_EMBEDDED)
+    expected.backward(GRAD)
     for sequence in (False, True):
-        outs = [rank_results[sequence][0] for rank_results in ranks]
+        outs, grads = zip(*(rank_results[sequence] for rank_results in ranks), strict=True)
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
-        torch.testing.assert_close(
-            torch.cat([rank_results[sequence][1] for rank_results in ranks]), table.grad, rtol=1e-6, atol=1e-6
-        )
+        torch.testing.assert_close(torch.cat(grads), table.grad, rtol=1e-6, atol=1e-6)
+
+
+def _values(name: str, rank: int) -> Tensor:
+    seed = sum(name.encode()) * 100 + rank
+    return torch.randn(SEQ, 3, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    part = SEQ // world_size
+    local_slice = slice(rank * part, (rank + 1) * part)
+    cut_input = {"gather_from_sequence"}
+    cut_output = {"scatter_to_sequence"}
+    results = {}
+    for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
+        # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
+        x = _values("x", 0 if name == "scatter_to_sequence" else rank)
+        x = (x[local_slice] if name in cut_input else x).clone().requires_grad_()
+        mapping = getattr(mpu, name)
+        # Inside a graph, as in a block: torch 2.11 drops what a compiled backward writes in place.
+        inside = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
+        y = inside(x) if compiled else mapping(x, group)
+        grad = _values("grad", rank)
+        y.backward(grad[local_slice] if name in cut_output else grad)
+        assert x.grad is not None
+        results[name] = (y.detach(), x.grad)
+    return results
+
+
+# In compiled blocks: test_parallel_linear.py, too.
+@pytest.mark.parametrize(
+    ("world_size", "compiled"), [(2, False), (4, False), pytest.param(2, True, marks=pytest.mark.product)]
+)
+def test_mappings_equal_the_whole_computation(world_size: int, compiled: bool) -> None:
+    ranks, part = run_ranks(run_all, world_size, compiled), SEQ // world_size
+    x, grad = (torch.stack([_values(name, r) for r in range(world_size)]) for name in ("x", "grad"))
+    slices = [slice(r * part, (r + 1) * part) for r in range(world_size)]
+    gathered, gathered_grad = (torch.cat([t[r][slices[r]] for r in range(world_size)]) for t in (x, grad))
+    for r, results in enumerate(ranks):
+        expected: dict[str, tuple[Tensor, Tensor]] = {
+            # Adjoint pairs: identity and all-reduce, all-gather and reduce-scatter, own chunk and all-gather.
+            # A sum that every rank uses alike passes its gradient on as it is.
+            "copy_to_tensor": (x[r], grad.sum(0)),
+            "reduce_from_tensor": (x.sum(0), grad[r]),
+            "gather_from_sequence": (gathered, grad.sum(0)[slices[r]]),
+            "scatter_to_sequence": (x[0][slices[r]], gathered_grad),
+        }
+        assert results.keys() == expected.keys()
+        for name, (y, gradient) in expected.items():
+            for label, seen, wanted in (("output", results[name][0], y), ("gradient", results[name][1], gradient)):
+                assert torch.allclose(seen, wanted, rtol=1e-12, atol=1e-12), f"{name}: {label} of rank {r}"
+
+
+def leaves_inputs_alone(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
+    x = _values("x", rank).transpose(0, 1)  # not contiguous
+    before = x.clone()
+    y = mpu.reduce_from_tensor(x, group)
+    assert torch.equal(x, before)
+    whole = mpu.gather_from_tensor(x.clone().requires_grad_(), group)
+    assert not whole.requires_grad
+    return y, whole
+
+
+def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
+    parts = [_values("x", r).transpose(0, 1) for r in range(2)]
+    for y, whole in run_ranks(leaves_inputs_alone, 2):
+        torch.testing.assert_close(y, parts[0] + parts[1])
+        assert torch.equal(whole, torch.cat(parts, -1))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence", "gather_from_tensor"],
+)  # fmt: skip
+def test_without_a_group_nothing_happens(name: str) -> None:
+    x: Any = torch.ones(2)
+    assert getattr(mpu, name)(x, None) is x

@@ -196,12 +196,12 @@ CASES = [
     *(Case(sequence, how="recomputed") for sequence in (False, True)),
     *(Case(sequence, trained) for sequence in (False, True) for trained in PARTLY),
     *(Case(sequence, other=True) for sequence in (False, True)),
-    *(Case(sequence, how="compiled") for sequence in (False, True)),
+    Case(True, how="recomputed", pipelined=True),
+    *(Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]),
 ]
-PIPELINED = [Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]]
-PIPELINED += [Case(True, how=how, pipelined=True) for how in ("recomputed", "compiled")]
-CASES += PIPELINED
-MORE = [*CASES, *(Case(sequence, how="compiled", other=True) for sequence in (False, True))]
+COMPILED = [Case(sequence, how="compiled") for sequence in (False, True)] + [Case(True, how="compiled", pipelined=True)]
+ON_FOUR = [*CASES, Case(False, how="compiled", other=True)]
+CASES += COMPILED
 
 
 def assert_as_one_process(ranks: list[list[Seen]], cases: list[Case]) -> None:
@@ -227,7 +227,7 @@ def test_as_one_process(seen: list[list[Seen]]) -> None:
 
 @pytest.mark.more
 def test_as_one_process_on_four_ranks() -> None:
-    assert_as_one_process(run_ranks(run, 4, MORE), MORE)
+    assert_as_one_process(run_ranks(run, 4, ON_FOUR), ON_FOUR)
 
 
 def test_bf16_gradients_are_bf16() -> None:

@@ -77,14 +77,3 @@ def shared_in_rows(
 
 def documents_of(pairs: Sequence[tuple[list[int], list[int], list[int]]]) -> list[Document]:
     return [(prompt, answer) for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
-
-
-def padded_pairs(length: int = 16) -> Batch:
-    documents = documents_of(PAIRS)
-    return in_rows(documents, [[i] for i in range(len(documents))], length, [1.0] * len(documents))
-
-
-def packed_pairs(length: int = 48) -> Batch:
-    """Pairs share rows; a pair of padding stands at the end."""
-    documents = documents_of(PAIRS)
-    return in_rows(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], length, [1.0] * len(documents) + [0.0] * 2)

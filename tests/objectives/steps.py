@@ -1,15 +1,22 @@
 """One optimizer step's loss by the rules of the engine, without an engine."""
 
+import json
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron.data import Batch
+from megatron.model import Stage
 from megatron.mpu import HeadInput, OutputLayer, PlainProduct, plain_kernels
 from megatron.objectives import Objective, response_sums
+from tests.model.stages import gradients
 
+FOLDER = Path(__file__).parents[1] / "data" / "posttrain"  # what other software gave
 Forward = Callable[[Batch], Tensor]  # logits [seq, batch, vocab]
 
 
@@ -23,6 +30,35 @@ def as_head(logits: Tensor) -> HeadInput:
         return use(hidden_states, OutputLayer(weight, PlainProduct(), plain_kernels()))
 
     return HeadInput(logits, head)
+
+
+@cache
+def facts(name: str) -> dict[str, Any]:
+    """Of `FOLDER`: what is kept of a script of this room."""
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+@cache
+def arrays(name: str) -> dict[str, np.ndarray]:
+    with np.load(FOLDER / f"{name}.npz") as archive:
+        return dict(archive)
+
+
+def assert_gradient(stage: Stage, expected: np.ndarray | Tensor) -> None:
+    """That of all weights, by layer and name one vector, is the expected one to fp32's rounding."""
+    grads, expected = gradients(stage), torch.as_tensor(expected)
+    actual = torch.cat([grads[key].flatten() for key in sorted(grads)])
+    assert float((actual - expected).norm() / expected.norm()) < 1e-5
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+def forward_of(stage: Stage) -> Forward:
+    def forward(batch: Batch) -> Tensor:
+        logits = stage(None, batch)
+        assert isinstance(logits, Tensor)
+        return logits
+
+    return forward
 
 
 @torch.no_grad()

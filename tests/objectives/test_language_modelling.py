@@ -24,34 +24,19 @@ def _case() -> tuple[Tensor, Batch]:
     return logits, Batch(tokens, labels, weights)
 
 
-def sharded(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
-    logits, batch = _case()
-    local_logits = logits.chunk(world_size, -1)[rank].contiguous().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(as_head(local_logits), batch, group)[0].sum()
-    loss.backward()
-    assert local_logits.grad is not None
-    return loss.detach(), LANGUAGE_MODELLING.weight(batch), local_logits.grad
-
-
 def test_equals_float64_sum_of_weighted_tokens() -> None:
+    """Over a cut vocabulary: tests/mpu/test_head.py."""
     logits, batch = _case()
-    exact = logits.double().requires_grad_()
+    exact, ours = logits.double().requires_grad_(), logits.clone().requires_grad_()
     every = F.cross_entropy(exact.view(-1, VOCAB), batch.labels.t().reshape(-1), reduction="none")
     expected = (every * batch.loss_weights.t().reshape(-1)).sum()
     expected.backward()
-    whole_logits = logits.clone().requires_grad_()
-    loss = LANGUAGE_MODELLING.loss_sum(as_head(whole_logits), batch, None)[0].sum()
+    loss = LANGUAGE_MODELLING.loss_sum(as_head(ours), batch, None)[0].sum()
     loss.backward()
-    assert loss.dtype == torch.float32
-    assert whole_logits.grad is not None
-    results = [(loss.detach(), LANGUAGE_MODELLING.weight(batch), whole_logits.grad)]
-    ranks = run_ranks(sharded, 2)
-    results += [(loss, weight, torch.cat([grad for _, _, grad in ranks], -1)) for loss, weight, _ in ranks]
-    for loss_sum, weight_sum, grad in results:
-        torch.testing.assert_close(loss_sum.double(), expected.detach(), rtol=1e-6, atol=1e-6)
-        assert weight_sum == batch.loss_weights.sum()
-        torch.testing.assert_close(grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+    assert loss.dtype == torch.float32 and LANGUAGE_MODELLING.weight(batch) == batch.loss_weights.sum()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-6, atol=1e-6)
+    assert ours.grad is not None
+    torch.testing.assert_close(ours.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
 
 
 def _guessed() -> tuple[Tensor, Batch]:

@@ -5,7 +5,6 @@ answers: made once, kept in tests/data/posttrain. To make them again:
 Answers are given instead of drawn, and their rewards; all that follows is TRL's own code.
 """
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from torch import Tensor
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
 from tests.objectives.cases import VOCAB
-from tests.objectives.trl_reference import flat, model, words
+from tests.objectives.trl_reference import flat, keep, model, settings, words
 
 MOST, PAD, END = 10, 0, 1
 LENGTHS = (3, (2, 9)), (7, (10, 1)), (1, (4, 10)), (5, (10, 10))  # of prompts, and of their two answers
@@ -53,8 +52,7 @@ def run(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float
     """Loss, gradient and metrics of a case."""
     known = answers()
     args = OnlineDPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=len(known), max_new_tokens=MOST, max_length=64, **options,
+        **settings(folder), per_device_train_batch_size=len(known), max_new_tokens=MOST, max_length=64, **options,
     )  # fmt: skip
     made: Any = OnlineDPOTrainer
     trainer = made(
@@ -76,9 +74,8 @@ def main(folder: Path) -> None:
         for name, options in CASES.items():
             loss, arrays[name], logged = run(place, **options)
             facts[name] = {**options, "loss": loss, "metrics": logged}
-    np.savez_compressed(folder / "trl_online_dpo.npz", **arrays)  # type: ignore[arg-type]
     whole = {"answers": answers(), "rewards": REWARDS, "most": MOST, "cases": facts}
-    (folder / "trl_online_dpo.json").write_text(json.dumps(whole, indent=1) + "\n")
+    keep(folder, "trl_online_dpo", whole, arrays)
 
 
 if __name__ == "__main__":

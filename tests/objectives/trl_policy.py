@@ -7,7 +7,6 @@ log-probabilities before the first step are those of a model whose weights are a
 are clipped.
 """
 
-import json
 import math
 import sys
 import tempfile
@@ -23,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from tests.objectives.cases import VOCAB
-from tests.objectives.trl_reference import flat, metrics, model, words
+from tests.objectives.trl_reference import flat, keep, metrics, model, settings, words
 
 GROUP, MOST = 4, 12  # answers to a prompt, tokens of an answer
 APART = 0.03  # of the weights before the first step
@@ -75,9 +74,9 @@ def trainer_of(folder: str, kind: str, accumulation: int = 1, first: bool = Fals
     before = model(1) if first else moved(3)
     before.config._name_or_path = str(reference)
     args = config(
-        output_dir=folder, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", disable_tqdm=True,
-        per_device_train_batch_size=len(REWARDS) // accumulation, gradient_accumulation_steps=accumulation,
-        num_generations=GROUP, max_completion_length=MOST, num_iterations=1 if first else 2, **options,
+        **settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
+        gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
+        num_iterations=1 if first else 2, **options,
     )  # fmt: skip
     return made(
         model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8), processing_class=words(),
@@ -203,8 +202,7 @@ def main(folder: Path) -> None:
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss, {key: value for key, value in logged.items() if "clip" in key and "mean" in key})
         whole = {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}
-    np.savez_compressed(folder / "trl_policy.npz", **arrays)  # type: ignore[arg-type]
-    (folder / "trl_policy.json").write_text(json.dumps(whole, indent=1) + "\n")
+    keep(folder, "trl_policy", whole, arrays)
 
 
 if __name__ == "__main__":

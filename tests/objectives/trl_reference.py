@@ -29,17 +29,41 @@ ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
-def model(seed: int) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, max_position_embeddings=64,
-    )  # fmt: skip
-    made, generator = LlamaForCausalLM(config), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, param in made.named_parameters():
-            value = 0.3 * torch.randn(param.shape, generator=generator)
-            param.copy_(1 + value if "norm" in name else value)
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+@torch.no_grad()
+def drawn(made: Any, seed: int) -> Any:
+    """A model with random weights, those of norms about one."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in made.named_parameters():
+        value = 0.3 * torch.randn(param.shape, generator=generator)
+        param.copy_(1 + value if "norm" in name else value)
     return made.eval()
+
+
+def model(seed: int) -> LlamaForCausalLM:
+    return drawn(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
+
+
+def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
+    """Options of every trainer."""
+    common = {
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return {"output_dir": str(folder), **common, **more}
+
+
+def keep(folder: Path, name: str, facts: Any, arrays: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]
+    (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def words() -> PreTrainedTokenizerFast:
@@ -102,43 +126,34 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
+TRAINERS: dict[str, tuple[Any, Any]] = {
+    "dpo": (DPOTrainer, DPOConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
+    "kto": (KTOTrainer, KTOConfig),
+    "sft": (SFTTrainer, SFTConfig),
+}
+
+
+def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:
+    """TRL's, with a set of its form that is not read."""
+    made, config = TRAINERS[kind]
+    judged = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
+    rows: Any = {"sft": [{"text": "a b c"}] * 2, "kto": judged}.get(kind, [ROW] * 2)
+    more = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
+    return made(
+        model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
+        processing_class=words(), **({} if reference is None else {"ref_model": reference}),
+    )  # fmt: skip
+
+
 def run(
-    folder: str, name: str, kind: str, micro_batches: tuple[Any, ...] = (), **options: Any
+    folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False, **options: Any
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
     them."""
-    policy, reference, tokenizer = model(1), model(2), words()
-    common: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 4, "disable_tqdm": True,
-    }  # fmt: skip
-    if kind == "dpo":
-        trainer: Any = DPOTrainer(
-            model=policy, ref_model=reference, args=DPOConfig(**common, **options),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = pair_inputs(trainer, kind)
-    elif kind in ("cpo", "orpo"):
-        config, made = (CPOConfig, CPOTrainer) if kind == "cpo" else (ORPOConfig, ORPOTrainer)
-        trainer = made(
-            model=policy, args=config(**common, **options, remove_unused_columns=False),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = pair_inputs(trainer, kind)
-    elif kind == "kto":
-        rows = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
-        trainer = KTOTrainer(
-            model=policy, ref_model=reference, args=KTOConfig(**common, **options),
-            train_dataset=Dataset.from_list(rows), processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = kto_inputs(trainer)
-    else:
-        assistant_only = options.pop("assistant_only")
-        trainer = SFTTrainer(
-            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
-        inputs = sft_inputs(trainer, assistant_only)
+    reference = model(2) if kind in ("dpo", "kto") else None
+    trainer = trainer_of(folder, kind, model(1), reference, per_device_train_batch_size=4, **options)
     trainer.model.eval()
     if getattr(trainer, "ref_model", None) is not None:
         trainer.ref_model.eval()
@@ -148,37 +163,28 @@ def run(
         parts = [pair_inputs(trainer, kind, part) for part in micro_batches]
         loss = torch.stack([trainer.training_step(trainer.model, part) for part in parts]).sum()
     else:
+        if kind == "sft":
+            inputs = sft_inputs(trainer, assistant_only)
+        else:
+            inputs = kto_inputs(trainer) if kind == "kto" else pair_inputs(trainer, kind)
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
-    grads = {name: param.grad for name, param in trainer.model.named_parameters()}
-    return float(loss.detach()), flat(grads), metrics(trainer)  # type: ignore[arg-type]
+    grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
+    return float(loss.detach()), flat(grads), metrics(trainer)
 
 
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
     """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
-    common = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True}
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), words()
+    trainer = trainer_of(folder, kind, AutoModelForCausalLM.from_pretrained(model), **options)
     if kind == "sft":
-        trainer: Any = SFTTrainer(
-            model=policy, args=SFTConfig(**common, **options), train_dataset=Dataset.from_list([{"text": "a b c"}] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
         rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
     elif kind == "cpo":
-        trainer = CPOTrainer(
-            model=policy, args=CPOConfig(**common, **options, remove_unused_columns=False),
-            train_dataset=Dataset.from_list([ROW] * 2), processing_class=tokenizer,
-        )  # fmt: skip
         sides = ("chosen", "rejected")
         rows = [
             {f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
             for pair in zip(texts[0::2], texts[1::2], strict=True)
         ]
     else:
-        trainer = DPOTrainer(
-            model=policy, args=DPOConfig(**common, **options), train_dataset=Dataset.from_list([ROW] * 2),
-            processing_class=tokenizer,
-        )  # fmt: skip
         rows = []
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
             start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
@@ -218,14 +224,13 @@ def main(folder: Path) -> None:
         arrays[which] = flat(dict(model(seed).named_parameters()))
     with tempfile.TemporaryDirectory() as place:
         for name, options in cases().items():
-            loss, gradient, logged = run(place, name, **options)
+            loss, gradient, logged = run(place, **options)
             arrays[f"gradient_{name}"] = gradient
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss)
-        loss, gradient, _ = run(place, "accumulated", "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
+        loss, gradient, _ = run(place, "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
     np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)
-    np.savez_compressed(folder / "trl.npz", **arrays)  # type: ignore[arg-type]
-    (folder / "trl.json").write_text(json.dumps(facts, indent=1) + "\n")
+    keep(folder, "trl", facts, arrays)
 
 
 if __name__ == "__main__":

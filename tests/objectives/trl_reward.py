@@ -2,21 +2,19 @@
 kept in tests/data/posttrain. To make them again:
 `python -m tests.objectives.trl_reward tests/data/posttrain`."""
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
-from tests.objectives.cases import MARGINS, PAIRS, VOCAB
-from tests.objectives.trl_reference import ROW, flat, metrics, words
+from tests.objectives.cases import MARGINS, PAIRS
+from tests.objectives.trl_reference import ROW, SHAPE, drawn, flat, keep, metrics, settings, words
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -27,16 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def model() -> LlamaForSequenceClassification:
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, rms_norm_eps=1e-5, max_position_embeddings=64, num_labels=1, pad_token_id=0,
-    )  # fmt: skip
-    made, generator = LlamaForSequenceClassification(config), torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, param in made.named_parameters():
-            value = 0.3 * torch.randn(param.shape, generator=generator)
-            param.copy_(1 + value if "norm" in name else value)
-    return made.eval()
+    return drawn(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)), 3)
 
 
 def flat_scores(tensors: dict[str, Tensor]) -> np.ndarray:
@@ -46,19 +35,14 @@ def flat_scores(tensors: dict[str, Tensor]) -> np.ndarray:
 
 def run(folder: str, margin: bool = False, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of a case."""
-    settings: dict[str, Any] = {
-        "output_dir": folder, "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 4, "disable_tqdm": True, **options,
-    }  # fmt: skip
-    trainer = RewardTrainer(
-        model=model(), args=RewardConfig(**settings), train_dataset=Dataset.from_list([ROW] * 2),
-        processing_class=words(),
-    )  # fmt: skip
-    rows = [
+    args = RewardConfig(**settings(folder, per_device_train_batch_size=4, **options))
+    rows = Dataset.from_list([ROW] * 2)
+    trainer = RewardTrainer(model=model(), args=args, train_dataset=rows, processing_class=words())
+    pairs = [
         {"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
         for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)
     ]
-    loss = trainer.compute_loss(trainer.model.eval(), trainer.data_collator(rows))
+    loss = trainer.compute_loss(trainer.model.eval(), trainer.data_collator(pairs))
     loss.backward()
     grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
     return float(loss.detach()), flat_scores(grads), metrics(trainer)
@@ -70,8 +54,7 @@ def main(folder: Path) -> None:
         for name, options in CASES.items():
             loss, arrays[f"gradient_{name}"], logged = run(place, **options)
             facts[name] = {**options, "loss": loss, "metrics": logged}
-    np.savez_compressed(folder / "trl_reward.npz", **arrays)  # type: ignore[arg-type]
-    (folder / "trl_reward.json").write_text(json.dumps(facts, indent=1) + "\n")
+    keep(folder, "trl_reward", facts, arrays)
 
 
 if __name__ == "__main__":
