@@ -89,7 +89,7 @@ def step(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]
     return found
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "ep2 zero3", product=["dp2"]))
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "ep2 zero3", product=["one process", "dp2"]))
 def test_the_load_balancing_loss_is_that_of_transformers(layout: str) -> None:
     world, keys = LAYOUTS[layout]
     references = {case: reference(case) for case in CASES}

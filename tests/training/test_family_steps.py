@@ -1,6 +1,7 @@
 """Three AdamW steps of every HuggingFace family equal those of transformers' model under torch's AdamW, in
 sizes that nothing divides, and so do the logits before them."""
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,7 +25,13 @@ from tests.training.layout_runs import Run, whole
 STEPS, RATE, DECAY = 3, 1e-3, 0.1
 EPS = 1e-4  # where gradients are rounding alone, a smaller one would make steps of them
 SEQ, VOCAB, PADDED = 16, 91, 96
-LAYOUTS = {"one process": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_parallel_size": 2}}
+SOME, ALL = list(ODD)[::2], list(ODD)
+LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "one process": (1, {}, ALL),
+    "one process, some": (1, {}, SOME),
+    "tp2": (2, {"model_parallel_size": 2}, ALL),
+    "pp2": (2, {"pipe_parallel_size": 2}, ALL),
+}
 Model = tuple[dict[str, Any], Weights]
 
 
@@ -78,6 +85,7 @@ def batch_of(rows: Tensor) -> Batch:
     return Batch(rows, labels_of(rows), torch.ones(rows.shape))
 
 
+@cache
 def reference(case: str) -> Reference:
     model = odd_model(case)
     family, ours = imported(model)
@@ -100,11 +108,6 @@ def reference(case: str) -> Reference:
     return Reference(ours, family, logits, losses, on_disk(model)[1])
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Reference]:
-    return {case: reference(case) for case in ODD}
-
-
 ADAMW = {
     "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.95], "eps": EPS}}, "weight_decay": DECAY,
     "train_iters": STEPS, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
@@ -124,11 +127,12 @@ def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any
     return found
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", product=["pp2"]))
-def test_three_steps_are_those_of_transformers(layout: str, references: dict[str, Reference]) -> None:
-    models = [one.model for one in references.values()]
-    ranks = run_ranks(steps, 1 if layout == "one process" else 2, models, LAYOUTS[layout])
-    for (case, one), *parts in zip(references.items(), *ranks, strict=True):
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", product=["one process", "pp2"]))
+def test_three_steps_are_those_of_transformers(layout: str) -> None:
+    world, keys, cases = LAYOUTS[layout]
+    references = [reference(case) for case in cases]
+    ranks = run_ranks(steps, world, [one.model for one in references], keys)
+    for case, one, *parts in zip(cases, references, *ranks, strict=True):
         assert parts[0].losses == pytest.approx(one.losses, rel=1e-5), case
         args = args_of(one.model[0], ADAMW)
         after = dict(to_hf(args, whole(args, parts).items(), family=one.family, vocab_size=VOCAB))
@@ -139,7 +143,8 @@ def test_three_steps_are_those_of_transformers(layout: str, references: dict[str
 
 
 @pytest.mark.product
-def test_logits_before_the_steps(references: dict[str, Reference]) -> None:
+def test_logits_before_the_steps() -> None:
+    references = {case: reference(case) for case in ALL}
     layouts = [(1, 1), (2, 1), (1, 2)]
     for layout, logits in logits_by_layout([one.model for one in references.values()], layouts).items():
         for (case, one), ours in zip(references.items(), logits, strict=True):

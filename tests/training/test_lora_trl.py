@@ -11,13 +11,15 @@ from peft import LoraConfig
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
+from megatron.data import Batch
 from megatron.model import build_stage
+from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import build_objective
 from megatron.training.adapters import begin_adapters
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import model_without_adapters
-from tests.model.stages import groups_of
+from tests.model.stages import Weights, groups_of
 from tests.model.test_transformers import llama_weights
 from tests.objectives.test_trl import PAIRWISE, args_with, lm_batches, pair_batches
 from tests.objectives.trl_reference import ROW, model, pair_inputs, sft_inputs, words
@@ -72,8 +74,8 @@ def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[s
     return losses, first, {name: param.detach().clone() for name, param in params.items()}
 
 
-def in_our_names(params: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    layers: dict[int, dict[str, Tensor]] = {}
+def in_our_names(params: dict[str, Tensor]) -> Weights:
+    layers: Weights = {}
     for name, value in params.items():
         parts = name.split(".")
         number, module, kind = int(parts[parts.index("layers") + 1]), parts[-4], parts[-3]
@@ -85,51 +87,74 @@ def in_our_names(params: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
     return layers
 
 
-def ours(
-    rank: int, world_size: int, kind: str, lora: dict[str, Any], base: dict, adapters: dict, packed: bool
-) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
-    """For the pool."""
-    preference = {**PAIRWISE, "pack_impl": "best_fit"} if packed else PAIRWISE
-    args = args_with(
-        lora=lora, optimizer={"type": "AdamW", "params": {"lr": RATE}}, weight_decay=0.0, gradient_clipping=0.0,
-        train_iters=STEPS, train_micro_batch_size_per_gpu=4, **(preference if kind == "dpo" else {}),
-    ).for_world(1)  # fmt: skip
+def trained(
+    args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False
+) -> tuple[list[float], Weights]:
+    """Losses of steps on the same batches from these adapters, and the weights after them."""
     groups = groups_of(args, 1)
-    engine = parallelize(
-        build_stage(args, groups), build_objective(args), args, groups, choose_engine(args, False).load()
-    )
+    stage, objective, engine_class = build_stage(args, groups), build_objective(args), choose_engine(args, False).load()
+    engine = parallelize(stage, objective, args, groups, engine_class)
     engine.set_weights(base)
     begin_adapters(engine)
     engine.set_weights({n: {k: v for k, v in of.items() if "magnitude" not in k} for n, of in adapters.items()})
-    if kind == "dpo":
+    if pairs:
         engine.use_reference(model_without_adapters(engine))
-    batches = pair_batches(packed) if kind == "dpo" else lm_batches(packed, True)
     losses = [float(engine.train_step(batches, RATE).loss) for _ in range(STEPS)]
+    assert (engine.stage.layers["2"].attention.dense.weight.dtype == torch.uint8) is args.quantized
     weights = engine.weights(master=True)
     engine.close()
     return losses, weights
 
 
+ADAMW: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": RATE}}, "weight_decay": 0.0, "gradient_clipping": 0.0,
+    "train_iters": STEPS,
+}  # fmt: skip
+
+
+def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[tuple[list[float], Weights]]:
+    """For the pool: on rows with padding, and on packed ones."""
+    found = []
+    for packed in (False, True):
+        lora, base, adapters = given
+        preference = {**PAIRWISE, "pack_impl": "best_fit"} if packed else PAIRWISE
+        more = ADAMW | (preference if kind == "dpo" else {})
+        args = args_with(lora=lora, train_micro_batch_size_per_gpu=4, **more).for_world(1)
+        batches = pair_batches(packed) if kind == "dpo" else lm_batches(packed, True)
+        found.append(trained(args, base, adapters, batches, kind == "dpo"))
+    return found
+
+
+def assert_adapters(weights: Weights, params: dict[str, Tensor]) -> None:
+    """They are those of peft."""
+    for layer, values in in_our_names(params).items():
+        for name, value in values.items():
+            torch.testing.assert_close(weights[layer][name], value.detach(), atol=2e-5, rtol=1e-4)
+
+
+def in_our_weights(state: dict[str, Tensor], *heads: int) -> Weights:
+    return {
+        layer: {name.replace("norm.weight", "norm.scale"): value for name, value in tensors.items()}
+        for layer, tensors in llama_weights(state, *heads).items()
+    }
+
+
+AT_ONCE, MORE = [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")]
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
     [
-        pytest.param(form, kind, marks=() if (form, kind) in (("lora", "dpo"), ("dora", "sft")) else pytest.mark.more)
-        for form in FORMS
-        for kind in ("sft", "dpo")
+        *AT_ONCE,
+        *(pytest.param(*case, marks=pytest.mark.more) for case in MORE),
+        *(pytest.param(*case, marks=pytest.mark.product) for case in (("lora", "sft"), ("rslora", "dpo"))),
     ],
 )
 def test_three_steps(form: str, kind: str) -> None:
     their_losses, first, last = theirs(form, kind)
-    state = {name: value.detach() for name, value in model(1).state_dict().items()}
-    base = {
-        layer: {name.replace("norm.weight", "norm.scale"): value for name, value in tensors.items()}
-        for layer, tensors in llama_weights(state, 2, 2).items()
-    }
-    for packed in (False, True):
-        losses, weights = run_ranks(ours, 1, kind, FORMS[form], base, in_our_names(first), packed)[0]
+    base = in_our_weights({name: value.detach() for name, value in model(1).state_dict().items()}, 2, 2)
+    for losses, weights in run_ranks(ours, 1, kind, FORMS[form], base, in_our_names(first))[0]:
         assert losses == pytest.approx(their_losses, rel=1e-5)
         if kind == "dpo":
             assert losses[0] == pytest.approx(0.6931472, abs=1e-6)
-        for layer, params in in_our_names(last).items():
-            for name, value in params.items():
-                torch.testing.assert_close(weights[layer][name], value, atol=2e-5, rtol=1e-4)
+        assert_adapters(weights, last)
