@@ -4,7 +4,7 @@ pool."""
 import io
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -124,12 +124,13 @@ def begin(values: Mapping[str, Any], engine: type[Engine] | None = None) -> Trai
 
 
 class Part(NamedTuple):
-    """One rank's share of a Curve."""
+    """One rank's share of a Curve. rates: the learning rates of its steps."""
 
     losses: list[float]
     norms: list[float]
     tensor_rank: int
     weights: dict[int, dict[str, Tensor]]
+    rates: Sequence[float] = ()
 
 
 def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
@@ -137,16 +138,17 @@ def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int
     parts = []
     for values in configs:
         training = begin(values)
-        batches, losses, norms = batches_of(training), [], []
-        for step in range(steps):
+        batches, losses, norms, rates = batches_of(training), [], [], []
+        for _ in range(steps):
             micro_batches = next(batches)
-            lr = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
-            result = training.engine.train_step(micro_batches, lr)
+            step = training.progress.iteration
+            rates.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
+            result = training.engine.train_step(micro_batches, rates[-1])
             training.progress.iteration += 1
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))  # type: ignore[arg-type]
         weights = training.engine.weights(master=True)
-        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights))
+        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights, rates))
         training.engine.close()
     return parts
 

@@ -1,84 +1,119 @@
-"""Growing sequences: the same numbers in every layout, through a resume, and in the log."""
+"""Growing sequences, and phases of row lengths: the same numbers in every layout, through a resume, and in
+the log."""
 
-import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.checkpoint.resume import TrainingProgress
+from megatron.training.loop import _advance
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses, stop_after
-from tests.training.runs import ADAMW, LLAMA, NEOX, Curve, bit_equal, config, curves, furthest, run_to_end, whole
+from tests.training.runs import (
+    ADAMW,
+    LLAMA,
+    NEOX,
+    Curve,
+    assert_alike,
+    bit_equal,
+    config,
+    curves_of,
+    furthest,
+    metric_rows,
+    run_to_end,
+)
 
-# Lengths 8, 16, 16, 24, 24, 32, 32, ...: one that stays, ones that change, and the whole.
-CURRICULUM = {
-    "curriculum_learning": {
-        "enabled": True,
-        "curriculum_type": "seqlen",
-        "min_difficulty": 8,
-        "max_difficulty": 32,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
-    }
+CURRICULUM: dict[str, Any] = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
+}  # fmt: skip
+PHASES: dict[str, Any] = {
+    "seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}, "reset_attention_mask": True,
+    "reset_position_ids": True,
+}  # fmt: skip
+# Keys, and the lengths of steps: one that stays, ones that change, and the whole.
+KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "growing": ({"curriculum_learning": CURRICULUM}, [8, 16, 16, 24, 24, 32, 32, 32]),
+    "phases": (PHASES, [8, 8, 16, 16, 16, 32, 32, 32]),
 }
-LENGTHS = [8, 16, 16, 24, 24, 32, 32, 32]
-TP2, PP2 = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}
+STEPS = 6
+SP2, PP2 = {"model_parallel_size": 2, "sequence_parallel": True}, {"pipe_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
     "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
-    "tp2 +sp": (2, TP2 | {"sequence_parallel": True}),
+    "tp2 +sp": (2, SP2),
     "pp2": (2, PP2),
-    "tp2 x pp2 +sp": (4, TP2 | PP2 | {"sequence_parallel": True}),
+    "tp2 x pp2 +sp": (4, SP2 | PP2),
     "recomputing": (1, {"checkpoint_activations": True}),
 }
 
 
-def values(model: dict[str, Any] = NEOX, **more: Any) -> dict[str, Any]:
-    return config(model, ADAMW, CURRICULUM, {"train_micro_batch_size_per_gpu": 2, **more})
+def curves_in(ranks: int, layout: dict[str, Any]) -> dict[tuple[str, str], Curve]:
+    """Of both kinds and of two models."""
+    models = {"neox": NEOX, "llama": LLAMA}
+    configs = {
+        (kind, name): config(model, ADAMW, keys, {"train_micro_batch_size_per_gpu": 2, **layout})
+        for kind, (keys, _) in KINDS.items() for name, model in models.items()
+    }  # fmt: skip
+    return curves_of(configs, STEPS, ranks)
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, Curve]:
+def references() -> dict[tuple[str, str], Curve]:
     """One process, one micro-batch of 8."""
-    configs = [values(model, train_micro_batch_size_per_gpu=8) for model in (NEOX, LLAMA)]
-    part = run_ranks(curves, 1, configs, 8, timeout=120)[0]
-    return {name: whole([p], c) for name, p, c in zip(("neox", "llama"), part, configs, strict=True)}
+    return curves_in(1, {"train_micro_batch_size_per_gpu": 8})
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 +sp", product=["dp2 zero1", "pp2", "recomputing"]))
+def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], Curve]) -> None:
+    assert_alike(curves_in(*LAYOUTS[name]), references)
+
+
+def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]) -> None:
+    plain = curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
+    for kind in KINDS:
+        assert furthest(plain, references[kind, "neox"])[0] > 1e-2
 
 
 @pytest.mark.parametrize(
-    "name",
-    with_more(LAYOUTS, "tp2 +sp", "tp2 x pp2 +sp"),
+    ("kind", "layout"),
+    [("growing", "pp2"), ("phases", "pp2"), pytest.param("growing", "dp2 zero1", marks=pytest.mark.more)],
 )
-def test_layout_equals_one_process(name: str, references: dict[str, Curve]) -> None:
-    ranks, layout = LAYOUTS[name]
-    configs = [values(model, **layout) for model in (NEOX, LLAMA)]
-    everyone = run_ranks(curves, ranks, configs, 8, timeout=120)
-    for i, model in enumerate(references):
-        differences = furthest(whole([parts[i] for parts in everyone], configs[i]), references[model])
-        assert differences[0] <= 1e-5 and differences[1] <= 1e-5 and differences[2] <= 1e-4
-
-
-def test_short_sequences_change_the_run(references: dict[str, Curve]) -> None:
-    plain = values(train_micro_batch_size_per_gpu=8, curriculum_learning=None)
-    curve = whole([run_ranks(curves, 1, [plain], 8)[0][0]], plain)
-    assert furthest(curve, references["neox"])[0] > 1e-2
-
-
-@pytest.mark.parametrize("name", with_more(["dp2 zero1", "pp2"], "dp2 zero1"))
-def test_resume_and_log(name: str, tmp_path: Path) -> None:
-    ranks, layout = LAYOUTS[name]
-    common = values(train_iters=8, checkpoint_factor=3, hidden_dropout=0.1, **layout)
+def test_resume_and_log(kind: str, layout: str, tmp_path: Path) -> None:
+    """Stopped after four steps, which is inside a phase."""
+    keys, lengths = KINDS[kind]
+    ranks, more = LAYOUTS[layout]
+    run = {"train_micro_batch_size_per_gpu": 2, "train_iters": 8, "checkpoint_factor": 4, "hidden_dropout": 0.1}
+    common = config(NEOX, ADAMW, keys, run, more)
     through, resumed = tmp_path / "through", tmp_path / "resumed"
     straight = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
     stopped = {**common, "save": str(resumed)}
-    run_ranks(stop_after, ranks, stopped, 3)
+    run_ranks(stop_after, ranks, stopped, 4)
     went_on = run_ranks(run_to_end, ranks, stopped)
     assert losses(resumed) == losses(through) and len(losses(resumed)) == 8
     assert all(bit_equal(a[1], b[1]) for a, b in zip(straight, went_on, strict=True))
-    rows = [json.loads(line) for line in (resumed / "logs" / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "train/lm_loss" in row]
-    assert [row["curriculum_seqlen"] for row in rows] == LENGTHS
-    assert [row["consumed_tokens"] for row in rows] == [8 * sum(LENGTHS[: i + 1]) for i in range(8)]
-    speeds = [row["runtime/tokens_per_sec"] / row["runtime/samples_per_sec"] for row in rows]
-    assert speeds == pytest.approx(LENGTHS)
+    rows = metric_rows(resumed)
+    assert [row["curriculum_seqlen"] for row in rows] == lengths
+    if kind == "phases":
+        assert [row["consumed_tokens"] for row in rows] == [8 * 32 * i for i in range(1, 9)]
+        assert [row["curriculum_tokens"] for row in rows] == [256 * n for n in (1, 2, 1, 2, 3, 1, 2, 3)]
+    else:
+        assert [row["consumed_tokens"] for row in rows] == [8 * sum(lengths[: i + 1]) for i in range(8)]
+        speeds = [row["runtime/tokens_per_sec"] / row["runtime/samples_per_sec"] for row in rows]
+        assert speeds == pytest.approx(lengths)
+
+
+def test_what_was_read_is_said_when_a_phase_ends() -> None:
+    lines: list[str] = []
+    args = NeoXArgs.from_dict(config(NEOX, PHASES, train_micro_batch_size_per_gpu=2))
+    training = SimpleNamespace(args=args, progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append))
+    for _ in range(8):
+        _advance(training, "train", None)  # type: ignore[arg-type]
+    for line, facts in zip(lines, (("512", "8", "16", "3"), ("768", "16", "32", "6")), strict=True):
+        assert line.startswith("seq_curriculum: ") and tuple(re.findall(r"\d+", line)) == facts
+    assert training.progress.row_tokens == {8: 512, 16: 768, 32: 768} and training.progress.consumed_tokens == 2048

@@ -51,75 +51,69 @@ def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any)
     return path
 
 
-def given(save: Path, load: Path | str, **more: Any) -> dict[str, Any]:
+def given(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
     common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
-    return config(MODEL, common, {"save": str(save), "load": str(load), **more})
+    return config(model, common, {"save": str(save), "load": str(load), **more})
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, *(name for name in LAYOUTS if name != "zero3")))
+def exported(save: Path, iteration: int | None, target: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of a run, as a HuggingFace folder."""
+    checkpoint = find_checkpoint(save, iteration)
+    export_hf(checkpoint, load_checkpoint_args(checkpoint)[0], target)
+    return load_file(target / "model.safetensors")
+
+
+def started_and_written(run: Path, model: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors that a run started from, and those that it wrote after its last step."""
+    source, before = load_file(model / "model.safetensors"), exported(run, 0, run.parent / "started")
+    # Before the first step every weight is the folder's, bit for bit, and comes out again.
+    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
+    made = run / "huggingface" / "global_step2"
+    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
+    after, again = load_file(made / "model.safetensors"), exported(run, None, run.parent / "ended")
+    assert after.keys() == again.keys() and all(torch.equal(after[name], value) for name, value in again.items())
+    return source, after
+
+
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 x pp2", product=["plain"]))
 def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     model = folder(tmp_path / "model", eos_token_id=7)
     (model / "additional_chat_templates").mkdir()
     for name in (beside := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
         (model / name).write_text(f"{{}} {name}")
-    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys), timeout=120)
-    # Before the first step every weight is the folder's, bit for bit, and comes out again.
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    before, source = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
-    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
-    # After the last step the run itself has written one.
-    made = tmp_path / "run" / "huggingface" / "global_step2"
-    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
-    ended = find_checkpoint(tmp_path / "run")
-    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
-    after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
-    assert all(torch.equal(after[name], value) for name, value in again.items())
+    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys))
+    source, after = started_and_written(tmp_path / "run", model)
     assert all(not torch.equal(after[name], source[name]) for name in source)
+    made = tmp_path / "run" / "huggingface" / "global_step2"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", *beside):
         assert (made / name).read_bytes() == (model / name).read_bytes(), name
     loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and loaded.config.eos_token_id == 7
     assert loaded.generation_config.temperature == 0.7
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
     chat = [{"role": "user", "content": "hello"}]
-    expected = transformers.AutoTokenizer.from_pretrained(TOKENIZER).apply_chat_template(chat, tokenize=False)
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (made, TOKENIZER))
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
 
 
-MIXTURES = {
+MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 x tp2": (4, {"expert_parallel_size": 2, "model_parallel_size": 2, "zero_optimization": {"stage": 1}}),
     "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
-    "tp2 cut x pp2": (
-        4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
-}  # fmt: skip
+    "tp2 cut x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
+}
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "ep2 x tp2" else pytest.param(name, marks=pytest.mark.more) for name in MIXTURES]
-)
+@pytest.mark.parametrize("layout", with_more(MIXTURES, "tp2 cut x pp2", product=["ep2 zero3"]))
 def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = MIXTURES[layout]
     more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
     odd_model("qwen 2 moe", **more).save_pretrained(tmp_path / "model")
     source = HFFolder(tmp_path / "model")
-    model = {
-        name: value for name, value in from_hf(source.config, source.get)[0].items() if name != "padded_vocab_size"
-    }
-    common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
-    places = {"save": str(tmp_path / "run"), "load": str(tmp_path / "model"), "save_hf": 0}
-    run_ranks(run_to_end, ranks, config(model, common, {**places, **keys}), timeout=120)
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    before, given = (load_file(tmp_path / name / "model.safetensors") for name in ("started", "model"))
-    assert before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
-    made = load_file(tmp_path / "run" / "huggingface" / "global_step2" / "model.safetensors")
-    ended = find_checkpoint(tmp_path / "run")
-    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
-    again = load_file(tmp_path / "ended" / "model.safetensors")
-    assert made.keys() == again.keys() and all(torch.equal(made[name], value) for name, value in again.items())
-    assert sum(not torch.equal(made[name], given[name]) for name in given) > 0.9 * len(given)
+    model = from_hf(source.config, source.get)[0]
+    del model["padded_vocab_size"]
+    run_ranks(run_to_end, ranks, given(tmp_path / "run", tmp_path / "model", model, save_hf=0, **keys))
+    before, after = started_and_written(tmp_path / "run", tmp_path / "model")
+    assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
 
 
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
@@ -128,9 +122,7 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     run_ranks(run_to_end, 1, values)
     made = tmp_path / "run" / "huggingface"
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    rows = load_file(tmp_path / "started" / "model.safetensors")["gpt_neox.embed_in.weight"]
+    rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
     source_rows = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
     assert rows.shape[0] == TOKENS and torch.equal(rows[:350], source_rows)
     torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
@@ -154,7 +146,7 @@ def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert "num_layers: 4 there, 3 here" in lines and "rotary_pct: 2 there, 4 here" in lines
     small = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=256))
-    with pytest.raises(CheckpointError, match="384 rows of vocabulary, padded_vocab_size is 256; .* at least 384"):
+    with pytest.raises(CheckpointError, match="384.*padded_vocab_size.*256"):
         load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
 
 
@@ -169,11 +161,11 @@ def test_only_the_stage_s_own_blocks_are_read(tmp_path: Path, monkeypatch: pytes
 
 def test_what_cannot_be_written_stops_the_run_before_its_first_step(tmp_path: Path) -> None:
     values = {**given(tmp_path / "run", "", save_hf=0, pos_emb="alibi"), "load": None}
-    with pytest.raises(Exception, match="HuggingFace has no such model"):
+    with pytest.raises(Exception, match="save_hf.*alibi|HuggingFace"):
         run_ranks(run_to_end, 1, values)
-    with pytest.raises(ConfigError, match="save_hf: needs save"):
+    with pytest.raises(ConfigError, match="save_hf: .*save"):
         NeoXArgs.from_dict({**given(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
-    with pytest.raises(Exception, match="ORG/NAME: cannot be had from the Hub .*`hf download ORG/NAME`"):
+    with pytest.raises(Exception, match="ORG/NAME.*`hf download ORG/NAME`"):
         run_ranks(run_to_end, 1, given(tmp_path / "run", "hf://ORG/NAME"))
 
 
