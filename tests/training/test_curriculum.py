@@ -77,7 +77,7 @@ def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], 
 def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]) -> None:
     plain = curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
     for kind in KINDS:
-        assert furthest(plain, references[kind, "neox"])[0] > 1e-2
+        assert furthest(plain, references[kind, "neox"])[0] > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_two_runs_write_the_same_bytes(name: str, more: dict[str, Any], tmp_path
     assert {key for key in first if first[key] != second[key]} <= {"run_id", "created", "checksum"}
 
 
-# -- bf16 with fp32 master weights and fp32 accumulation -------------------------------------------------------
+# -- bf16 with fp32 master weights and fp32 accumulation
 
 # A bf16 value is off by up to 2^-9 = 2e-3; rounding errors mostly cancel in the mean over a step's 256
 # tokens: measured 2.6e-4 in the worst layout over 50 steps, bounded here by four times that.
