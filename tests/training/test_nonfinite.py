@@ -1,4 +1,5 @@
-"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage."""
+"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage; the loss
+scale of fp16 without a GPU: DeepSpeed's scaler under the settings we hand it, and the stop of a broken run."""
 
 import json
 import math
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.callbacks import StepResult
 from megatron.checkpointing import CheckpointError
+from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training import Training, setup, train
+from megatron.training.deepspeed.attach import attach_deepspeed
+from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
-from megatron.training.nonfinite_guard import NonFiniteError, SpikeGuard
+from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, metric_rows, run_to_end
@@ -64,7 +69,7 @@ def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any
     checkpoint has."""
     good = {**values, "save": None, "train_iters": step - 1, "lr_decay_iters": 6}
     for (message, weights), (_, expected) in zip(outcomes, run_ranks(run_to_end, len(outcomes), good), strict=True):
-        assert message == outcomes[0][0] and re.search(rf"^step {step}: rank {pattern}", message), message
+        assert message == outcomes[0][0] and re.search(rf"^step {step}: .*rank {pattern}", message), message
         assert f"step {step - 1}" in message and bit_equal(weights, expected)
     save = Path(values["save"])
     assert (save / "latest").read_text() == f"global_step{step - 1}", "the last good state is saved"
@@ -153,7 +158,7 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [math.isnan(row["train/lm_loss"]) for row in rows] == [False, False, True, False, True, False]
     message, _ = run_ranks(run_poisoned, 1, {**values, "save": str(tmp_path / "b")}, {3, 4, 5}, math.nan)[0]
-    assert re.search("on_nonfinite: skip.*3 steps.*step 4", message)
+    assert re.search("step 4.*on_nonfinite: skip.*3 steps", message)
 
 
 def test_spike_guard_window() -> None:
@@ -236,3 +241,99 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
     through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False})
     for (_, weights), (_, expected) in zip(again, through, strict=True):
         assert bit_equal(weights, expected), "a restart loses nothing"
+
+
+# -- fp16's loss scale
+
+
+def args_of(**fp16: Any) -> NeoXArgs:
+    values = config(precision="fp16", train_micro_batch_size_per_gpu=2, fp16={"enabled": True, **fp16})
+    return NeoXArgs.from_dict({**values, "padded_vocab_size": 384}).for_world(1)
+
+
+def test_deepspeed_is_told_everything() -> None:
+    """All that its scaler reads, so that none of it is left to its defaults; NeoX's values."""
+    expected = {
+        "enabled": True, "loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000,
+        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1.0,
+    }  # fmt: skip
+    assert deepspeed_config(args_of())["fp16"] == expected
+    assert deepspeed_config(args_of(initial_scale_power=12, hysteresis=1))["fp16"] == {
+        **expected, "initial_scale_power": 12, "hysteresis": 1,
+    }  # fmt: skip
+    assert "fp16" not in deepspeed_config(args_of().replace(precision="bfloat16", fp16=None))
+
+
+def scales(rank: int, world_size: int) -> dict[str, list[float]]:
+    """For the pool: the scale after each step, from DeepSpeed's own reading of our settings."""
+    from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+    from deepspeed.runtime.precision_config import get_float16_config
+
+    attach_deepspeed()
+    seen: dict[str, list[float]] = {}
+    for case, (fp16, overflows, _) in SCALES.items():
+        given = get_float16_config(deepspeed_config(args_of(**fp16)))
+        dynamic = given.loss_scale == 0
+        scaler = CreateLossScaler(torch.half, given.loss_scale, dynamic, given.dynamic_loss_scale_args())
+        for overflow in overflows:
+            scaler.update_scale(overflow)
+            seen.setdefault(case, []).append(scaler.loss_scale)
+    return seen
+
+
+SCALES: dict[str, tuple[dict[str, Any], list[bool], list[float]]] = {
+    "hysteresis: the second overflow halves": ({"initial_scale_power": 8}, [True, True, True], [256, 128, 64]),
+    "without hysteresis every one does": (
+        {"initial_scale_power": 8, "hysteresis": 1}, [True, True, False], [128, 64, 64],
+    ),
+    "a window without overflow doubles": (
+        {"initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2},
+        [False, True, False, False, False, False, False],
+        [16, 8, 8, 8, 16, 16, 32],
+    ),
+    "never below the least": (
+        {"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 4.0}, [True], [4],
+    ),
+    "a fixed scale stays": ({"loss_scale": 32.0}, [True, True, False], [32, 32, 32]),
+}  # fmt: skip
+
+
+def test_scale() -> None:
+    assert run_ranks(scales, 1)[0] == {case: expected for case, (_, _, expected) in SCALES.items()}
+
+
+class FakeEngine:
+    """Overflows in the steps it is told to; changes nothing."""
+
+    def __init__(self, overflow: set[int], stage: Any) -> None:
+        self.overflow, self.steps, self.stage = overflow, 0, stage
+
+    def train_step(self, *given: Any) -> StepResult:
+        self.steps += 1
+        skipped = self.steps in self.overflow
+        return StepResult(torch.tensor(float("nan") if skipped else 1.0), torch.tensor(1.0), skipped)
+
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
+
+def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
+    """For the pool: the loop over such an engine; what it raised, steps taken and steps left out."""
+    fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
+    training = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000))
+    engine = FakeEngine(overflow, training.engine.stage)
+    training = replace(training, engine=engine)  # type: ignore[arg-type]
+    return ended(training), engine.steps, training.progress.skipped
+
+
+def test_the_run_stops_after_fifty_overflows_in_a_row() -> None:
+    limit = FP16_OVERFLOWS_IN_A_ROW
+    assert limit == 50, "as GPT-NeoX"
+    bearable = {3, *range(10, 10 + limit)}
+    assert run_ranks(run_fake, 1, bearable, 70)[0] == (None, 70, limit + 1)
+    message, steps, _ = run_ranks(run_fake, 1, set(range(10, 70)), 70)[0]
+    assert steps == 11 + limit, "known when the next has begun"
+    assert re.search(f"^step {steps - 1}: 51 fp16 overflows", str(message))
+    # `on_nonfinite: stop` is for losses and gradients that no smaller scale would mend.
+    assert most_skips(args_of()) == limit
+    assert most_skips(args_of().replace(precision="bfloat16", fp16=None)) == 0

@@ -1,4 +1,4 @@
-"""What is chosen at the start, where, and what is said of it; and runs by Transformer-Engine, which a stand-in
+"""What is chosen at the start, where, and what is said of it; runs by Transformer-Engine, which a stand-in
 with its signatures replaces, beside runs by torch."""
 
 import re
