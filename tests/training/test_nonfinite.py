@@ -1,5 +1,5 @@
 """NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage; the loss
-scale of fp16 without a GPU: DeepSpeed's scaler under the settings we hand it, and the stop of a broken run."""
+scale of fp16 without a GPU: DeepSpeed's scaler under the settings we hand it, and the stop of such a run."""
 
 import json
 import math
