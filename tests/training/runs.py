@@ -4,11 +4,12 @@ pool."""
 import io
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -95,6 +96,22 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "zero3": (2, {"zero_optimization": {"stage": 3}}),
 }
 """Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
+SP2 = {"model_parallel_size": 2, "sequence_parallel": True}
+TABLE: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "tp2 sp": (2, SP2),
+    "tp2 pp2 sp": (4, {**SP2, "pipe_parallel_size": 2, "checkpoint_activations": True}),
+    **{f"{name}, deepspeed": (ranks, {**keys, "engine": "deepspeed"}) for name, (ranks, keys) in LAYOUTS.items()},
+}
+"""These on DeepSpeed too, and what cuts sequences."""
+
+
+def cells(now: Iterable[Any], more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
+    """For `parametrize`: values, or tuples of them, with the mark of their list."""
+    marked = [(now, ()), (more, pytest.mark.more), (product, pytest.mark.product)]
+    return [
+        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark) for of, mark in marked for cell in of
+    ]
 
 
 class Curve(NamedTuple):

@@ -25,6 +25,7 @@ from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
 from tests.training.layout_runs import PACKED, PLAIN, RATE, Run, args_of, assert_same, some_steps, zero
 from tests.training.preference.test_preferences import pair_batches
+from tests.training.runs import cells
 
 MOE: dict[str, Any] = {
     "norm": "rmsnorm", "activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none",
@@ -96,11 +97,7 @@ PRODUCT = [
     for i, layout in enumerate(LAYOUTS) for model in MODELS
     if layout != "one" and (layout, model) not in REFUSED and (model in EVERYWHERE or layout in SOME)
 ]  # fmt: skip
-CASES = [
-    *AT_ONCE,
-    *(pytest.param(*case, marks=pytest.mark.more) for case in MORE),
-    *(pytest.param(*case, marks=pytest.mark.product) for case in PRODUCT if case not in AT_ONCE + MORE),
-]
+CASES = cells(AT_ONCE, MORE, [case for case in PRODUCT if case not in AT_ONCE + MORE])
 
 
 def run(layout: str, model: str, packed: bool) -> list[Run]:

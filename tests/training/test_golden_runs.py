@@ -11,9 +11,8 @@ import yaml
 from megatron.checkpointing import ParallelLayout, reshard
 from megatron.training.loop import batches_of
 from tests.checkpointing.golden import golden_args
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, Part, begin, curves
+from tests.training.runs import GOLDEN, TABLE, Part, begin, cells, curves
 
 
 def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
@@ -66,19 +65,11 @@ def steps_at(rank: int, world_size: int, values: dict[str, Any], rates: list[flo
     return found
 
 
-ASCENT: dict[str, tuple[int, dict[str, Any]]] = {
-    "as it was": (1, {}),
-    "deepspeed": (1, {"engine": "deepspeed"}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "zero 2": (2, {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 1}),
-}
-
-
-@pytest.mark.parametrize("layout", with_more(ASCENT, "zero 2", product=["deepspeed", "tp2"]))
+@pytest.mark.parametrize("layout", cells(["plain", "pp2"], ["zero2"], ["plain, deepspeed", "tp2"]))
 def test_gradient_ascent_of_the_fork(layout: str, tmp_path: Path) -> None:
     """At its rates: in its first step, where it has no max(1, step) of the warm-up, 0."""
-    ranks, keys = ASCENT[layout]
+    ranks, keys = TABLE[layout]
+    keys = {**keys, "gradient_accumulation_steps": 1} if layout == "zero2" else keys
     load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
     values = golden_config("fork", "geo_ga_interleaved_pp1", cache=str(tmp_path), load=load, iteration=0, **keys)
     golden = _steps("fork", "geo_ga_interleaved_pp1")

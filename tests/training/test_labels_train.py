@@ -12,9 +12,8 @@ import pytest
 from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import build_tokenizer, with_masked_ids
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, LLAMA, SGD, bit_equal, config, curves, metric_rows, said
+from tests.training.runs import GOLDEN, LLAMA, SGD, TABLE, bit_equal, cells, config, curves, metric_rows, said
 
 CHAT, INSTRUCT = (str(GOLDEN / "dataset" / name) for name in ("chat_conversation", "instruct_text"))
 TEXT, LABELS = f"{CHAT}_document", (f"{CHAT}_label_document", str(GOLDEN / "dataset" / "instruct_label_document"))
@@ -28,16 +27,6 @@ SFT: dict[str, Any] = {
     "valid_data_paths": [TEXT], "valid_label_data_paths": LABELS[:1],
     "test_data_paths": [TEXT], "test_label_data_paths": LABELS[:1],
 }  # fmt: skip
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "alone": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
-
 # -- labelled documents
 
 
@@ -51,7 +40,7 @@ def plain() -> list[float]:
 
 @pytest.mark.parametrize("name", ["dp2", "tp2 sp", "pp2"])
 def test_labelled_rows_train_alike_in_every_layout(name: str, plain: list[float]) -> None:
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = TABLE[name]
     for rank_curves in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
         assert rank_curves[0].losses == pytest.approx(plain, rel=1e-5)
 
@@ -74,7 +63,7 @@ def trained_and_used(documents: int) -> tuple[int, np.ndarray]:
 def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Path) -> None:
     """At the start of all rows, and of each step; here one step is all rows."""
     trained, used = trained_and_used(24)
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = TABLE[name]
     step = {"train_iters": 1, "train_batch_size": 24, "eval_iters": 1, "save": str(tmp_path), "checkpoint_factor": 1}
     one = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
     output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
@@ -129,10 +118,10 @@ def masked_by_hand(text: str, labels: str, ids: list[int], target: Path) -> str:
     return str(target)
 
 
-@pytest.mark.parametrize("layout", ["alone", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["plain", "tp2", "pp2"])
 def test_gradients_are_those_of_labels_masked_by_hand(layout: str, tmp_path: Path) -> None:
     """In pre-training and in SFT of packed chats; with SGD the weights after two steps are the gradients."""
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE[layout]
     chat = config(LLAMA, SGD, PLAIN, ROWS, keys, train_data_paths=[TEXT], train_label_data_paths=[LABELS[0]])
     plain = config(LLAMA, SGD, PLAIN, keys)
     of_chat, of_text = frequent(TEXT), frequent(CORPUS)
@@ -203,7 +192,7 @@ def chats(folder: Path, trained: int) -> dict[str, Any]:
 
 def steps_of(layout: str, values: dict[str, Any], folder: Path) -> tuple[str, list[dict[str, Any]]]:
     """What a run in a layout says, and its rows of metrics."""
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE[layout]
     more = {"save": str(folder), "checkpoint_factor": 100}
     return run_ranks(said, ranks, config(values, keys, more), True)[0], metric_rows(folder, "train/learning_rate")
 
@@ -216,7 +205,7 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output, rows = steps_of("alone", sparse, tmp_path_factory.mktemp("runs"))
+    output, rows = steps_of("plain", sparse, tmp_path_factory.mktemp("runs"))
     losses = [row["train/lm_loss"] for row in rows]
     untrained = [n for n, loss in enumerate(losses, 1) if math.isnan(loss)]
     assert untrained and len(untrained) < len(losses) == 6
@@ -227,7 +216,7 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
     return rows
 
 
-@pytest.mark.parametrize("layout", with_more(["tp2", "pp2", "zero3", "dp2", "zero1"], "zero1", product=["dp2"]))
+@pytest.mark.parametrize("layout", cells(["tp2", "pp2", "zero3"], ["zero1"], ["dp2"]))
 def test_ranks_and_steps_without_a_trained_token(
     layout: str, sparse: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -242,15 +231,15 @@ def test_ranks_and_steps_without_a_trained_token(
 def test_a_step_without_a_trained_token_is_no_overflow(tmp_path: Path) -> None:
     """fp16: the loss scale stays, and the weights, which would otherwise decay."""
     fp16 = {"precision": "fp16", "fp16": {"hysteresis": 1}}
-    output, rows = steps_of("alone", config(LLAMA, chats(tmp_path, 0), fp16), tmp_path / "run")
+    output, rows = steps_of("plain", config(LLAMA, chats(tmp_path, 0), fp16), tmp_path / "run")
     assert len({row["train/loss_scale"] for row in rows}) == 1 and len(rows) == 6
     assert re.search("step 4: none of its tokens is trained.* 4 such steps", output)
 
 
-@pytest.mark.parametrize("layout", ["alone", "pp2", "zero1", "zero3"])
+@pytest.mark.parametrize("layout", ["plain", "pp2", "zero1", "zero3"])
 def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
     """Not even by weight decay or momenta."""
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE[layout]
     values = config(LLAMA, chats(tmp_path, 0), keys, weight_decay=0.5)
     for before, after in zip(*(run_ranks(curves, ranks, [values], steps) for steps in (0, 3)), strict=True):
         assert bit_equal(before[0].weights, after[0].weights) and len(after[0].losses) == 3

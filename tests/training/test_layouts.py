@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.training import runs
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, Curve, assert_alike, config, curves_of
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
@@ -81,21 +82,13 @@ def reference() -> Callable[[tuple[str, str, bool]], Curve]:
     return made
 
 
+PRODUCT = [(row, CELLS) for row in ALL_ROWS if row not in ROWS + MORE_ROWS]
+PRODUCT += [(row, MORE_CELLS) for row in ("tp2, native", "pp2, deepspeed", "dp2 zero3, native")]
+
+
 @pytest.mark.parametrize(
-    ("row", "cells"),
-    [
-        *(pytest.param(row, CELLS, id=row) for row in ROWS),
-        *(pytest.param(row, CELLS, id=row, marks=pytest.mark.more) for row in MORE_ROWS),
-        *(
-            pytest.param(row, CELLS, id=row, marks=pytest.mark.product)
-            for row in ALL_ROWS if row not in ROWS + MORE_ROWS
-        ),
-        *(
-            pytest.param(row, MORE_CELLS, id=f"{row}, other cells", marks=pytest.mark.product)
-            for row in ("tp2, native", "pp2, deepspeed", "dp2 zero3, native")
-        ),
-    ],
-)  # fmt: skip
+    ("row", "cells"), runs.cells([(row, CELLS) for row in ROWS], [(row, CELLS) for row in MORE_ROWS], PRODUCT)
+)
 def test_layout_equals_one_process(
     row: str, cells: list[tuple[int, str, str, bool]], reference: Callable[[tuple[str, str, bool]], Curve]
 ) -> None:

@@ -17,18 +17,10 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
-from tests.marks import with_more
 from tests.model.runs import LLAMA, LR, NEOX, SGD
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
+from tests.training.runs import TABLE
 
 
 def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -96,9 +88,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
 
 
 @pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["tied", "untied"])
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2"))
+@pytest.mark.parametrize("name", ["plain", "tp2 sp", "pp2", "zero3"])
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
-    world_size, layout = LAYOUTS[name]
+    world_size, layout = TABLE[name]
     for whole, chunked in run_ranks(steps, world_size, {**model, **layout}):
         torch.testing.assert_close(chunked.loss, whole.loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(chunked.first, whole.first, rtol=1e-6, atol=1e-6)

@@ -20,9 +20,8 @@ from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, metric_rows, run_to_end
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
 
 def poison(training: Any, steps: set[int], bad: float) -> None:
@@ -82,12 +81,7 @@ PRODUCT = [(name, precision) for name in LAYOUTS for precision in ("fp32", "bflo
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        *AT_ONCE,
-        *(pytest.param(*cell, marks=pytest.mark.more) for cell in MORE),
-        *(pytest.param(*cell, marks=pytest.mark.product) for cell in PRODUCT if cell not in AT_ONCE + MORE),
-    ],
+    ("name", "precision"), cells(AT_ONCE, MORE, [cell for cell in PRODUCT if cell not in AT_ONCE + MORE])
 )
 def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
@@ -99,19 +93,16 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
     assert_weights_before(outcomes, values, 5, pattern)
 
 
-STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bfloat16"), (2, "bfloat16")]
 KEPT, CUT = "input_layernorm.weight", "mlp.linear1.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make test-all`
-    [
-        (KEPT, 0, "fp32"),
-        (CUT, 3, "fp32"),
-        pytest.param(KEPT, 2, "bfloat16", marks=pytest.mark.more),
-        *(pytest.param(KEPT, *stage, marks=pytest.mark.product) for stage in STAGES[1:5]),
-        *(pytest.param(CUT, *stage, marks=pytest.mark.product) for stage in (*STAGES[:3], *STAGES[4:])),
-    ],
+    ("name", "stage", "precision"),
+    cells(
+        [(KEPT, 0, "fp32"), (CUT, 3, "fp32")],
+        [(KEPT, 2, "bfloat16")],
+        [(KEPT, 1, "fp32"), (CUT, 2, "fp32"), (KEPT, 3, "fp32"), (CUT, 0, "bfloat16"), (CUT, 2, "bfloat16")],
+    ),
 )
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
@@ -189,7 +180,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "zero2", product=["plain"]))
+@pytest.mark.parametrize("name", cells(["pp2"], ["zero2"], ["plain"]))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)
@@ -215,18 +206,14 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
 
 @pytest.mark.parametrize(
     ("name", "step", "more"),
-    [
-        ("plain", 3, {}),  # seen by step 4, whose stop would save step 3
-        pytest.param(
-            "plain", 4, {}, marks=pytest.mark.more
-        ),  # the save of step 4 itself comes before any loss tells of it
-        ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}),
-        pytest.param("tp2", 3, {}, marks=pytest.mark.product),
-        ("pp2", 4, {"async_save": True}),
-        pytest.param("zero1", 3, {"precision": "bfloat16"}, marks=pytest.mark.product),
-        ("zero3", 4, {}),
-    ],
-)
+    cells(
+        # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
+        [("plain", 3, {}), ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}), ("zero3", 4, {}),
+         ("pp2", 4, {"async_save": True})],
+        [("plain", 4, {})],
+        [("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
+    ),
+)  # fmt: skip
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)

@@ -1,6 +1,7 @@
 """A step that does not fit ends the run with what was asked, what is held and which keys help."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 import torch
 import yaml
 
-from megatron.neox_arguments import NeoXArgs
 from megatron.training import out_of_memory
 from megatron.training.out_of_memory import MemoryUse, advice, explained, held_bytes, holdings
 from tests.model.stages import small
@@ -45,7 +45,7 @@ def test_a_gpu_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         out_of_memory, "held_bytes", lambda parts, device: {part: 4 * GIB * len(list(parts[part])) for part in parts}
     )
 
-    def backward() -> None:
+    def backward() -> None:  # its name tells where
         raise torch.OutOfMemoryError(GPU_TEXT)
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -54,12 +54,9 @@ def test_a_gpu_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"weights": [weight], "gradients": [], "optimizer states": [weight, weight]}
     problem = explained(caught.value, args, 3, torch.device("cuda", 3), "in step 12", lambda: parts)
     asked, held, helps = str(problem).splitlines()
-    assert asked == "rank 3: out of memory in step 12, in its backward pass: 2.50 GiB asked, 0.30 GiB free of 79.00 GiB"
-    assert held == (
-        "cuda:3 holds weights 4.00 GiB, optimizer states 8.00 GiB, activations and the rest 64.00 GiB, reserved and "
-        "unused 1.00 GiB, other processes and libraries 1.70 GiB"
-    )
-    assert helps.startswith("what helps, in this order: train_micro_batch_size_per_gpu: 8 -> 4 (")
+    assert re.search("rank 3: .*step 12.*backward.*2.50 GiB.*0.30 GiB.*79.00 GiB", asked)
+    parts_of = "cuda:3 .*weights 4.00 GiB.*optimizer states 8.00 GiB.*64.00 GiB.*unused 1.00 GiB.*other.* 1.70 GiB"
+    assert re.search(parts_of, held) and re.search("train_micro_batch_size_per_gpu: 8 -> 4 ", helps)
 
 
 def test_other_errors_stay_what_they_are() -> None:
@@ -71,7 +68,7 @@ def test_a_machine_without_memory() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**58, dtype=torch.uint8)
     text = str(explained(caught.value, small().for_world(1), 0, torch.device("cpu"), "in the first step"))
-    assert text.startswith(f"rank 0: out of memory in the first step: {2**58 / GIB:.2f} GiB asked, ")
+    assert re.search(f"^rank 0: .*first step.*{2**58 / GIB:.2f} GiB", text)
 
 
 def test_storages_are_counted_once() -> None:
@@ -84,14 +81,10 @@ def test_storages_are_counted_once() -> None:
 OFFLOAD = "zero_optimization.offload_optimizer.device: none -> cpu"
 
 
-def given(**changes: Any) -> NeoXArgs:
-    everything = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "checkpoint_activations": True,
-        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
-    }
-    return small(**{**everything, **changes})
+EVERYTHING: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "checkpoint_activations": True,
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -119,7 +112,7 @@ def given(**changes: Any) -> NeoXArgs:
     ],
 )  # fmt: skip
 def test_only_keys_that_would_still_help(changes: dict[str, Any], world: int, keys: list[str]) -> None:
-    lines = advice(given(**changes).for_world(world))
+    lines = advice(small(**EVERYTHING | changes).for_world(world))
     words = lines[0].removeprefix("what helps, in this order: ").split("; ") if lines else []
     assert [word.rpartition(" (")[0] for word in words] == keys
 
@@ -134,9 +127,8 @@ def test_a_run_ends_with_them(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith("train.py: error: ")]
-    assert len(lines) == 3, done.stdout[-2000:] + done.stderr[-2000:]
-    assert lines[0].startswith("train.py: error: rank 0: out of memory in step 2: 20.0 MiB asked, ")
-    assert " holds weights " in lines[1] and "optimizer states" in lines[1]
-    assert lines[2].startswith("train.py: error: what helps, in this order: ") and "false -> true (default)" in lines[2]
+    facts = ("rank 0: .*out of memory.*step 2.*20.0 MiB", "weights .*optimizer states", r"false -> true \(default\)")
+    for line, words in zip(lines, facts, strict=True):
+        assert re.search(words, line), done.stdout[-2000:] + done.stderr[-2000:]
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["status"] == "failed" and "out of memory in step 2" in json.dumps(status)

@@ -3,10 +3,10 @@ metrics, and going on in the middle of a burst."""
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -16,26 +16,14 @@ from torch import Tensor
 from megatron.callbacks import Parts
 from megatron.data import Batch
 from megatron.neox_arguments import NeoXArgs
-from megatron.training import unlearning
+from megatron.training import Training, unlearning
 from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.loop import batches_of
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on
-from tests.training.runs import (
-    ADAMW,
-    GOLDEN,
-    LLAMA,
-    SGD,
-    Curve,
-    assert_alike,
-    begin,
-    config,
-    curves_of,
-    metric_rows,
-    run_to_end,
-    said,
-)
+from tests.training.runs import ADAMW, GOLDEN, LLAMA, SGD, Curve, begin, config, metric_rows, run_to_end, said
 
 OTHER = str(GOLDEN / "dataset" / "corpusB_text_document")
 LABELLED = str(GOLDEN / "dataset" / "instruct_text_document")
@@ -51,12 +39,17 @@ DIVERGENCE = {**DIFFERENCE, "ga_loss_type": "npo", "gd_retain_loss_type": "kl", 
 # -- the gradient --------------------------------------------------------------------------------------------
 
 
+def third_step(training: Training) -> list[Batch]:
+    """The first step that unlearns."""
+    training.progress.iteration = 2
+    return next(batches_of(training))
+
+
 def gradients(rank: int, world_size: int, values: dict[str, Any]) -> list[dict[tuple[int, str], Tensor]]:
     """For the pool: of the first step of difference; of its forget and its retain batches in ordinary
     steps."""
     training = begin(values)
-    training.progress.iteration = 2
-    step, found = next(batches_of(training)), []
+    step, found = third_step(training), []
 
     def note(parts: Parts) -> None:
         found.append({name: gradient.double().clone() for name, gradient in parts})
@@ -87,20 +80,14 @@ def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[t
     results = []
     for values in cases:
         training = begin(values)
-        engine, args = training.engine, training.args
-        training.progress.iteration = 2
-        step = next(batches_of(training))
+        engine, args, step = training.engine, training.args, third_step(training)
         reference, ours, naive = None, [], []
         for _ in range(2):
             sums, counts = _of_sequences(engine, step, apart=bool(values.get("reset_attention_mask")))
             reference = sums if reference is None else reference
-            if args.ga_loss_type == "npo":
-                beta = args.npo_beta
-                losses = 2 / beta * torch.log1p(torch.exp(beta * (sums - reference)))
-            else:
-                beta = args.simnpo_beta
-                losses = 2 / beta * torch.log1p(torch.exp(beta * sums / counts))
-            naive.append(float(losses.mean()))
+            npo = args.ga_loss_type == "npo"
+            beta, compared = (args.npo_beta, sums - reference) if npo else (args.simnpo_beta, sums / counts)
+            naive.append(float((2 / beta * torch.log1p(torch.exp(beta * compared))).mean()))
             ours.append(float(engine.train_step(list(step), 1e-2).loss))
         results.append((ours, naive))
         engine.close()
@@ -144,23 +131,11 @@ def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> No
 
 # -- layouts -------------------------------------------------------------------------------------------------
 
-# fmt: off
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-    "zero1, deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
-    "zero3, deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
-    # An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
-    "zero2, offloaded": (2, {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
-        "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"}, "train_micro_batch_size_per_gpu": 4,
-    }),
-    "tp2, pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-}
-# fmt: on
+# An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
+OFFLOADED = (2, {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
+    "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"}, "train_micro_batch_size_per_gpu": 4,
+})  # fmt: skip
 KINDS = {
     "difference": DIFFERENCE,
     "bursts": BURSTS,
@@ -173,7 +148,7 @@ STEPS = 5
 
 def curves_by_kind(ranks: int, layout: dict[str, Any]) -> dict[str, Curve]:
     common = {"train_micro_batch_size_per_gpu": 2, **layout}
-    return curves_of({kind: config(LLAMA, ADAMW, keys, common) for kind, keys in KINDS.items()}, STEPS, ranks)
+    return runs.curves_of({kind: config(LLAMA, ADAMW, keys, common) for kind, keys in KINDS.items()}, STEPS, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -181,12 +156,9 @@ def alone() -> dict[str, Curve]:
     return curves_by_kind(1, {})
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_more(LAYOUTS, "tp2 sp", "zero2, offloaded", product=["dp2", "zero1", "zero3", "zero3, deepspeed", "tp2, pp2"]),
-)
+@pytest.mark.parametrize("name", runs.cells(["pp2", "zero1, deepspeed"], ["tp2 sp", "offloaded"], ["dp2", "zero3"]))
 def test_every_layout_equals_one_process(name: str, alone: dict[str, Curve]) -> None:
-    assert_alike(curves_by_kind(*LAYOUTS[name]), alone)
+    runs.assert_alike(curves_by_kind(*(OFFLOADED if name == "offloaded" else runs.TABLE[name])), alone)
 
 
 def test_one_process_steps_where_it_should(alone: dict[str, Curve]) -> None:
@@ -234,12 +206,11 @@ def test_validation_is_that_of_the_run_without_a_forget_set(tmp_path: Path) -> N
     assert names["with"] == names["without"] and "validation/lm_loss" in names["with"]
 
 
-def weights_of(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """For the pool: (role, places, places that count) of the micro-batches of a step of difference."""
-    training = begin(values)
-    training.progress.iteration = 2
-    step = next(batches_of(training))
-    return [(batch.role, batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step]
+def weights_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
+    """For the pool: (role, places, places that count) of the micro-batches of a step of difference of
+    each."""
+    steps = [third_step(begin(values)) for values in configs]
+    return [[(batch.role, batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step] for step in steps]
 
 
 def test_labels_of_the_forget_and_the_retain_set(tmp_path: Path) -> None:
@@ -248,8 +219,8 @@ def test_labels_of_the_forget_and_the_retain_set(tmp_path: Path) -> None:
     whole_rows = {"pack_impl": "best_fit", "reset_attention_mask": True, "eod_mask_loss": False, "data_path": None}
     long = {"seq_length": 128, "max_position_embeddings": 128, "train_data_paths": [LABELLED], "split": None}
     values = config(LLAMA, DIFFERENCE, sets, whole_rows, long, train_micro_batch_size_per_gpu=4)
-    step = run_ranks(weights_of, 1, values)[0]
-    unlabelled = run_ranks(weights_of, 1, {**values, "ga_label_dataset": None, "gd_retain_label_dataset": None})[0]
+    without = {**values, "ga_label_dataset": None, "gd_retain_label_dataset": None}
+    step, unlabelled = run_ranks(weights_of, 1, [values, without])[0]
     assert [role for role, _, _ in step] == ["forget"] * 2 + ["retain"] * 2
     for (_, places, labelled), (_, _, all_of_them) in zip(step, unlabelled, strict=True):
         assert 0 < labelled < 0.8 * all_of_them <= places
@@ -318,11 +289,8 @@ class Steps:
 
     def kinds(self, number: int, trained: dict[int, float] | None = None) -> str:
         """A letter a step: o(rdinary), a(scent). trained: losses of ascent steps by their number."""
-        forget: Iterator[Any] = iter(lambda: ["a"], 0)
-        ordinary: Iterator[Any] = iter(lambda: "o", 0)
-        steps: Iterator[Any] = unlearning.unlearning_steps(
-            self.args, self.progress, mock.Mock(), ordinary, forget, None
-        )
+        forget, ordinary = cast(Any, repeat(["a"])), cast(Any, repeat("o"))
+        steps: Any = unlearning.unlearning_steps(self.args, self.progress, mock.Mock(), ordinary, forget, None)
         kinds, here = "", mock.patch.object(unlearning, "on_rank_zero", lambda groups, work: work())
         with here, mock.patch.object(unlearning, "_mean_loss", self.measure):
             for _ in range(number):
@@ -335,42 +303,40 @@ class Steps:
         return kinds
 
 
-def test_a_step_above_the_threshold_is_an_ordinary_one() -> None:
-    steps = Steps([3.0, 5.5, 4.0], ga_mode="interleaved", ga_loss_threshold=5.0)
-    assert steps.kinds(8) == "ooaoooao" and steps.passes == 3
+INTERLEAVED = {"ga_mode": "interleaved", "ga_loss_threshold": 5.0}
+IN_BURSTS = {"ga_interval": 2, "ga_iters": 2, "ga_loss_threshold": 5.0}
+EMA = {**INTERLEAVED, "ga_threshold_check_mode": "ema"}
+
+
+@pytest.mark.parametrize(
+    ("measured", "keys", "kinds", "passes"),
+    [
+        ([3.0, 5.5, 4.0], INTERLEAVED, "ooaoooao", 3),  # a step above the threshold is an ordinary one
+        # A burst is taken or left out as a whole, or its steps one by one.
+        ([3.0, 6.0, 4.0], {**IN_BURSTS, "ga_threshold_check_mode": "per_burst"}, "ooaaooooaao", 3),
+        ([3.0, 6.0, 4.0, 5.5], IN_BURSTS, "ooaooao", 4),
+        ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
+        ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
+    ],
+)
+def test_above_the_threshold_steps_are_left_out(
+    measured: list[float], keys: dict[str, Any], kinds: str, passes: int
+) -> None:
+    steps = Steps(measured, **keys)
+    assert steps.kinds(len(kinds)) == kinds and steps.passes == passes
     now = steps.progress.unlearning
-    assert (now.steps, now.left_out, now.samples) == (2, 1, 3 * 8)
-
-
-def test_a_burst_is_taken_or_left_out_as_a_whole() -> None:
-    keys = {"ga_interval": 2, "ga_iters": 2, "ga_loss_threshold": 5.0}
-    by_burst = Steps([3.0, 6.0, 4.0], ga_threshold_check_mode="per_burst", **keys)
-    assert by_burst.kinds(11) == "ooaaooooaao" and by_burst.passes == 3
-    by_step = Steps([3.0, 6.0, 4.0, 5.5], **keys)
-    assert by_step.kinds(7) == "ooaooao" and by_step.passes == 4
-
-
-def test_a_moving_average_is_slower() -> None:
-    keys = {"ga_mode": "interleaved", "ga_loss_threshold": 5.0, "ga_threshold_check_mode": "ema"}
-    steps = Steps([4.0, 8.0, 8.0, 8.0, 1.0], **keys)
-    # 4, 4.4, 4.76, 5.084, 4.68
-    assert steps.kinds(11) == "ooaoaoaoooa" and steps.passes == 5
-
-
-def test_what_cannot_be_measured_leaves_nothing_out_and_no_trace() -> None:
-    keys = {"ga_mode": "interleaved", "ga_loss_threshold": 5.0, "ga_threshold_check_mode": "ema"}
-    steps = Steps([math.nan, 4.0, 6.0, math.nan], **keys)
-    assert steps.kinds(9) == "ooaoaoaoa" and steps.progress.unlearning.average_loss == pytest.approx(4.2)
+    if keys is INTERLEAVED:
+        assert (now.steps, now.left_out, now.samples) == (2, 1, 3 * 8)
+    elif math.isnan(measured[0]):
+        assert now.average_loss == pytest.approx(4.2), "nor a trace"
 
 
 def test_without_the_forward_pass_the_last_step_decides_and_no_ascent_ends_for_good() -> None:
-    keys = {"ga_mode": "interleaved", "ga_loss_threshold": 5.0, "ga_threshold_skip_forward": True}
-    steps = Steps([2.0, 4.5], **keys)
+    steps = Steps([2.0, 4.5], **INTERLEAVED, ga_threshold_skip_forward=True)
     # Measured at first; then 6.0 of the step taken is known: left out; then measured again.
     assert steps.kinds(9, trained={0: 6.0, 1: 4.5, 2: 4.75}) == "ooaoooaoa" and steps.passes == 2
-    assert steps.progress.unlearning == UnlearningProgress(
-        32, 3, 1, False, 4.75, steps.progress.unlearning.average_loss
-    )
+    now = steps.progress.unlearning
+    assert now == UnlearningProgress(32, 3, 1, False, 4.75, now.average_loss)
 
 
 def test_all_left_out_is_the_run_without_a_forget_set(tmp_path: Path) -> None:
