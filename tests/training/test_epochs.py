@@ -1,23 +1,43 @@
-"""The length of runs: given in epochs, and of one that gets longer or shorter, which goes on in the order it
-began in, a new one in GPT-NeoX's; and data that machines do not share."""
+"""The length of runs, given in epochs, and of one that gets longer or shorter, which goes on in the order it
+began in, a new one in GPT-NeoX's; data that machines do not share; and the length of rows: growing sequences,
+and phases, the same in every layout, through a resume, and in the log."""
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron.checkpointing import read_manifest
+from megatron.neox_arguments import NeoXArgs
 from megatron.training import loop, train
+from megatron.training.checkpoint.resume import TrainingProgress
+from megatron.training.loop import _advance
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.training import runs
 from tests.training.checkpoint.test_resume import losses, stop_after
-from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, config, curves, run_to_end
+from tests.training.runs import (
+    ADAMW,
+    GOLDEN,
+    LAYOUTS,
+    LLAMA,
+    NEOX,
+    TABLE,
+    Curve,
+    begin,
+    bit_equal,
+    config,
+    curves,
+    run_to_end,
+)
 
 
-def values(**more: Any) -> dict[str, Any]:
+def in_epochs(**more: Any) -> dict[str, Any]:
     small = {"num_layers": 1, "train_batch_size": 48, "lr_decay_style": "cosine", "split": "100,0,0"}
     given = config(NEOX, ADAMW, small, {"train_epochs": 2, "train_iters": None, **more})
     return {key: value for key, value in given.items() if value is not None}
@@ -33,17 +53,17 @@ def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_iterations_follow_from_the_data(ranks: int) -> None:
-    everyone = run_ranks(facts, ranks, values())
+    everyone = run_ranks(facts, ranks, in_epochs())
     samples = everyone[0]["samples"]
     assert samples % 2 == 0 and samples % 48
     iterations = samples // 48
     assert everyone == [{"iterations": iterations, "decay": iterations, "samples": samples}] * ranks
-    half = run_ranks(facts, ranks, values(lr_decay_fraction=0.5))[0]
+    half = run_ranks(facts, ranks, in_epochs(lr_decay_fraction=0.5))[0]
     assert half["decay"] == int(iterations * 0.5)
 
 
 def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
-    given = values(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
+    given = in_epochs(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
     through = run_ranks(run_to_end, 1, given)[0][1]
     stopped = {**given, "save": str(tmp_path / "b")}
     run_ranks(stop_after, 1, stopped, 3)
@@ -62,8 +82,8 @@ def test_the_second_epoch_is_the_first_again() -> None:
     """Without learning, losses of the second pass are those of the first."""
     still = {"optimizer": {"type": "SGD", "params": {"lr": 1e-12}}, "train_batch_size": 1, "warmup": 0.0}
     still |= {"seq_length": 512, "max_position_embeddings": 512, "lr_decay_style": "constant", "weight_decay": 0.0}
-    steps = run_ranks(facts, 1, values(**still))[0]["iterations"]
-    step_losses = run_ranks(curves, 1, [values(**still)], steps)[0][0].losses
+    steps = run_ranks(facts, 1, in_epochs(**still))[0]["iterations"]
+    step_losses = run_ranks(curves, 1, [in_epochs(**still)], steps)[0][0].losses
     assert step_losses[: steps // 2] == pytest.approx(step_losses[steps // 2 :], rel=1e-6) and len(set(step_losses)) > 3
 
 
@@ -196,3 +216,86 @@ def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -
             (save / "global_step3" / "manifest.json").write_text(then.to_json())
         rests.append(run_ranks(drawn, 1, given(save, 12, override_lr_scheduler=True))[0][0])
     assert rests[0] == rests[1] and rests[0][: len(first)] != first
+
+
+# -- the length of rows
+
+CURRICULUM: dict[str, Any] = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
+}  # fmt: skip
+PHASES: dict[str, Any] = {
+    "seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}, "reset_attention_mask": True,
+    "reset_position_ids": True,
+}  # fmt: skip
+# Keys, and the lengths of steps: one that stays, ones that change, and the whole.
+KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "growing": ({"curriculum_learning": CURRICULUM}, [8, 16, 16, 24, 24, 32, 32, 32]),
+    "phases": (PHASES, [8, 8, 16, 16, 16, 32, 32, 32]),
+}
+STEPS = 6
+
+
+def curves_in(ranks: int, layout: dict[str, Any]) -> dict[tuple[str, str], Curve]:
+    """Of both kinds and of two models."""
+    models = {"neox": NEOX, "llama": LLAMA}
+    configs = {
+        (kind, name): config(model, ADAMW, keys, {"train_micro_batch_size_per_gpu": 2, **layout})
+        for kind, (keys, _) in KINDS.items() for name, model in models.items()
+    }  # fmt: skip
+    return runs.curves_of(configs, STEPS, ranks)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, str], Curve]:
+    """One process, one micro-batch of 8."""
+    return curves_in(1, {"train_micro_batch_size_per_gpu": 8})
+
+
+@pytest.mark.parametrize("name", runs.cells(["zero3", "tp2 pp2 sp"], ["tp2 sp"], ["zero1", "pp2"]))
+def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], Curve]) -> None:
+    runs.assert_alike(curves_in(*TABLE[name]), references)
+
+
+def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]) -> None:
+    plain = runs.curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
+    for kind in KINDS:
+        assert runs.furthest(plain, references[kind, "neox"])[0] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), runs.cells([("growing", "pp2"), ("phases", "pp2")], [("growing", "zero1")])
+)
+def test_resume_and_log(kind: str, layout: str, tmp_path: Path) -> None:
+    """Stopped after four steps, which is inside a phase."""
+    keys, lengths = KINDS[kind]
+    ranks, more = TABLE[layout]
+    run = {"train_micro_batch_size_per_gpu": 2, "train_iters": 8, "checkpoint_factor": 4, "hidden_dropout": 0.1}
+    common = config(NEOX, ADAMW, keys, run, more)
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    straight = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
+    stopped = {**common, "save": str(resumed)}
+    run_ranks(stop_after, ranks, stopped, 4)
+    went_on = run_ranks(run_to_end, ranks, stopped)
+    assert losses(resumed) == losses(through) and len(losses(resumed)) == 8
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(straight, went_on, strict=True))
+    rows = runs.metric_rows(resumed)
+    assert [row["curriculum_seqlen"] for row in rows] == lengths
+    if kind == "phases":
+        assert [row["consumed_tokens"] for row in rows] == [8 * 32 * i for i in range(1, 9)]
+        assert [row["curriculum_tokens"] for row in rows] == [256 * n for n in (1, 2, 1, 2, 3, 1, 2, 3)]
+    else:
+        assert [row["consumed_tokens"] for row in rows] == [8 * sum(lengths[: i + 1]) for i in range(8)]
+        speeds = [row["runtime/tokens_per_sec"] / row["runtime/samples_per_sec"] for row in rows]
+        assert speeds == pytest.approx(lengths)
+
+
+def test_what_was_read_is_said_when_a_phase_ends() -> None:
+    lines: list[str] = []
+    args = NeoXArgs.from_dict(config(NEOX, PHASES, train_micro_batch_size_per_gpu=2))
+    training = SimpleNamespace(args=args, progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append))
+    for _ in range(8):
+        _advance(training, "train", None)  # type: ignore[arg-type]
+    for line, facts in zip(lines, (("512", "8", "16", "3"), ("768", "16", "32", "6")), strict=True):
+        assert line.startswith("seq_curriculum: ") and tuple(re.findall(r"\d+", line)) == facts
+    assert training.progress.row_tokens == {8: 512, 16: 768, 32: 768} and training.progress.consumed_tokens == 2048

@@ -1,28 +1,33 @@
 """Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
-refusals."""
+refusals, and the folders of adapters as peft has them."""
 
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
+from megatron.checkpointing.adapters import compare_merged, compare_with_peft, open_with_base
+from megatron.checkpointing.averaging import average
 from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import odd_model
+from tests.checkpointing.family_runs import TOKENS
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, config, run_to_end
+from tools.ckpts import adapter, convert_neox_to_hf, inspect_checkpoints, reshard, verify
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
-TOKENS = 380  # of that tokenizer and of BASE's
+VOCABULARY = 380  # of that tokenizer and of BASE's
 MODEL = NEOX | {"no_weight_tying": True, "layernorm_epsilon": 1e-5}
 LAYOUTS = {
     "plain": (1, {}),
@@ -124,9 +129,9 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
     rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
     source_rows = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
-    assert rows.shape[0] == TOKENS and torch.equal(rows[:350], source_rows)
+    assert rows.shape[0] == VOCABULARY and torch.equal(rows[:350], source_rows)
     torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
-    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == TOKENS
+    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == VOCABULARY
 
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
@@ -178,3 +183,64 @@ def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(t
         args = NeoXArgs.from_dict({**keys, "score_head": True, "padded_vocab_size": 96})
         loaded = load_hf_weights(tmp_path / case, args, layers=[0, 2], tensor_rank=0, tensor_size=1, new_head=True)
         assert loaded.keys() == {0, 2} and loaded[2]
+
+
+# -- adapters
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["adapter", "both"])
+def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder(tmp_path / "model")
+    lora = {"r": 4, "alpha": 8, "dora": True, "init": False, "save": kind, "modules_to_save": ["embed_in", "embed_out"]}
+    keys = {"save_hf": 0, "save_best": "validation/lm_loss", "eval_interval": 1, "eval_iters": 1, "lora": lora}
+    run_ranks(run_to_end, 2, given(tmp_path / "run", model, model_parallel_size=2, **keys), timeout=120)
+    made = find_checkpoint(tmp_path / "run")
+    base, (source,) = open_with_base([made])
+    compare_with_peft(base, source) if kind == "adapter" else compare_merged(base, source)
+    for out in (tmp_path / "run" / "huggingface" / "global_step2", tmp_path / "run" / "best_model"):
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(model) and (out / "tokenizer.json").is_file()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+        with torch.no_grad():
+            before = plain(TOKENS).logits
+            tuned = peft.PeftModel.from_pretrained(plain, str(out)).eval()
+            assert (tuned(TOKENS).logits - before).abs().max() > 0.1
+            one, (opened,) = open_with_base([out])
+            compare_with_peft(one, opened)
+    step, best = (load_file(tmp_path / "run" / place / "adapter_model.safetensors") for place in (
+        "huggingface/global_step2", "best_model"
+    ))  # fmt: skip
+    assert step.keys() == best.keys() and len(step) == 4 * 4 * 3 + 3
+
+    inspect_checkpoints.main([str(made), "--match", "lora_A"])
+    told = capsys.readouterr().out
+    assert ("adapters alone, over the weights of" in told) == (kind == "adapter") and "q_proj" not in told
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(made)])
+    assert ended.value.code == 0
+    words = ["--input_dir", str(made), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=r"holds adapters .*tools/ckpts/adapter\.py merge"):
+        convert_neox_to_hf.main(words)
+    with pytest.raises(CheckpointError, match="holds adapters"):
+        average([made, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
+    if kind == "adapter":
+        with pytest.raises(SystemExit, match="holds adapters alone, over the weights of"):
+            reshard.main(words)
+        with pytest.raises(CheckpointError, match="holds adapters alone"):
+            load_checkpoint_args(made)
+    else:
+        reshard.main([*words, "--tp", "1"])
+        base, (again,) = open_with_base([tmp_path / "out" / made.name])
+        assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
+
+    adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
+    told = capsys.readouterr().out
+    assert "largest logit difference of merged to unmerged" in told and "merged weights, loaded without lora" in told
+    whole = find_checkpoint(tmp_path / "merged")
+    words = ["--input_dir", str(whole), "--output_dir", str(tmp_path / "hf")]
+    convert_neox_to_hf.main(words)
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    with torch.no_grad():
+        assert (alone(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()

@@ -25,22 +25,9 @@ from megatron.training.recompute import recompute_blocks
 from tests.model import runs as small_runs
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
+from tests.training import runs
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import (
-    ADAMW,
-    LLAMA,
-    NEOX,
-    RPE,
-    TABLE,
-    Curve,
-    assert_alike,
-    begin,
-    bit_equal,
-    cells,
-    config,
-    curves_of,
-    run_to_end,
-)
+from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, TABLE, Curve, config, run_to_end
 
 STEPS = 3
 UNTIED = {"no_weight_tying": True}
@@ -70,7 +57,7 @@ def with_torch(rank: int, world_size: int) -> list[Curve]:
 def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: str) -> Curve:
     from megatron.training.loop import batches_of
 
-    training = begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
+    training = runs.begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
     stage, batches, args = training.engine.stage, batches_of(training), training.args
     weights: dict[int, dict[str, Tensor]] = {}
     for layer, name, param in stage_parameters(stage):
@@ -120,7 +107,7 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 
 @pytest.mark.parametrize(
     "layout",  # "tp2 pp2 sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    cells(
+    runs.cells(
         ["zero3", "tp2 pp2 sp", "zero3, deepspeed"],
         ["zero2", "zero2, deepspeed"],
         ["plain", "dp2", "tp2", "pp2", "plain, deepspeed"],
@@ -129,11 +116,11 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
 def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, Curve]) -> None:
     ranks, keys = TABLE[layout]
     configs = {name: values(name, keys) for name in SETS}
-    found = curves_of(configs, STEPS, ranks)
+    found = runs.curves_of(configs, STEPS, ranks)
     for name, curve in found.items():
         check_frozen(name, curve, configs[name], torch.float32)
     # Adam's steps of values whose gradient is rounding are of the order of its rate: one CPU's 1.6e-4.
-    assert_alike(found, references, weights=5e-4)
+    runs.assert_alike(found, references, weights=5e-4)
 
 
 def test_in_16_bits() -> None:
@@ -142,10 +129,10 @@ def test_in_16_bits() -> None:
     for ranks, layout in (TABLE[name] for name in ("zero1", "zero3", "pp2")):
         names = (ALONE, "weights of the first block")
         configs = {name: values(name, layout, precision="bfloat16") for name in names}
-        for name, curve in (found := curves_of(configs, STEPS, ranks)).items():
+        for name, curve in (found := runs.curves_of(configs, STEPS, ranks)).items():
             check_frozen(name, curve, configs[name], torch.bfloat16)
         reference = reference or found
-        assert_alike(found, reference, losses=1e-3, norms=1e-2, weights=1.0)
+        runs.assert_alike(found, reference, losses=1e-3, norms=1e-2, weights=1.0)
 
 
 def going_on(save: Path, layout: str, **more: Any) -> dict[str, Any]:
@@ -159,7 +146,9 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
-    assert all(bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if it had not been interrupted"
+    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), (
+        "as if it had not been interrupted"
+    )
     args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
     cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
