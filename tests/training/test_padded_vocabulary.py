@@ -11,10 +11,9 @@ import transformers
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.loop import batches_of
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.preference.test_pairs_train import pairs
-from tests.training.runs import GOLDEN, begin, config, run_to_end
+from tests.training.runs import GOLDEN, TABLE, begin, cells, config, run_to_end
 from tests.training.test_huggingface import MODEL, folder
 
 CHAT = str(GOLDEN / "dataset" / "chat_conversation")
@@ -26,11 +25,7 @@ SFT = {
     **COMMON, "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": [f"{CHAT}_label_document"],
     "pack_impl": "packed", "eod_mask_loss": False,
 }  # fmt: skip
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "tp4": (4, {"model_parallel_size": 4}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-}
+TP4 = (4, {"model_parallel_size": 4})
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +64,27 @@ def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
     return float(loss), float(torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm())
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, product=["plain"]))
+@pytest.mark.parametrize("layout", ["tp4", "pp2"])
 def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path) -> None:
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE.get(layout, TP4)
     loss, norm, batches, rows, _ = run_ranks(first_step, ranks, config(SFT, keys, load=str(model)))[0]
     assert rows == 600
     assert (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
 
 
-SIMPO = {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5}
+SIMPO = {
+    "dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5, "train_impl": "dpo", "dataset_impl": "pairwise",
+    "eod_mask_loss": False, "pack_impl": "unpacked", "train_micro_batch_size_per_gpu": 4,
+}  # fmt: skip
 
 
-def preference_values(model: Path, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    values = config(
-        COMMON, pairs(folder), keys, load=str(model), train_impl="dpo", dataset_impl="pairwise", eod_mask_loss=False,
-        pack_impl="unpacked", train_micro_batch_size_per_gpu=4,
-    )  # fmt: skip
-    return {key: value for key, value in values.items() if value is not None and key != "split"}
-
-
-@pytest.mark.parametrize("layout", ["plain", "tp4"])
+@pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
     """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
     transformers."""
-    ranks, keys = LAYOUTS[layout]
-    values = preference_values(model, tmp_path, {**keys, **SIMPO})
+    ranks, keys = TABLE.get(layout, TP4)
+    values = config(COMMON, pairs(tmp_path), SIMPO, keys, load=str(model))
+    values = {key: value for key, value in values.items() if value is not None and key != "split"}
     loss, _, batches, _, metrics = run_ranks(first_step, ranks, values)[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     sums, averages = [], []
@@ -107,47 +98,6 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     assert loss == pytest.approx(float(expected), rel=1e-5)
     chosen = torch.cat([average[0::2] for average in averages]).mean()
     assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
-
-
-def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
-    """Each document with a trained token, as TRL's collators take it: ids, and labels of the same places."""
-    labelled = []
-    for tokens, labels, weights, *more in batches:
-        for row in range(len(tokens)):
-            starts = (more[0][row] == 0).nonzero().flatten().tolist() if more else [0]
-            for first, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
-                trained = weights[row, first:end].nonzero().flatten().tolist()
-                if trained:
-                    last = first + trained[-1] + 1
-                    answer = torch.where(weights[row, first:last] > 0, labels[row, first:last], -100).tolist()
-                    ids = [*tokens[row, first:last].tolist(), int(labels[row, last - 1])]
-                    labelled.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
-    return labelled
-
-
-PREFERENCES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
-    "SimPO": (SIMPO, "cpo", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.5}),
-    "CPO": (
-        {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
-        "cpo",
-        {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.5},
-    ),
-    "DPO": ({"dpo_loss_type": "sigmoid"}, "dpo", {"beta": 0.1}),
-}
-
-
-@pytest.mark.product
-def test_the_first_losses_are_those_of_trls_trainers(model: Path, tmp_path: Path) -> None:
-    """SFTTrainer's, CPOTrainer's and DPOTrainer's on the model as it came, with its 600 rows."""
-    pytest.importorskip("trl", reason="pip install trl==1.16.0")
-    from tests.objectives import trl_reference
-
-    loss, _, batches, *_ = run_ranks(first_step, 1, config(SFT, load=str(model)))[0]
-    assert loss == pytest.approx(trl_reference.first_loss(model, tmp_path, "sft", answers_of(batches)), rel=1e-5)
-    for keys, kind, options in PREFERENCES.values():
-        loss, _, batches, *_ = run_ranks(first_step, 1, preference_values(model, tmp_path, keys))[0]
-        trl_loss = trl_reference.first_loss(model, tmp_path, kind, answers_of(batches), **options)
-        assert loss == pytest.approx(trl_loss, rel=1e-5), kind
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
