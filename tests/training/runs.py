@@ -51,13 +51,7 @@ BASE: dict[str, Any] = {
     "log_interval": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
 }
-NEOX = {
-    "norm": "layernorm",
-    "pos_emb": "rotary",
-    "rotary_pct": 0.25,
-    "gpt_j_residual": True,
-    "activation": "gelu",
-}
+NEOX = {"norm": "layernorm", "pos_emb": "rotary", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"}
 LLAMA = {
     "norm": "rmsnorm",
     "rms_norm_epsilon": 1e-5,
