@@ -88,15 +88,13 @@ MORE = [
     ("ep2 tp2 cut zero1", "options", PLAIN), ("ep2 recompute", "options", PACKED),
     ("tp2 zero3 selective", "options", PLAIN),
 ]  # fmt: skip
-EVERYWHERE = ("topk", "options")  # the other models where something of theirs is cut
-SOME = ("ep2 dp4 zero2", "ep4 dp4 zero1", "ep2 tp2 sp zero3", "tp2 cut sp", "pp2", "dp2 deepspeed", "ep2 dp2 zero0")
-# Muon is the native engine's, on no pipelines; DeepSpeed would cut the router's bias.
-REFUSED = [("pp2", "muon"), ("dp2 deepspeed", "muon"), ("dp2 deepspeed zero3", "options")]
+REFUSED = [("dp2 deepspeed zero3", "options")]  # DeepSpeed would cut the router's bias
 PRODUCT = [
-    (layout, model, PACKED if i % 2 else PLAIN)
-    for i, layout in enumerate(LAYOUTS) for model in MODELS
-    if layout != "one" and (layout, model) not in REFUSED and (model in EVERYWHERE or layout in SOME)
+    (layout, model, PACKED if i % 2 else PLAIN) for i, layout in enumerate(LAYOUTS) for model in ("topk", "options")
+    if (layout, model) not in REFUSED
 ]  # fmt: skip
+PRODUCT += [(layout, "muon", PLAIN) for layout in ("ep2 dp2 zero0", "ep4 dp4 zero1", "ep2 tp2 sp zero3")]
+PRODUCT += [(layout, "capacity", PLAIN) for layout in ("dp2 deepspeed", "ep2 tp2 sp zero3", "ep4 dp4 zero1")]
 CASES = cells(AT_ONCE, MORE, [case for case in PRODUCT if case not in AT_ONCE + MORE])
 
 
