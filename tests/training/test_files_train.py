@@ -44,7 +44,7 @@ WIDTHS = {
 }
 """Files whose MLP has several readings, and the value of compat_ffn_width that the refusal proposes."""
 _PATHS = ("save", "load", "log_dir", "tensorboard_dir", "sample_input_file", "sample_output_file", "hostfile")
-_SETS = (f"{part}_data_{what}" for part in ("train", "valid", "test") for what in ("paths", "weights"))
+_SETS = tuple(f"{part}_data_{what}" for part in ("train", "valid", "test") for what in ("paths", "weights"))
 _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
@@ -55,36 +55,23 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]
-    sizes = {
-        "num_layers": 2,
+    kinds_of_heads = {
         "attention_config": kinds,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
         "num_kv_heads": kv and (4 if kv == values["num_attention_heads"] else 2),
-        "intermediate_size": values.get("intermediate_size") and 248,  # one reading where the file has one
-        "seq_length": 64,
-        "num_gpus": None,
-        "global_num_gpus": None,
     }
-    batch = {
-        "train_batch_size": None,  # GPT-NeoX made it for eight ranks
-        "batch_size": None,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": min(values.get("gradient_accumulation_steps") or 1, 2),
-    }
-    run = {
-        "train_iters": 3,
-        "lr_decay_iters": 3,
-        "eval_iters": min(values.get("eval_iters", 100), 1),
-        "launcher": "pdsh",
-        "deepspeed_slurm": False,
-        "model_parallel_size": 1,
-        "pipe_parallel_size": min(values.get("pipe_parallel_size", 0), 1),
-    }
+    width = values.get("intermediate_size") and 248  # one reading where the file has one
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": width, "seq_length": 64}
+    steps = min(values.get("gradient_accumulation_steps") or 1, 2)
+    micro = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": steps}
+    # GPT-NeoX made it for eight ranks.
+    unset = dict.fromkeys(("num_gpus", "global_num_gpus", "train_batch_size", "batch_size", *_PATHS, *_DATA))
+    run = {"train_iters": 3, "lr_decay_iters": 3, "eval_iters": min(values.get("eval_iters", 100), 1)}
+    launch = {"launcher": "pdsh", "deepspeed_slurm": False, "model_parallel_size": 1}
+    launch["pipe_parallel_size"] = min(values.get("pipe_parallel_size", 0), 1)
     data = {key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")}
     other = str(GOLDEN / "dataset" / "corpusB_text_document")
     unlearning = {key: other for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
-    return {**sizes, **batch, **run, **dict.fromkeys((*_PATHS, *_DATA)), **data, **unlearning}
+    return {**sizes, **kinds_of_heads, **micro, **run, **launch, **unset, **data, **unlearning}
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:

@@ -45,13 +45,13 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LLAMA, "num_kv_heads": 4, **UNTIED},
         {
             "r": 2,
-            "alpha": 1,  # with more a rounding grows tenfold in a step
+            "alpha": 1,
             "dora": True,
             "rslora": True,
             "init": False,
-            "target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
-            "modules_to_save": ["embed_tokens", "lm_head"],
-        },
+        }  # with more a rounding grows tenfold in a step
+        | {"target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+        | {"modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),

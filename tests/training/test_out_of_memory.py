@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,10 @@ import yaml
 from megatron.training import out_of_memory
 from megatron.training.out_of_memory import MemoryUse, advice, explained, held_bytes, holdings
 from tests.model.stages import small
+from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config
+from tests.training.test_bad_input import call_train
 
-ROOT = Path(__file__).resolve().parents[2]
 # As torch 2.11 to 2.13 write it.
 GPU_TEXT = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.11 GiB of which 310.06 MiB is "
@@ -119,16 +118,13 @@ def test_only_keys_that_would_still_help(changes: dict[str, Any], world: int, ke
 
 def test_a_run_ends_with_them(tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text(FAILS)
-    values = config(
-        LLAMA, train_iters=3, save=str(tmp_path / "run"), checkpoint_factor=3, callbacks=[f"{tmp_path}/fails.py:Fails"]
-    )
+    save = {"save": str(tmp_path / "run"), "checkpoint_factor": 3, "train_micro_batch_size_per_gpu": 8}
+    values = config(LLAMA, save, train_iters=3, callbacks=[f"{tmp_path}/fails.py:Fails"])
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
-    command = [sys.executable, str(ROOT / "deepy.py"), "train.py", str(tmp_path / "a.yml"), "--set", "num_gpus=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("train.py: error: ")]
+    code, printed = run_ranks(call_train, 1, [str(tmp_path / "a.yml")], init=False)[0]
     facts = ("rank 0: .*out of memory.*step 2.*20.0 MiB", "weights .*optimizer states", r"false -> true \(default\)")
-    for line, words in zip(lines, facts, strict=True):
-        assert re.search(words, line), done.stdout[-2000:] + done.stderr[-2000:]
+    assert code == 1
+    for line, words in zip(printed.splitlines(), facts, strict=True):
+        assert re.search(words, line), printed
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert status["status"] == "failed" and "out of memory in step 2" in json.dumps(status)

@@ -48,6 +48,13 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / "model.yml"), str(tmp_path / "local.yml")]
 
 
+def printed(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
+    """For the pool: train.py's exit code, and what it prints."""
+    with redirect_stdout(StringIO()) as output:
+        code = train_script.main(argv)
+    return code, output.getvalue()
+
+
 def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     argv = ["deepy.py", "train.py", *files, "--num_gpus", "2", "--set", "model_parallel_size=2"]
     done = command(tmp_path, *argv)
@@ -61,8 +68,8 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert not re.search(r"error|exception|traceback|warning", log + done.stderr, re.IGNORECASE)
     assert (tmp_path / "run" / "latest").read_text() == "global_step4"
     assert sorted(p.name for p in (tmp_path / "run" / "logs").glob("rank_*")) == ["rank_0.log", "rank_1.log"]
-    again = command(tmp_path, *argv)
-    assert again.returncode == 0 and "nothing left to do" in again.stdout
+    again = run_ranks(printed, 2, [*files, "--set", "model_parallel_size=2"], init=False)
+    assert again[0][0] == 0 and "nothing left to do" in again[0][1]
 
 
 @pytest.mark.more
@@ -86,15 +93,14 @@ def program(rank: int, world_size: int, values: dict[str, Any]) -> None:
         args.configure_distributed_args()
         assert (args.rank, args.world_size, args.train_batch_size) == (rank, world_size, 8)
         args.update_value("save", f"{values['save']}/{way}")
-        with redirect_stdout(StringIO()):
-            if way == "script":
-                assert train_script.main(args, overwrite_values={"train_iters": 3}) == 0
-            else:
-                args.train_iters = 3
-                training = start(args, process_info())
-                assert type(training.args) is NeoXArgs
-                train(training)
-                training.close()
+        if way == "script":
+            assert train_script.main(args, overwrite_values={"train_iters": 3}) == 0
+        else:
+            args.train_iters = 3
+            training = start(args, process_info())
+            assert type(training.args) is NeoXArgs
+            train(training)
+            training.close()
 
 
 def test_a_program_trains_with_what_it_wrote(tmp_path: Path) -> None:
