@@ -127,24 +127,17 @@ def test_steps_are_those_of_one_process(
     assert_same(args, run(layout, model, packed), reference(model, packed), (model, layout))
 
 
-def rows_of_experts(engine: Engine) -> list[int]:
-    """A list that grows by the number of rows that each call of this rank's experts computes."""
-    rows: list[int] = []
-    for module in engine.stage.modules():
-        if isinstance(module, Experts):
-            module.register_forward_pre_hook(lambda _, given: rows.append(int(given[1][-1])))
-    return rows
-
-
 def routed(rank: int, world_size: int, capacities: list[float | None]) -> list[tuple[int, float, int]]:
     """For the pool: rows that this rank's experts have computed in a step, the share that was dropped, and
     how many choices of experts all ranks have made."""
-    found = []
+    found, rows = [], list[int]()
     for capacity in capacities:
+        rows.clear()
         values = {**MOE, "moe_expert_capacity_factor": capacity, "expert_parallel_size": world_size}
         args = small(**values, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=1).for_world(world_size)
         engine = build_engine(args, groups_of(args, world_size))
-        rows = rows_of_experts(engine)
+        for experts in (module for module in engine.stage.modules() if isinstance(module, Experts)):
+            experts.register_forward_pre_hook(lambda _, given: rows.append(int(given[1][-1])))
         result = engine.train_step([random_batch(args, seed=rank)], RATE)
         engine.close()
         choices = world_size * 2 * args.seq_length * args.moe_top_k * args.num_layers

@@ -215,16 +215,14 @@ def test_three_steps_are_pefts(dora: bool) -> None:
     theirs = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, use_dora=dora, target_modules="all-linear"))
     params = {name: param for name, param in theirs.named_parameters() if param.requires_grad}
     first = with_peft.in_our_names({name: param.detach().clone() for name, param in params.items()})
-    batch, losses = random_batch(small(**SHAPE), rows=2), []
-    optimizer = torch.optim.AdamW(params.values(), lr=with_peft.RATE, weight_decay=0.0)
-    for _ in range(with_peft.STEPS):
-        logits = theirs(input_ids=batch.tokens).logits
-        each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
-        loss = (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
+    batch = random_batch(small(**SHAPE), rows=2)
+
+    def loss_of() -> Tensor:
+        logits = theirs(input_ids=batch.tokens).logits.flatten(0, 1)
+        each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        return (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
+
+    losses = with_peft.torch_steps(params, loss_of)
     lora = {"r": 4, "alpha": 8, "dora": dora, "quantization": "nf4"}
     (found, weights), (plain, _) = run_ranks(adapters_of, 1, [lora, {**lora, "quantization": None}], base, first)[0]
     assert found == pytest.approx(losses, rel=1e-5)

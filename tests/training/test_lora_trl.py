@@ -2,6 +2,7 @@
 pairs, whose reference is the model without adapters."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +13,10 @@ from torch import Tensor
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from megatron.data import Batch
-from megatron.model import build_stage
 from megatron.neox_arguments import NeoXArgs
-from megatron.objectives import build_objective
 from megatron.training.adapters import begin_adapters
-from megatron.training.engine_choice import choose_engine
-from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import model_without_adapters
+from megatron.training.setup import build_engine
 from tests.model.stages import Weights, groups_of
 from tests.model.test_transformers import llama_weights
 from tests.objectives.test_trl import PAIRWISE, args_with, lm_batches, pair_batches
@@ -36,6 +34,18 @@ OURS = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.query_key_value"), "o_proj": "attention.dense",
     **dict.fromkeys(("up_proj", "gate_proj"), "mlp.linear1"), "down_proj": "mlp.linear2",
 }  # fmt: skip
+
+
+def torch_steps(params: dict[str, Tensor], loss_of: Callable[[], Tensor]) -> list[float]:
+    """Losses of steps by torch's AdamW."""
+    optimizer, losses = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0), []
+    for _ in range(STEPS):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -63,14 +73,7 @@ def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[s
         trainer.model.eval()
         params = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
         first = {name: param.detach().clone() for name, param in params.items()}
-        optimizer = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0)
-        losses = []
-        for _ in range(STEPS):
-            loss = trainer.compute_loss(trainer.model, inputs)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+        losses = torch_steps(params, lambda: trainer.compute_loss(trainer.model, inputs))
     return losses, first, {name: param.detach().clone() for name, param in params.items()}
 
 
@@ -90,9 +93,7 @@ def trained(
     args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False
 ) -> tuple[list[float], Weights]:
     """Losses of steps on the same batches from these adapters, and the weights after them."""
-    groups = groups_of(args, 1)
-    stage, objective, engine_class = build_stage(args, groups), build_objective(args), choose_engine(args, False).load()
-    engine = parallelize(stage, objective, args, groups, engine_class)
+    engine = build_engine(args, groups_of(args, 1))
     engine.set_weights(base)
     begin_adapters(engine)
     engine.set_weights({n: {k: v for k, v in of.items() if "magnitude" not in k} for n, of in adapters.items()})
