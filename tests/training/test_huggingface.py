@@ -1,7 +1,9 @@
 """Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
-refusals, and the folders of adapters as peft has them."""
+refusals, the folders of adapters as peft has them; and rows that pad an imported vocabulary, with which
+losses are those of the model without them."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,17 @@ from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.loop import batches_of
 from tests.checkpointing.family_models import odd_model
 from tests.checkpointing.family_runs import TOKENS
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, NEOX, config, run_to_end
+from tests.training.preference.test_pairs_train import pairs
+from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config, run_to_end
 from tools.ckpts import adapter, convert_neox_to_hf, inspect_checkpoints, reshard, verify
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
 VOCABULARY = 380  # of that tokenizer and of BASE's
 MODEL = NEOX | {"no_weight_tying": True, "layernorm_epsilon": 1e-5}
-LAYOUTS = {
-    "plain": (1, {}),
-    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
 
 
 def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any) -> Path:
@@ -80,9 +78,9 @@ def started_and_written(run: Path, model: Path) -> tuple[dict[str, torch.Tensor]
     return source, after
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2 x pp2", product=["plain"]))
+@pytest.mark.parametrize("layout", cells(["zero3"], ["tp2 pp2 sp"], ["plain"]))
 def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE[layout]
     model = folder(tmp_path / "model", eos_token_id=7)
     (model / "additional_chat_templates").mkdir()
     for name in (beside := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
@@ -108,7 +106,7 @@ MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", with_more(MIXTURES, "tp2 cut x pp2", product=["ep2 zero3"]))
+@pytest.mark.parametrize("layout", cells(["ep2 x tp2"], ["tp2 cut x pp2"], ["ep2 zero3"]))
 def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = MIXTURES[layout]
     more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
@@ -244,3 +242,111 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
     with torch.no_grad():
         assert (alone(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5
     assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+# -- rows that pad the vocabulary
+
+CHAT = str(GOLDEN / "dataset" / "chat_conversation")
+PADDED_COMMON: dict[str, Any] = {
+    **MODEL, "make_vocab_size_divisible_by": 128, "seq_length": 32, "train_batch_size": 4, "data_path": None,
+    "weight_decay": 0.0, "reset_attention_mask": True, "reset_position_ids": True,
+}  # fmt: skip
+PADDED = {
+    **PADDED_COMMON, "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": [f"{CHAT}_label_document"],
+    "pack_impl": "packed", "eod_mask_loss": False,
+}  # fmt: skip
+TP4 = (4, {"model_parallel_size": 4})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 tokens, which a run pads to 640; with four ranks the last holds 120 of its 160."""
+    return folder(tmp_path_factory.mktemp("model"), vocab=600)
+
+
+def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, float, list[Any], int | None, Any]:
+    """For the pool: loss and gradient norm of a run's first step, its batches, the rows that count, and its
+    metrics."""
+    training = begin(values)
+    batches = next(batches_of(training))
+    fields = [(b.tokens, b.labels, b.loss_weights, *([] if b.positions is None else [b.positions])) for b in batches]
+    result = training.engine.train_step(batches, 0.0)
+    metrics = {name: float(value) for name, value in result.metrics.items()}
+    assert training.args.padded_vocab_size == 640
+    training.engine.close()
+    return float(result.loss), float(result.grad_norm or math.nan), fields, training.args.softmax_rows, metrics
+
+
+def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
+    """Loss over the weighted tokens, and norm of its gradient; each document attended alone."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    total, count = torch.zeros(()), 0.0
+    for tokens, labels, weights, positions in batches:
+        for row in range(len(tokens)):
+            starts = [*(positions[row] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
+            for first, end in zip(starts, starts[1:], strict=False):
+                logits = reference(tokens[row : row + 1, first:end]).logits[0].float()
+                logprobs = logits.log_softmax(-1).gather(-1, labels[row, first:end, None]).squeeze(-1)
+                total = total - (logprobs * weights[row, first:end]).sum()
+        count += float(weights.sum())
+    loss = total / count
+    loss.backward()
+    return float(loss), float(torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm())
+
+
+@pytest.mark.parametrize("layout", ["tp4", "pp2"])
+def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path) -> None:
+    ranks, keys = TABLE.get(layout, TP4)
+    loss, norm, batches, rows, _ = run_ranks(first_step, ranks, config(PADDED, keys, load=str(model)))[0]
+    assert rows == 600
+    assert (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
+
+
+SIMPO = {
+    "dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5, "train_impl": "dpo", "dataset_impl": "pairwise",
+    "eod_mask_loss": False, "pack_impl": "unpacked", "train_micro_batch_size_per_gpu": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
+def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
+    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
+    transformers."""
+    ranks, keys = TABLE.get(layout, TP4)
+    values = config(PADDED_COMMON, pairs(tmp_path), SIMPO, keys, load=str(model))
+    values = {key: value for key, value in values.items() if value is not None and key != "split"}
+    loss, _, batches, _, metrics = run_ranks(first_step, ranks, values)[0]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
+    sums, averages = [], []
+    with torch.no_grad():
+        for tokens, labels, weights, *_ in batches:
+            logprobs = reference(tokens).logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+            sums.append((logprobs * weights).sum(1))
+            averages.append(sums[-1] / weights.sum(1))
+    above = torch.cat([average[0::2] - average[1::2] for average in averages])
+    expected = -torch.nn.functional.logsigmoid(2.0 * above - 0.5).mean()
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    chosen = torch.cat([average[0::2] for average in averages]).mean()
+    assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+
+
+def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
+    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any
+    run."""
+    as_it_came = run_ranks(first_step, 1, config(PADDED, load=str(model)))[0]
+    padded = run_ranks(first_step, 1, config(PADDED, load=str(model), mask_padded_vocab=False))[0]
+    assert padded[3] is None and padded[0] > as_it_came[0] + 1e-3
+    native = {"padded_vocab_size": 640}
+    assert run_ranks(first_step, 1, config(PADDED, native))[0][3] is None
+    assert run_ranks(first_step, 1, config(PADDED, native, mask_padded_vocab=True))[0][3] == 380
+    with pytest.raises(AssertionError, match="program: mask_padded_vocab: 379.*380"):
+        run_ranks(first_step, 1, config(PADDED, native, mask_padded_vocab=379))
+
+
+def test_the_number_goes_on_with_the_run(model: Path, tmp_path: Path) -> None:
+    """A checkpoint of ours carries the configuration that the model came with."""
+    values = config(PADDED, load=str(model), save=str(tmp_path / "run"), train_iters=1, checkpoint_factor=1)
+    run_ranks(run_to_end, 1, values)
+    again = config(PADDED, save=str(tmp_path / "run"), train_iters=2, checkpoint_factor=2, override_lr_scheduler=True)
+    assert run_ranks(first_step, 1, {**again, "allow_changed_data": True})[0][3] == 600
+    assert json.loads(NeoXArgs.from_dict(values).to_json())["given"].get("mask_padded_vocab") is None

@@ -1,17 +1,29 @@
-"""Labels and weights, from keys to losses: labelled documents, tokens that are never trained, and data with
-few trained tokens; the same in every layout, and told what is not listed."""
+"""Labels and weights, from keys to losses: labelled documents, tokens that are never trained, data with few
+trained tokens, and losses that make their logits in chunks and of chosen places alone; the same in every
+layout, and told what is not listed."""
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter
+from megatron.data.batch import places_of_loss
+from megatron.mpu import HeadInput, token_logprobs
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.tokenizer import build_tokenizer, with_masked_ids
+from megatron.training.engine_choice import choose_engine
+from megatron.training.parallelize import parallelize
+from tests.model import runs as small_runs
+from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, LLAMA, SGD, TABLE, bit_equal, cells, config, curves, metric_rows, said
 
@@ -52,17 +64,12 @@ def test_labels_that_are_not_listed_are_named_at_start() -> None:
     assert "all tokens are trained" not in outputs[1], "said once"
 
 
-def trained_and_used(documents: int) -> tuple[int, np.ndarray]:
-    """Trained tokens of the first chats, in rows of 129, and how many are used of each."""
-    text, labels = IndexedDataset(TEXT), IndexedDataset(LABELS[0])
-    used = np.minimum(text.sizes[:documents], 129)
-    return sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used)), used
-
-
 @pytest.mark.parametrize("name", ["dp2", "pp2"])
 def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Path) -> None:
     """At the start of all rows, and of each step; here one step is all rows."""
-    trained, used = trained_and_used(24)
+    text, labels = IndexedDataset(TEXT), IndexedDataset(LABELS[0])
+    used = np.minimum(text.sizes, 129)
+    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
     ranks, layout = TABLE[name]
     step = {"train_iters": 1, "train_batch_size": 24, "eval_iters": 1, "save": str(tmp_path), "checkpoint_factor": 1}
     one = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
@@ -71,7 +78,7 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* {padding:.1f} % padding.* {share:.1f} %"
     assert re.search(line, output), output
     (row,) = metric_rows(tmp_path)
-    places = np.minimum(IndexedDataset(TEXT).sizes, 128).sum()
+    places = np.minimum(text.sizes, 128).sum()
     assert row["train/padding_share"] == pytest.approx(1 - places / (24 * 128))
     assert row["train/packing_efficiency"] == pytest.approx(places / (24 * 128))
     assert row["train/trained_share"] == pytest.approx(trained / places)
@@ -82,19 +89,6 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
         assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
     assert " mean_token_accuracy value: " in output
-
-
-def test_a_split_of_listed_sets_trains_and_validates(tmp_path: Path) -> None:
-    """The first 18 of 24 chats, with their labels, are trained on, and the others validated with."""
-    listed = {
-        **ROWS, "train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "split": "75,25,0",
-        "pack_impl": "unpacked",
-    }  # fmt: skip
-    step = {"train_iters": 1, "eval_iters": 3, "eval_interval": 1, "save": str(tmp_path), "checkpoint_factor": 1}
-    (output,) = run_ranks(said, 1, config(LLAMA, listed, step, train_batch_size=2), True)
-    trained, used = trained_and_used(18)
-    assert re.search(rf"18 documents in 18 rows.* {100 * trained / used.sum():.1f} % of the tokens", output), output
-    assert metric_rows(tmp_path, "validation/lm_loss")
 
 
 # -- tokens that are never trained: as if their labels had been masked by hand
@@ -243,3 +237,80 @@ def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
     values = config(LLAMA, chats(tmp_path, 0), keys, weight_decay=0.5)
     for before, after in zip(*(run_ranks(curves, ranks, [values], steps) for steps in (0, 3)), strict=True):
         assert bit_equal(before[0].weights, after[0].weights) and len(after[0].losses) == 3
+
+
+# -- chosen places
+
+
+def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negative log-likelihood, from logits of the places that count, a half of the sequence at a time."""
+    assert head.hidden_states.shape[:2] == batch.labels.t().shape
+    total, made = torch.zeros(1, device=batch.labels.device), 0
+    halves = zip(*(x.chunk(2) for x in (head.hidden_states, batch.labels.t(), batch.loss_weights.t())), strict=True)
+    for hidden_states, labels, weights in halves:
+        chosen = HeadInput(hidden_states[weights > 0], head.head)
+        total = total - token_logprobs(chosen, labels[weights > 0], group).sum()
+        made += len(chosen.hidden_states)
+    assert made == int(batch.loss_weights.sum()) < batch.labels.numel()
+    return total, {}
+
+
+CHUNKED = Objective(LANGUAGE_MODELLING.weight, in_chunks)
+Taken = tuple[Tensor, Weights, Weights]  # the loss of a step, and weights before and after it
+
+
+def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [document_batch(args, seed=seed + i) for i in range(2)]
+    weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
+    named = [
+        replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in zip(batches, weights, strict=True)
+    ]
+    assert all(batch.loss_places is not None for batch in named)
+    return named
+
+
+def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
+    """For the pool: a step of the whole loss, and one of the loss in chunks."""
+    taken = []
+    for objective in (LANGUAGE_MODELLING, CHUNKED):
+        args = small(**small_runs.SGD, **values).for_world(world_size)
+        groups = groups_of(args, world_size)
+        stage = stage_with(args, random_weights(args), groups)
+        engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
+        before = engine.weights()
+        loss = engine.train_step(batches_of(args, 3 + 10 * groups.rank("data")), small_runs.LR).loss.detach()
+        taken.append((loss, before, engine.weights()))
+        engine.close()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    cells(
+        [
+            ("plain", small_runs.NEOX),
+            ("tp2 sp", small_runs.LLAMA),
+            ("pp2", small_runs.NEOX),
+            ("zero3", small_runs.LLAMA),
+        ],
+        product=[
+            ("plain", small_runs.LLAMA),
+            ("tp2 sp", small_runs.NEOX),
+            ("pp2", small_runs.LLAMA),
+            ("zero3", small_runs.NEOX),
+        ],
+    ),
+)
+def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
+    world_size, layout = TABLE[name]
+    for (loss, before, after), (chunked, _, chunked_after) in run_ranks(
+        whole_and_chunked, world_size, {**model, **layout}
+    ):
+        torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
+        for layer, tensors in after.items():
+            for key, expected in tensors.items():
+                start, difference = before[layer][key], (chunked_after[layer][key] - expected).norm()
+                # A step rounds its weight to about 1e-7 of that.
+                assert difference <= 1e-6 * (expected - start).norm() + 1e-7 * start.norm() + 1e-9, key
+                assert not expected.equal(start), key
