@@ -61,10 +61,13 @@ def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[
     return [make(args, seed=100 * step + data_rank * count + i) for i in range(count)]
 
 
-def train(engine: Engine, steps: Iterable[int], rate: float, packed: bool = False) -> Run:
+def train(
+    engine: Engine, steps: Iterable[int], rate: float, packed: bool = False, given: list[Batch] | None = None
+) -> Run:
+    """given: the batches of every step; else random ones."""
     losses, norms, metrics = [], [], []
     for step in steps:
-        batches = batches_of(engine.args, step, engine.groups.rank("data"), packed)
+        batches = given or batches_of(engine.args, step, engine.groups.rank("data"), packed)
         result = engine.train_step(batches, rate)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm if result.grad_norm is not None else "nan"))

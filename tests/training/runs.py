@@ -85,9 +85,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"model_parallel_size": 2}),
     "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+    **{f"zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)},
 }
 """Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
 SP2 = {"model_parallel_size": 2, "sequence_parallel": True}

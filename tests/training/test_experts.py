@@ -23,7 +23,7 @@ from megatron.training.preference.reference import frozen_copy
 from megatron.training.setup import build_engine
 from tests.model.stages import groups_of, random_batch, small
 from tests.pool import run_ranks
-from tests.training.layout_runs import PACKED, PLAIN, RATE, Run, args_of, assert_same, some_steps, zero
+from tests.training.layout_runs import PACKED, PLAIN, RATE, Run, args_of, assert_same, some_steps, train, zero
 from tests.training.preference.test_preferences import pair_batches
 from tests.training.runs import cells
 
@@ -200,11 +200,8 @@ def preferences(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> li
         args = small(**values, seq_length=32, train_micro_batch_size_per_gpu=2).for_world(world_size)
         engine = engine_of_pairs(args, world_size)
         batches = pair_batches(packed=False)[engine.groups.rank("data") :: data]
-        results = [engine.train_step(batches, RATE) for _ in range(2)]
-        metrics = [{name: float(value) for name, value in r.metrics.items()} for r in results]
-        losses, norms = [float(r.loss) for r in results], [float(r.grad_norm or math.nan) for r in results]
+        runs.append(train(engine, range(2), RATE, given=batches))
         engine.close()
-        runs.append(Run(losses, norms, metrics, 0, {}))
     return runs
 
 

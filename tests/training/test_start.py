@@ -72,19 +72,6 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert again[0][0] == 0 and "nothing left to do" in again[0][1]
 
 
-@pytest.mark.more
-def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> None:
-    alone = command(tmp_path, "train.py", *files, "--set", "train_micro_batch_size_per_gpu=4")
-    assert alone.returncode == 0, alone.stderr
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py", *files]
-    other = str(tmp_path / "other")
-    done = command(tmp_path, *torchrun, "--set", "pipe_parallel_size=2", f"save={other}", f"load={other}")
-    assert done.returncode == 0, done.stderr
-    for key in ("train/lm_loss", "validation/lm_loss"):
-        ours, theirs = ([row[key] for row in metric_rows(tmp_path / name, key)] for name in ("run", "other"))
-        assert len(ours) >= 3 and ours == pytest.approx(theirs, rel=1e-5)
-
-
 def program(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run started by the script and by hand, with a configuration that is written to."""
     for way in ("script", "hand"):

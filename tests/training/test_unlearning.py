@@ -19,7 +19,6 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, unlearning
 from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.loop import batches_of
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on
@@ -264,7 +263,9 @@ RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", with_more(RESUMED, "threshold", product=["divergence, pp2"]))
+@pytest.mark.parametrize(
+    "name", runs.cells(["bursts", "difference, pp2", "npo", "average"], ["threshold"], ["divergence, pp2"])
+)
 def test_goes_on_bit_for_bit_in_the_middle(name: str, tmp_path: Path) -> None:
     """Saved at step 3: a burst of steps 3 to 5 is under way."""
     ranks, keys = RESUMED[name]
