@@ -17,9 +17,8 @@ from megatron.neox_arguments import ConfigError, load
 from megatron.training import start
 from megatron.training.loop import batches_of
 from megatron.training.unlearning import lr_scale
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import BASE, GOLDEN, cells, metric_rows
+from tests.training.runs import BASE, GOLDEN, TABLE, cells, metric_rows
 
 _READ = json.loads((GOLDEN / "configs/configs_eleuther.json").read_text())["loaded"]
 UPSTREAM: dict[str, dict[str, Any]] = {}
@@ -171,7 +170,7 @@ def test_every_file_trains_as_it_is_written(names: list[str], tmp_path: Path) ->
         assert abs(losses[2]) < 20 * FILES[name].get("gd_retain_weight", 1), (name, losses)  # it may unlearn
 
 
-LAYOUTS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"model_parallel_size": 2}), (2, {"pipe_parallel_size": 2})]
+LAYOUTS = [TABLE[name] for name in ("plain", "tp2", "pp2")]
 UNLEARNING = kinds_of({name: FORK[name] for name in sorted(FORK) if "ga_dataset" in FORK[name]})
 # Four steps that alternate, of which the third is one on the forget set.
 ALTERNATING = {"train_iters": 4, "ga_interleave_ratio": 1}
@@ -197,12 +196,11 @@ def test_files_in_layouts(names: list[str], more: dict[str, Any], tmp_path: Path
             assert all(0 < losses[step] < 20 for step in (0, 1, 3)), (path, losses)
 
 
-AS_COMMANDS = KINDS[1::25]
-"""In each of the layouts of two ranks one."""
+AS_COMMANDS = KINDS[1::25]  # in each of the layouts of two ranks one
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", with_more(KINDS, *AS_COMMANDS, product=set(KINDS) - set(AS_COMMANDS)))
+@pytest.mark.parametrize("name", cells([], AS_COMMANDS, [name for name in KINDS if name not in AS_COMMANDS]))
 def test_typed_as_a_command(name: str, tmp_path: Path) -> None:
     """In one of the layouts, by turns, with the losses that the file has alone."""
     ((path, overrides),) = runs_of(tmp_path, [name])
