@@ -188,6 +188,9 @@ def test_rows_say_what_each_step_was(tmp_path: Path) -> None:
         if ascends:
             assert row["train/ga_objective"] == -row["train/ga_actual_loss"] < -4
             assert row["train/lm_loss"] == pytest.approx(row["train/ga_objective"], rel=1e-6)
+    unscaled = rows(tmp_path / "unscaled", **ASCENT | {"ga_lr_scale": 1.0}, train_iters=4)
+    same = [a["train/lm_loss"] == b["train/lm_loss"] for a, b in zip(ascent, unscaled, strict=False)]
+    assert same == [True, True, True, False], "the step that ascends has a rate of its own"
     difference = rows(tmp_path / "difference", **DIFFERENCE, train_iters=3)[-1]
     combined = 3.0 * difference["train/gd_retain_loss"] - difference["train/gd_forget_loss"]
     assert difference["train/gd_combined_loss"] == difference["train/lm_loss"] == pytest.approx(combined, rel=1e-5)
