@@ -2,12 +2,14 @@
 pool."""
 
 import io
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from megatron.training import Training, start, train
 from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
 from megatron.training.unlearning import lr_scale
+from tests.pool import run_ranks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
@@ -48,13 +51,7 @@ BASE: dict[str, Any] = {
     "log_interval": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
 }
-NEOX = {
-    "norm": "layernorm",
-    "pos_emb": "rotary",
-    "rotary_pct": 0.25,
-    "gpt_j_residual": True,
-    "activation": "gelu",
-}
+NEOX = {"norm": "layernorm", "pos_emb": "rotary", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"}
 LLAMA = {
     "norm": "rmsnorm",
     "rms_norm_epsilon": 1e-5,
@@ -88,11 +85,25 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "dp2": (2, {}),
     "tp2": (2, {"model_parallel_size": 2}),
     "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "zero2": (2, {"zero_optimization": {"stage": 2}}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
+    **{f"zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)},
 }
 """Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
+SP2 = {"model_parallel_size": 2, "sequence_parallel": True}
+TABLE: dict[str, tuple[int, dict[str, Any]]] = {
+    **LAYOUTS,
+    "tp2 sp": (2, SP2),
+    "tp2 pp2 sp": (4, {**SP2, "pipe_parallel_size": 2, "checkpoint_activations": True}),
+    **{f"{name}, deepspeed": (ranks, {**keys, "engine": "deepspeed"}) for name, (ranks, keys) in LAYOUTS.items()},
+}
+"""These on DeepSpeed too, and what cuts sequences."""
+
+
+def cells(now: Iterable[Any], more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
+    """For `parametrize`: values, or tuples of them, with the mark of their list."""
+    marked = [(now, ()), (more, pytest.mark.more), (product, pytest.mark.product)]
+    return [
+        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark) for of, mark in marked for cell in of
+    ]
 
 
 class Curve(NamedTuple):
@@ -122,12 +133,13 @@ def begin(values: Mapping[str, Any], engine: type[Engine] | None = None) -> Trai
 
 
 class Part(NamedTuple):
-    """One rank's share of a Curve."""
+    """One rank's share of a Curve. rates: the learning rates of its steps."""
 
     losses: list[float]
     norms: list[float]
     tensor_rank: int
     weights: dict[int, dict[str, Tensor]]
+    rates: Sequence[float] = ()
 
 
 def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
@@ -135,16 +147,17 @@ def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int
     parts = []
     for values in configs:
         training = begin(values)
-        batches, losses, norms = batches_of(training), [], []
-        for step in range(steps):
+        batches, losses, norms, rates = batches_of(training), [], [], []
+        for _ in range(steps):
             micro_batches = next(batches)
-            lr = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
-            result = training.engine.train_step(micro_batches, lr)
+            step = training.progress.iteration
+            rates.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
+            result = training.engine.train_step(micro_batches, rates[-1])
             training.progress.iteration += 1
             losses.append(float(result.loss))
             norms.append(float(result.grad_norm))  # type: ignore[arg-type]
         weights = training.engine.weights(master=True)
-        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights))
+        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights, rates))
         training.engine.close()
     return parts
 
@@ -184,6 +197,22 @@ def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
     return relative(ours.losses, theirs.losses), relative(ours.norms, theirs.norms), weights
 
 
+def curves_of(configs: Mapping[Any, dict[str, Any]], steps: int, ranks: int = 1) -> dict[Any, Curve]:
+    """Runs by name, one after another in the same processes."""
+    by_rank = run_ranks(curves, ranks, list(configs.values()), steps, timeout=290)
+    return {name: whole([rank[i] for rank in by_rank], configs[name]) for i, name in enumerate(configs)}
+
+
+def assert_alike(
+    ours: Mapping[Any, Curve], theirs: Mapping[Any, Curve], losses: float = 1e-5, norms: float = 1e-5,
+    weights: float = 1e-4,
+) -> None:  # fmt: skip
+    """Of each run the numbers are those of the other's of its name, up to these relative differences."""
+    for name, curve in ours.items():
+        found = furthest(curve, theirs[name])
+        assert all(far <= bound for far, bound in zip(found, (losses, norms, weights), strict=True)), (name, found)
+
+
 def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
     """For the pool: a whole run with its loop; the losses from metrics.jsonl are the caller's to read."""
     training = begin(values)
@@ -191,6 +220,22 @@ def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list
     weights = training.engine.weights(master=True)
     training.engine.close()
     return [], {layer: {k: v.clone() for k, v in tensors.items()} for layer, tensors in weights.items()}
+
+
+def said(rank: int, world_size: int, values: dict[str, Any], to_end: bool = False) -> str:
+    """For the pool: what a run prints before its first step, or to its end."""
+    with redirect_stdout(io.StringIO()) as output:
+        training = start(NeoXArgs.from_dict(values), process_info())
+        if to_end:
+            train(training)
+        training.engine.close()
+    return output.getvalue()
+
+
+def metric_rows(save: Path, key: str = "train/lm_loss") -> list[dict[str, Any]]:
+    """The rows of a run's metrics that have this one."""
+    rows = map(json.loads, (save / "logs" / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get(key) is not None]
 
 
 def bit_equal(a: dict[int, dict[str, Tensor]], b: dict[int, dict[str, Tensor]]) -> bool:

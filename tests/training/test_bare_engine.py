@@ -3,6 +3,7 @@ on."""
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,10 @@ from torch import Tensor
 
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
-from megatron.training.nonfinite_guard import NonFiniteError
 from tests.pool import run_ranks
 from tests.training.bare_engine import BareEngine
-from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config
-from tests.training.test_nonfinite import poison
+from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config, metric_rows
+from tests.training.test_nonfinite import ended, poison
 
 Weights = dict[int, dict[str, Tensor]]
 ENGINES: dict[str, type[Engine]] = {"bare": BareEngine, "deepspeed": DeepSpeedEngine}
@@ -23,14 +23,9 @@ ENGINES: dict[str, type[Engine]] = {"bare": BareEngine, "deepspeed": DeepSpeedEn
 
 def go(rank: int, world_size: int, values: dict[str, Any], name: str, bad: tuple[int, ...] = ()) -> tuple[str, Weights]:
     """For the pool: a run by the engine of that name whose gradients of the steps `bad` are not finite."""
-    from megatron.training import train
-
-    training, message = begin(values, ENGINES[name]), ""
+    training = begin(values, ENGINES[name])
     poison(training, set(bad), math.nan)
-    try:
-        train(training)
-    except NonFiniteError as problem:
-        message = str(problem)
+    message = ended(training) or ""
     weights = training.engine.weights(master=True)
     training.engine.close()
     return message, weights
@@ -45,8 +40,7 @@ def values_of(save: Path, **more: Any) -> dict[str, Any]:
 
 def rows_of(save: Path) -> list[dict[str, float]]:
     """What was logged but for its time."""
-    lines = (save / "logs" / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = metric_rows(save, "iteration")
     return [{k: v for k, v in row.items() if k not in ("run_id", "time") and "runtime" not in k} for row in rows]
 
 
@@ -70,7 +64,7 @@ def test_a_step_that_is_not_finite_is_known_late_and_changes_nothing(name: str, 
     """Of step 4 the loop knows when step 5 has begun, and saves the weights of step 3 all the same."""
     values = values_of(tmp_path / "run", checkpoint_factor=100)
     message, weights = run_ranks(go, 1, values, name, (4,))[0]
-    assert message.startswith("step 4: rank 0: gradient of ") and "weights are those of step 3" in message
+    assert re.search("^step 4: rank 0: gradient of .*step 3", message)
     assert (tmp_path / "run" / "latest").read_text() == "global_step3"
     good = values_of(tmp_path / "good", train_iters=3, lr_decay_iters=6)
     assert bit_equal(weights, run_ranks(go, 1, good, name)[0][1])
@@ -82,4 +76,4 @@ def test_left_out_steps_are_left_out(name: str, tmp_path: Path) -> None:
     message, _ = run_ranks(go, 1, values, name, (1, 3))[0]
     assert not message and json.loads((tmp_path / "run" / "training_summary.json").read_text())["skipped_steps"] == 2
     message, _ = run_ranks(go, 1, {**values, "save": str(tmp_path / "b"), "load": None}, name, (2, 3, 4))[0]
-    assert "on_nonfinite: skip, 3 steps in a row" in message and "weights are those of step 3" in message
+    assert re.search("step 3.*on_nonfinite: skip.*3 steps", message)

@@ -1,18 +1,29 @@
-"""A run given in epochs: its iterations, its schedule, its resume; and data that machines do not share."""
+"""The length of runs, given in epochs, and of one that gets longer or shorter, which goes on in the order it
+began in, a new one in GPT-NeoX's; data that machines do not share; and the length of rows: growing sequences,
+and phases, the same in every layout, through a resume, and in the log."""
 
 import json
 import os
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megatron.checkpointing import read_manifest
+from megatron.neox_arguments import NeoXArgs
+from megatron.training import loop, train
+from megatron.training.checkpoint.resume import TrainingProgress
+from megatron.training.loop import _advance
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import losses, stop_after
-from tests.training.runs import ADAMW, GOLDEN, NEOX, begin, bit_equal, config, curves, run_to_end
+from tests.training import runs
+from tests.training.checkpoint.test_resume import assert_goes_on, losses, stop_after
+from tests.training.runs import ADAMW, GOLDEN, LLAMA, NEOX, Curve, begin, bit_equal, config, curves, run_to_end
 
 
-def values(**more: Any) -> dict[str, Any]:
+def in_epochs(**more: Any) -> dict[str, Any]:
     small = {"num_layers": 1, "train_batch_size": 48, "lr_decay_style": "cosine", "split": "100,0,0"}
     given = config(NEOX, ADAMW, small, {"train_epochs": 2, "train_iters": None, **more})
     return {key: value for key, value in given.items() if value is not None}
@@ -21,29 +32,24 @@ def values(**more: Any) -> dict[str, Any]:
 def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
     """For the pool: what a run became of the epochs."""
     training = begin(given)
-    train = training.datasets.train
-    assert train is not None
-    return {
-        "iterations": training.args.train_iters,
-        "decay": training.args.lr_decay_iters,
-        "end": training.schedule.end,
-        "samples": len(train),
-    }
+    args, train = training.args, training.datasets.train
+    assert train is not None and training.schedule.end == args.lr_decay_iters
+    return {"iterations": args.train_iters, "decay": args.lr_decay_iters, "samples": len(train)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_iterations_follow_from_the_data(ranks: int) -> None:
-    everyone = run_ranks(facts, ranks, values())
+    everyone = run_ranks(facts, ranks, in_epochs())
     samples = everyone[0]["samples"]
     assert samples % 2 == 0 and samples % 48
     iterations = samples // 48
-    assert everyone == [{"iterations": iterations, "decay": iterations, "end": iterations, "samples": samples}] * ranks
-    half = run_ranks(facts, ranks, values(lr_decay_fraction=0.5))[0]
-    assert half["decay"] == half["end"] == int(iterations * 0.5)
+    assert everyone == [{"iterations": iterations, "decay": iterations, "samples": samples}] * ranks
+    half = run_ranks(facts, ranks, in_epochs(lr_decay_fraction=0.5))[0]
+    assert half["decay"] == int(iterations * 0.5)
 
 
 def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
-    given = values(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
+    given = in_epochs(save=str(tmp_path / "a"), checkpoint_factor=3, hidden_dropout=0.1)
     through = run_ranks(run_to_end, 1, given)[0][1]
     stopped = {**given, "save": str(tmp_path / "b")}
     run_ranks(stop_after, 1, stopped, 3)
@@ -51,7 +57,7 @@ def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     iterations = max(losses(tmp_path / "a"))
     assert json.loads((tmp_path / "a" / "status.json").read_text())["train_iters"] == iterations
-    with pytest.raises(AssertionError, match=rf"train_epochs: end_iter \d+ \(program\), but .* had {iterations}; "):
+    with pytest.raises(AssertionError, match=rf"train_epochs: end_iter \d+ .*{iterations}"):
         run_ranks(run_to_end, 1, {**stopped, "train_epochs": 3})
     longer = {**stopped, "train_epochs": 3, "lr_decay_iters": iterations}
     run_ranks(run_to_end, 1, longer)
@@ -62,8 +68,8 @@ def test_the_second_epoch_is_the_first_again() -> None:
     """Without learning, losses of the second pass are those of the first."""
     still = {"optimizer": {"type": "SGD", "params": {"lr": 1e-12}}, "train_batch_size": 1, "warmup": 0.0}
     still |= {"seq_length": 512, "max_position_embeddings": 512, "lr_decay_style": "constant", "weight_decay": 0.0}
-    steps = run_ranks(facts, 1, values(**still))[0]["iterations"]
-    step_losses = run_ranks(curves, 1, [values(**still)], steps)[0][0].losses
+    steps = run_ranks(facts, 1, in_epochs(**still))[0]["iterations"]
+    step_losses = run_ranks(curves, 1, [in_epochs(**still)], steps)[0][0].losses
     assert step_losses[: steps // 2] == pytest.approx(step_losses[steps // 2 :], rel=1e-6) and len(set(step_losses)) > 3
 
 
@@ -90,7 +96,173 @@ def test_machines_with_different_data_are_refused(tmp_path: Path) -> None:
             source = GOLDEN / "dataset" / f"corpus{name}_text_document.{suffix}"
             (tmp_path / f"data{rank}.{suffix}").write_bytes(source.read_bytes())
     given = config(NEOX, use_shared_fs=False, data_path=f"{tmp_path}/data{{}}", index_cache_dir=f"{tmp_path}/cache{{}}")
-    with pytest.raises(
-        AssertionError, match="use_shared_fs: false: the data on rank 1's machine is not that of rank 0's"
-    ):
+    with pytest.raises(AssertionError, match="use_shared_fs: false.*data.*rank 1.*rank 0"):
         run_ranks(on_own_machine, 2, given)
+
+
+# -- runs that get longer or shorter
+
+Drawn = tuple[list[list[int]], dict[int, dict[str, Any]]]  # tokens of every sample, and the weights at the end
+
+
+def drawn(rank: int, world_size: int, values: dict[str, Any]) -> Drawn:
+    """For the pool: a run to its end, and the samples that it drew."""
+    training, seen, batches_of = begin(values), [], loop.batches_of
+
+    def watched(training: Any) -> Any:
+        for step in batches_of(training):
+            seen.extend(row.tolist() for batch in step for row in batch.tokens)
+            yield step
+
+    loop.batches_of = watched  # this process is the pool's throw-away fork
+    train(training)
+    return seen, training.engine.weights(master=True)
+
+
+def laid_out(save: Path, steps: int, **more: Any) -> dict[str, Any]:
+    """Steps of 48 windows; an epoch has about four of them."""
+    rates = {"lr_decay_style": "cosine", "warmup": 0.0, "min_lr": 1e-5, "lr_decay_iters": steps, **more}
+    size = {"num_layers": 2, "train_batch_size": 48, "train_iters": steps}
+    return config(NEOX, size, rates, save=str(save), checkpoint_factor=3)
+
+
+def windows(name: str, save: Path) -> list[int]:
+    """Where the stretches of a run's order end."""
+    manifest = read_manifest(sorted(save.glob("global_step*"))[-1])
+    assert manifest is not None and manifest.data["laid_out"].keys() >= {name}
+    (ends,) = manifest.data["laid_out"][name]
+    return ends
+
+
+def test_a_run_is_extended_over_the_end_of_its_epoch(tmp_path: Path) -> None:
+    """Three steps of the first epoch, then to twelve: the rest of that epoch, and whole ones behind it."""
+    save, longer = tmp_path / "run", {"override_lr_scheduler": True, "lr_decay_iters": 12}
+    first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
+    (end,) = windows("train", save)
+    assert 3 * 48 < end < 6 * 48, "an epoch, which the first three steps do not use up"
+    others, weights = run_ranks(drawn, 1, laid_out(save, 12, **longer))[0]
+    assert max(losses(save)) == 12 and windows("train", save)[0] == end
+    # The epoch that was begun is that of the run as it was typed first
+    whole, (epoch, _) = first + others, run_ranks(drawn, 1, laid_out(tmp_path / "as first", end // 48))[0]
+    assert epoch == whole[: len(epoch)]
+    assert len({tuple(row) for row in whole[:end]}) == end, "every window of it once, and none in two places"
+    # Stopped at nine, it goes on bit for bit
+    stopped = tmp_path / "stopped"
+    run_ranks(drawn, 1, laid_out(stopped, 3))
+    run_ranks(drawn, 1, laid_out(stopped, 9, **longer))
+    rest, last = run_ranks(drawn, 1, laid_out(stopped, 12, **longer))[0]
+    assert rest == whole[-len(rest) :] and len(rest) == 3 * 48 and bit_equal(weights, last)
+
+
+@pytest.mark.parametrize("keys", [{"pack_impl": "best_fit"}, {"lr_decay_style": "constant"}], ids=["rows", "one epoch"])
+def test_where_nothing_is_laid_out_anew_it_is_the_longer_run(keys: dict[str, Any], tmp_path: Path) -> None:
+    """Rows of whole documents, and windows within the epochs that both have: bit for bit."""
+    steps = (3, 8) if "pack_impl" in keys else (2, 4)
+    constant = {"lr_decay_style": "constant", **keys}
+    save = tmp_path / "run"
+    first, _ = run_ranks(drawn, 1, {**laid_out(save, steps[0]), **constant})[0]
+    rest, extended = run_ranks(drawn, 1, {**laid_out(save, steps[1]), **constant})[0]
+    whole, through = run_ranks(drawn, 1, {**laid_out(tmp_path / "through", steps[1]), **constant})[0]
+    assert first + rest == whole and bit_equal(extended, through)
+
+
+def test_a_run_is_shortened(tmp_path: Path) -> None:
+    """Twelve steps mix three epochs; ended after six, they are the first six of these."""
+    save = tmp_path / "run"
+    whole, _ = run_ranks(drawn, 1, laid_out(tmp_path / "whole", 12))[0]
+    started = laid_out(save, 12, exit_interval=3)
+    first, _ = run_ranks(drawn, 1, started)[0]
+    rest, _ = run_ranks(drawn, 1, {**started, "train_iters": 6, "exit_interval": None})[0]
+    assert first + rest == whole[: 6 * 48] and max(losses(save)) == 6
+    assert len(windows("train", save)) == 1
+
+
+def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -> None:
+    """It said how many samples were laid out, and less of the keys."""
+    rests = []
+    for save in (tmp_path / "then", tmp_path / "now"):
+        first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
+        manifest = read_manifest(save / "global_step3")
+        assert manifest is not None
+        order = {"train_samples": windows("train", save)[0], "seq_length": 32, "split": "90,10,0"}
+        if save.name == "then":
+            then = replace(manifest, data={"files": manifest.data["files"], "order": order})
+            (save / "global_step3" / "manifest.json").write_text(then.to_json())
+        rests.append(run_ranks(drawn, 1, laid_out(save, 12, override_lr_scheduler=True))[0][0])
+    assert rests[0] == rests[1] and rests[0][: len(first)] != first
+
+
+# -- the length of rows
+
+CURRICULUM: dict[str, Any] = {
+    "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+    "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
+}  # fmt: skip
+PHASES: dict[str, Any] = {
+    "seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}, "reset_attention_mask": True,
+    "reset_position_ids": True,
+}  # fmt: skip
+# Keys, and the lengths of steps: one that stays, ones that change, and the whole.
+KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {
+    "growing": ({"curriculum_learning": CURRICULUM}, [8, 16, 16, 24, 24, 32]),
+    "phases": (PHASES, [8, 8, 16, 16, 16, 32]),
+}
+STEPS = 6
+
+
+def curves_in(ranks: int, layout: dict[str, Any]) -> dict[tuple[str, str], Curve]:
+    """Of both kinds and of two models."""
+    models = {"neox": NEOX, "llama": LLAMA}
+    configs = {
+        (kind, name): config(model, ADAMW, keys, {"train_micro_batch_size_per_gpu": 2, **layout})
+        for kind, (keys, _) in KINDS.items() for name, model in models.items()
+    }  # fmt: skip
+    return runs.curves_of(configs, STEPS, ranks)
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, str], Curve]:
+    """One process, one micro-batch of 8."""
+    return curves_in(1, {"train_micro_batch_size_per_gpu": 8})
+
+
+@pytest.mark.parametrize("name", runs.cells(["zero3", "tp2 pp2 sp"], ["tp2 sp"], ["zero1", "pp2"]))
+def test_layout_equals_one_process(name: str, references: dict[tuple[str, str], Curve]) -> None:
+    runs.assert_alike(curves_in(*runs.TABLE[name]), references)
+
+
+def test_short_sequences_change_the_run(references: dict[tuple[str, str], Curve]) -> None:
+    plain = runs.curves_of({"plain": config(NEOX, ADAMW, train_micro_batch_size_per_gpu=8)}, STEPS)["plain"]
+    for kind in KINDS:
+        assert runs.furthest(plain, references[kind, "neox"])[0] > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), runs.cells([("growing", "pp2"), ("phases", "pp2")], [("growing", "zero1")])
+)
+def test_resume_and_log(kind: str, layout: str, tmp_path: Path) -> None:
+    """Stopped after three steps, which is inside a phase."""
+    keys, lengths = KINDS[kind]
+    ranks, more = runs.TABLE[layout]
+    run = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3, "hidden_dropout": 0.1}
+    assert_goes_on(ranks, config(NEOX, ADAMW, keys, run, more), tmp_path)
+    rows = runs.metric_rows(tmp_path / "resumed")
+    assert [row["curriculum_seqlen"] for row in rows] == lengths
+    if kind == "phases":
+        assert [row["consumed_tokens"] for row in rows] == [8 * 32 * i for i in range(1, 7)]
+        assert [row["curriculum_tokens"] for row in rows] == [256 * n for n in (1, 2, 1, 2, 3, 1)]
+    else:
+        assert [row["consumed_tokens"] for row in rows] == [8 * sum(lengths[: i + 1]) for i in range(6)]
+        speeds = [row["runtime/tokens_per_sec"] / row["runtime/samples_per_sec"] for row in rows]
+        assert speeds == pytest.approx(lengths)
+
+
+def test_what_was_read_is_said_when_a_phase_ends() -> None:
+    lines: list[str] = []
+    args = NeoXArgs.from_dict(config(NEOX, PHASES, train_micro_batch_size_per_gpu=2))
+    training = SimpleNamespace(args=args, progress=TrainingProgress(), logger=SimpleNamespace(info=lines.append))
+    for _ in range(8):
+        _advance(training, "train", None)  # type: ignore[arg-type]
+    for line, facts in zip(lines, (("512", "8", "16", "3"), ("768", "16", "32", "6")), strict=True):
+        assert line.startswith("seq_curriculum: ") and tuple(re.findall(r"\d+", line)) == facts
+    assert training.progress.row_tokens == {8: 512, 16: 768, 32: 768} and training.progress.consumed_tokens == 2048

@@ -1,9 +1,10 @@
-"""The load-balancing loss of HuggingFace's families with experts is transformers', and so are the gradients
-of loss and load-balancing loss together."""
+"""Training of HuggingFace's families is that of transformers' models: three AdamW steps in sizes that nothing
+divides, the logits before them, and the load-balancing loss of families with experts with its gradients."""
 
 import shutil
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -14,64 +15,161 @@ from megatron.checkpointing.huggingface import HFFolder
 from megatron.data import Batch
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.model import layer_params
-from megatron.mpu import shard, unshard
+from megatron.mpu import shard
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.engine import Engine
 from megatron.training.setup import build_engine
-from tests.checkpointing.family_models import collected, odd_model, on_disk
+from tests.checkpointing.family_models import ODD, collected, odd_model, on_disk
+from tests.checkpointing.family_runs import TOKENS, logits_by_layout
+from tests.marks import with_more
 from tests.model.stages import Weights, groups_of
 from tests.pool import run_ranks
+from tests.training.layout_runs import Run, whole
 from tests.training.runs import GOLDEN
 
-CASES = ("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")
-COEFFICIENT = 0.7
-ROWS, SEQ, VOCAB, PADDED = 4, 16, 91, 96
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "dp2": (2, {}),
-    "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+STEPS, RATE, DECAY = 3, 1e-3, 0.1
+EPS = 1e-4  # where gradients are rounding alone, a smaller one would make steps of them
+SEQ, VOCAB, PADDED = 16, 91, 96
+SOME, ALL = list(ODD)[::2], list(ODD)
+LAYOUTS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "one process": (1, {}, ALL),
+    "one process, some": (1, {}, SOME),
+    "tp2": (2, {"model_parallel_size": 2}, ALL),
+    "pp2": (2, {"pipe_parallel_size": 2}, ALL),
 }
 Model = tuple[dict[str, Any], Weights]
 
 
-class Reference(NamedTuple):
-    """Of transformers: the model, its loss and load-balancing loss, and the gradients of both, the second
-    times COEFFICIENT, by the names of its file."""
-
-    model: Model
-    family: str
-    loss: float
-    balance: float
-    gradients: dict[str, Tensor]
-
-
-class Step(NamedTuple):
-    """Of a rank: what its step found, its tensor rank, and how far a step of plain descent took its
-    weights."""
-
-    loss: float
-    balance: float
-    tensor_rank: int
-    way: Weights
-
-
-def tokens() -> Tensor:
-    return torch.randint(0, 90, (ROWS, SEQ), generator=torch.Generator().manual_seed(1))
+def rows_of(*shape: int) -> Tensor:
+    return torch.randint(0, 90, (*shape, SEQ), generator=torch.Generator().manual_seed(1))
 
 
 def labels_of(rows: Tensor) -> Tensor:
     return rows.roll(-1, -1)
 
 
-def reference(case: str) -> Reference:
-    """Its load-balancing loss is that of a micro-batch of two rows, as everywhere here."""
-    model = odd_model(case, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+def imported(model: Any) -> tuple[str, Model]:
+    """The family of a model of transformers; its keys, and its weights in our names."""
     config, tensors = on_disk(model)
-    keys, weights = from_hf(config, {name: value.clone() for name, value in tensors.items()}.__getitem__,
-                            padded_vocab_size=PADDED)  # fmt: skip
-    ours = collected(weights)
+    read = {name: value.clone() for name, value in tensors.items()}.__getitem__
+    keys, weights = from_hf(config, read, padded_vocab_size=PADDED)
+    return config["model_type"], (keys, collected(weights))
+
+
+def args_of(*parts: dict[str, Any]) -> NeoXArgs:
+    values = {"seq_length": SEQ, "precision": "fp32", "mask_padded_vocab": VOCAB, "gradient_clipping": 0.0}
+    for part in parts:
+        values |= part
+    return NeoXArgs.from_dict(values)
+
+
+def engine_with(args: NeoXArgs, weights: Weights) -> Engine:
+    """Of this rank, with its part of whole weights."""
+    groups = groups_of(args, args.world_size)
+    engine = build_engine(args, groups)
+    rank, size = groups.rank("tensor"), groups.size("tensor")
+    engine.set_weights({
+        layer: {spec.name: shard(weights[layer][spec.name], spec, rank, size) for spec in specs}
+        for layer, specs in layer_params(args).items() if layer in weights
+    })  # fmt: skip
+    return engine
+
+
+def batch_of(rows: Tensor) -> Batch:
+    return Batch(rows, labels_of(rows), torch.ones(rows.shape))
+
+
+@cache
+def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Tensor]]:
+    """Of transformers: family, the model before the steps, its logits, the losses of the steps, and the
+    weights after them by the names of its file."""
+    model = odd_model(case)
+    family, ours = imported(model)
+    # These may be matrices.
+    biases = {id(param) for name, param in model.named_parameters() if name.endswith(("bias", "A_log"))}
+    decayed = [param for param in model.parameters() if param.dim() >= 2 and id(param) not in biases]
+    kept = {id(param) for param in decayed}
+    others = [param for param in model.parameters() if id(param) not in kept]
+    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), eps=EPS)
+    with torch.no_grad():
+        logits = model(TOKENS).logits
+    losses = []
+    for rows in rows_of(STEPS, 2):
+        loss = torch.nn.functional.cross_entropy(model(rows).logits.flatten(0, 1), labels_of(rows).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return family, ours, logits, losses, on_disk(model)[1]
+
+
+ADAMW = {
+    "optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.95], "eps": EPS}}, "weight_decay": DECAY,
+    "train_iters": STEPS, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+def steps(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]) -> list[Run]:
+    """For the pool: of every model."""
+    found = []
+    for keys, weights in models:
+        engine = engine_with(args_of(keys, layout, ADAMW).for_world(world_size), weights)
+        losses = []
+        for rows in rows_of(STEPS, 2):
+            losses.append(float(engine.train_step([batch_of(row) for row in rows.split(1)], RATE).loss))
+        found.append(Run(losses, [], [], engine.groups.rank("tensor"), engine.weights(master=True)))
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, "tp2", product=["one process", "pp2"]))
+def test_three_steps_are_those_of_transformers(layout: str) -> None:
+    world, keys, cases = LAYOUTS[layout]
+    references = [reference(case) for case in cases]
+    ranks = run_ranks(steps, world, [model for _, model, *_ in references], keys)
+    for case, (family, model, _, losses, weights), *parts in zip(cases, references, *ranks, strict=True):
+        assert parts[0].losses == pytest.approx(losses, rel=1e-5), case
+        args = args_of(model[0], ADAMW)
+        after = dict(to_hf(args, whole(args, parts).items(), family=family, vocab_size=VOCAB))
+        assert after.keys() == weights.keys(), case
+        for name, value in weights.items():
+            assert torch.allclose(after[name], value, atol=1e-5, rtol=1e-5), (case, name)
+        assert max(abs(a - b) for a, b in zip(losses, losses[1:], strict=False)) > 1e-3, "steps must move it"
+
+
+@pytest.mark.product
+def test_logits_before_the_steps() -> None:
+    references = [reference(case) for case in ALL]
+    layouts = [(1, 1), (2, 1), (1, 2)]
+    for layout, logits in logits_by_layout([model for _, model, *_ in references], layouts).items():
+        for case, (_, _, expected, *_), ours in zip(ALL, references, logits, strict=True):
+            assert (ours[..., :VOCAB] - expected).abs().max() < 1e-5, (case, layout)
+
+
+# -- the load-balancing loss
+
+CASES = ("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")
+COEFFICIENT, ROWS = 0.7, 4
+BALANCED_IN: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "tp2": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2": (2, {}),
+    "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+}
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "weight_decay": 0.0, "train_iters": 1,
+    "train_micro_batch_size_per_gpu": 2, "train_batch_size": ROWS,
+}  # fmt: skip
+
+
+def balanced(case: str) -> tuple[str, Model, list[float], dict[str, Tensor]]:
+    """Of transformers: family, model, its loss and its load-balancing loss, that of a micro-batch of two rows
+    as everywhere here, and the gradients of both, the second times COEFFICIENT, by the names of its file."""
+    model = odd_model(case, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
+    family, ours = imported(model)
     losses, balances = [], []
-    for rows in tokens().split(2):
+    for rows in rows_of(ROWS).split(2):
         out = model(rows)
         losses.append(torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels_of(rows).flatten()))
         balances.append(out.aux_loss)
@@ -81,72 +179,41 @@ def reference(case: str) -> Reference:
         for param in model.parameters():
             assert param.grad is not None
             param.copy_(param.grad)
-    gradients = on_disk(model)[1]
-    return Reference((keys, ours), config["model_type"], float(loss.detach()), float(balance.detach()), gradients)
+    return family, ours, [float(loss.detach()), float(balance.detach())], on_disk(model)[1]
 
 
-def args_of(keys: dict[str, Any], layout: dict[str, Any]) -> NeoXArgs:
-    return NeoXArgs.from_dict({
-        **keys, **layout, "seq_length": SEQ, "precision": "fp32", "mask_padded_vocab": VOCAB,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "weight_decay": 0.0, "gradient_clipping": 0.0,
-        "train_iters": 1, "train_micro_batch_size_per_gpu": 2, "train_batch_size": ROWS,
-    })  # fmt: skip
-
-
-def step(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]) -> list[Step]:
-    """For the pool."""
+def step(rank: int, world_size: int, models: list[Model], layout: dict[str, Any]) -> list[Run]:
+    """For the pool: what a step of each model found, and how far plain descent took its weights."""
     found = []
     for keys, weights in models:
-        args = args_of(keys, layout).for_world(world_size)
-        groups = groups_of(args, world_size)
-        engine = build_engine(args, groups)
-        tensor_rank, size = groups.rank("tensor"), groups.size("tensor")
-        engine.set_weights({
-            layer: {spec.name: shard(weights[layer][spec.name], spec, tensor_rank, size) for spec in specs}
-            for layer, specs in layer_params(args).items() if layer in weights
-        })  # fmt: skip
+        engine = engine_with(args_of(keys, layout, SGD).for_world(world_size), weights)
         before = {i: {n: t.clone() for n, t in held.items()} for i, held in engine.weights(master=True).items()}
-        batches = [Batch(rows, labels_of(rows), torch.ones(rows.shape)) for rows in tokens().split(2)]
+        groups, batches = engine.groups, [batch_of(rows) for rows in rows_of(ROWS).split(2)]
         result = engine.train_step(batches[groups.rank("data") :: groups.size("data")], 1.0)
         after = engine.weights(master=True)
         way = {i: {name: before[i][name] - value for name, value in held.items()} for i, held in after.items()}
-        found.append(Step(float(result.loss), float(result.metrics["moe_aux_loss"]), tensor_rank, way))
+        losses = [float(result.loss), float(result.metrics["moe_aux_loss"])]
+        found.append(Run(losses, [], [], groups.rank("tensor"), way))
         engine.close()
     return found
 
 
-def whole(args: NeoXArgs, ranks: list[Step]) -> Weights:
-    parts = {one.tensor_rank: one.way for one in ranks}
-    return {
-        layer: {spec.name: unshard([parts[rank][layer][spec.name] for rank in sorted(parts)], spec) for spec in specs}
-        for layer, specs in layer_params(args).items()
-    }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[str, Reference]:
-    return {case: reference(case) for case in CASES}
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [name if name in ("one process", "tp2") else pytest.param(name, marks=pytest.mark.more) for name in LAYOUTS],
-)
-def test_the_load_balancing_loss_is_that_of_transformers(layout: str, references: dict[str, Reference]) -> None:
-    world, keys = LAYOUTS[layout]
-    ranks = run_ranks(step, world, [one.model for one in references.values()], keys)
-    for number, (case, one) in enumerate(references.items()):
-        steps, args = [by_model[number] for by_model in ranks], args_of(one.model[0], {})
+@pytest.mark.parametrize("layout", with_more(BALANCED_IN, "ep2 zero3", product=["one process", "dp2"]))
+def test_the_load_balancing_loss_is_that_of_transformers(layout: str) -> None:
+    world, keys = BALANCED_IN[layout]
+    references = [balanced(case) for case in CASES]
+    ranks = run_ranks(step, world, [model for _, model, _, _ in references], keys)
+    for (family, model, losses, gradients), *steps in zip(references, *ranks, strict=True):
+        args = args_of(model[0], SGD)
         assert (args.moe_aux_loss_coeff, args.moe_aux_loss_scope) == (COEFFICIENT, "transformers")
         for found in steps:
-            assert found.loss == pytest.approx(one.loss, abs=1e-5), case
-            assert found.balance == pytest.approx(one.balance, abs=1e-5), case
-        gradients = dict(to_hf(args, whole(args, steps).items(), family=one.family, vocab_size=VOCAB))
-        assert gradients.keys() == one.gradients.keys(), case
-        for name, value in one.gradients.items():
-            assert (gradients[name] - value).abs().max() < 1e-5, (case, name)
-        router = next(g for name, g in one.gradients.items() if name.endswith((".gate.weight", ".router.weight")))
-        assert router.abs().max() > 1e-3, case
+            assert found.losses == pytest.approx(losses, abs=1e-5), family
+        ours = dict(to_hf(args, whole(args, steps).items(), family=family, vocab_size=VOCAB))
+        assert ours.keys() == gradients.keys(), family
+        for name, value in gradients.items():
+            assert (ours[name] - value).abs().max() < 1e-5, (family, name)
+        router = next(g for name, g in gradients.items() if name.endswith((".gate.weight", ".router.weight")))
+        assert router.abs().max() > 1e-3, family
 
 
 def test_without_router_logits_there_is_no_such_loss() -> None:
@@ -162,6 +229,6 @@ def test_what_trains_nothing_does_without_it_in_stages_too(tmp_path: Path) -> No
     shutil.copy(GOLDEN / "dataset" / "hf_tokenizer" / "tokenizer.json", tmp_path)
     keys = {"pipe_parallel_size": 2, "padded_vocab_size": PADDED}
     assert NeoXArgs.from_dict({**hf_model_keys(str(tmp_path)), **keys}).pp == 2
-    with pytest.raises(ConfigError, match="moe_aux_loss_scope: transformers is a sum over all layers"):
+    with pytest.raises(ConfigError, match="moe_aux_loss_scope.*transformers.*all layers"):
         source = HFFolder(tmp_path)
         NeoXArgs.from_dict({**from_hf(source.config, source.get)[0], **keys})

@@ -1,34 +1,37 @@
 """Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
-refusals."""
+refusals, the folders of adapters as peft has them; and rows that pad an imported vocabulary, with which
+losses are those of the model without them."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, read_manifest
+from megatron.checkpointing.adapters import compare_merged, compare_with_peft, open_with_base
+from megatron.checkpointing.averaging import average
 from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.importing import load_hf_weights
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training.loop import batches_of
 from tests.checkpointing.family_models import odd_model
-from tests.marks import with_more
+from tests.checkpointing.family_runs import TOKENS
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, NEOX, config, run_to_end
+from tests.training.preference.test_pairs_train import pairs
+from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config, run_to_end
+from tools.ckpts import adapter, convert_neox_to_hf, inspect_checkpoints, reshard, verify
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
-TOKENS = 380  # of that tokenizer and of BASE's
+VOCABULARY = 380  # of that tokenizer and of BASE's
 MODEL = NEOX | {"no_weight_tying": True, "layernorm_epsilon": 1e-5}
-LAYOUTS = {
-    "plain": (1, {}),
-    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "zero3": (2, {"zero_optimization": {"stage": 3}}),
-}
 
 
 def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any) -> Path:
@@ -51,75 +54,69 @@ def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any)
     return path
 
 
-def given(save: Path, load: Path | str, **more: Any) -> dict[str, Any]:
+def given(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
     common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
-    return config(MODEL, common, {"save": str(save), "load": str(load), **more})
+    return config(model, common, {"save": str(save), "load": str(load), **more})
 
 
-@pytest.mark.parametrize("layout", with_more(LAYOUTS, *(name for name in LAYOUTS if name != "zero3")))
+def exported(save: Path, iteration: int | None, target: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint of a run, as a HuggingFace folder."""
+    checkpoint = find_checkpoint(save, iteration)
+    export_hf(checkpoint, load_checkpoint_args(checkpoint)[0], target)
+    return load_file(target / "model.safetensors")
+
+
+def started_and_written(run: Path, model: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The tensors that a run started from, and those that it wrote after its last step."""
+    source, before = load_file(model / "model.safetensors"), exported(run, 0, run.parent / "started")
+    # Before the first step every weight is the folder's, bit for bit, and comes out again.
+    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
+    made = run / "huggingface" / "global_step2"
+    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
+    after, again = load_file(made / "model.safetensors"), exported(run, None, run.parent / "ended")
+    assert after.keys() == again.keys() and all(torch.equal(after[name], value) for name, value in again.items())
+    return source, after
+
+
+@pytest.mark.parametrize("layout", cells(["zero3"], ["tp2 pp2 sp"], ["plain"]))
 def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
-    ranks, keys = LAYOUTS[layout]
+    ranks, keys = TABLE[layout]
     model = folder(tmp_path / "model", eos_token_id=7)
     (model / "additional_chat_templates").mkdir()
     for name in (beside := ("preprocessor_config.json", "additional_chat_templates/rag.jinja")):
         (model / name).write_text(f"{{}} {name}")
-    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys), timeout=120)
-    # Before the first step every weight is the folder's, bit for bit, and comes out again.
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    before, source = load_file(tmp_path / "started" / "model.safetensors"), load_file(model / "model.safetensors")
-    assert before.keys() == source.keys() and all(torch.equal(before[name], source[name]) for name in source)
-    # After the last step the run itself has written one.
-    made = tmp_path / "run" / "huggingface" / "global_step2"
-    assert [path.name for path in made.parent.iterdir()] == ["global_step2"]
-    ended = find_checkpoint(tmp_path / "run")
-    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
-    after, again = load_file(made / "model.safetensors"), load_file(tmp_path / "ended" / "model.safetensors")
-    assert all(torch.equal(after[name], value) for name, value in again.items())
+    run_ranks(run_to_end, ranks, given(tmp_path / "run", model, save_hf=0, **keys))
+    source, after = started_and_written(tmp_path / "run", model)
     assert all(not torch.equal(after[name], source[name]) for name in source)
+    made = tmp_path / "run" / "huggingface" / "global_step2"
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", *beside):
         assert (made / name).read_bytes() == (model / name).read_bytes(), name
     loaded, loading_info = transformers.AutoModelForCausalLM.from_pretrained(made, output_loading_info=True)  # type: ignore[misc]
     assert not loading_info["missing_keys"] and not loading_info["unexpected_keys"] and loaded.config.eos_token_id == 7
     assert loaded.generation_config.temperature == 0.7
-    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
     chat = [{"role": "user", "content": "hello"}]
-    expected = transformers.AutoTokenizer.from_pretrained(TOKENIZER).apply_chat_template(chat, tokenize=False)
-    assert tokenizer.apply_chat_template(chat, tokenize=False) == expected
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(path) for path in (made, TOKENIZER))
+    assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
 
 
-MIXTURES = {
+MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
     "ep2 x tp2": (4, {"expert_parallel_size": 2, "model_parallel_size": 2, "zero_optimization": {"stage": 1}}),
     "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
-    "tp2 cut x pp2": (
-        4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
-}  # fmt: skip
+    "tp2 cut x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
+}
 
 
-@pytest.mark.parametrize(
-    "layout", [name if name == "ep2 x tp2" else pytest.param(name, marks=pytest.mark.more) for name in MIXTURES]
-)
+@pytest.mark.parametrize("layout", cells(["ep2 x tp2"], ["tp2 cut x pp2"], ["ep2 zero3"]))
 def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
     ranks, keys = MIXTURES[layout]
     more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
     odd_model("qwen 2 moe", **more).save_pretrained(tmp_path / "model")
     source = HFFolder(tmp_path / "model")
-    model = {
-        name: value for name, value in from_hf(source.config, source.get)[0].items() if name != "padded_vocab_size"
-    }
-    common = {"train_iters": 2, "checkpoint_factor": 2, "extra_save_iters": [0], "vocab_file": str(TOKENIZER)}
-    places = {"save": str(tmp_path / "run"), "load": str(tmp_path / "model"), "save_hf": 0}
-    run_ranks(run_to_end, ranks, config(model, common, {**places, **keys}), timeout=120)
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    before, given = (load_file(tmp_path / name / "model.safetensors") for name in ("started", "model"))
-    assert before.keys() == given.keys() and all(torch.equal(before[name], given[name]) for name in given)
-    made = load_file(tmp_path / "run" / "huggingface" / "global_step2" / "model.safetensors")
-    ended = find_checkpoint(tmp_path / "run")
-    export_hf(ended, load_checkpoint_args(ended)[0], tmp_path / "ended")
-    again = load_file(tmp_path / "ended" / "model.safetensors")
-    assert made.keys() == again.keys() and all(torch.equal(made[name], value) for name, value in again.items())
-    assert sum(not torch.equal(made[name], given[name]) for name in given) > 0.9 * len(given)
+    model = from_hf(source.config, source.get)[0]
+    del model["padded_vocab_size"]
+    run_ranks(run_to_end, ranks, given(tmp_path / "run", tmp_path / "model", model, save_hf=0, **keys))
+    before, after = started_and_written(tmp_path / "run", tmp_path / "model")
+    assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
 
 
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
@@ -128,13 +125,11 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     run_ranks(run_to_end, 1, values)
     made = tmp_path / "run" / "huggingface"
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
-    started = find_checkpoint(tmp_path / "run", 0)
-    export_hf(started, load_checkpoint_args(started)[0], tmp_path / "started")
-    rows = load_file(tmp_path / "started" / "model.safetensors")["gpt_neox.embed_in.weight"]
+    rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
     source_rows = load_file(model / "model.safetensors")["gpt_neox.embed_in.weight"]
-    assert rows.shape[0] == TOKENS and torch.equal(rows[:350], source_rows)
+    assert rows.shape[0] == VOCABULARY and torch.equal(rows[:350], source_rows)
     torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
-    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == TOKENS
+    assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == VOCABULARY
 
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
@@ -154,7 +149,7 @@ def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
     lines = [line.strip() for line in str(caught.value).splitlines()]
     assert "num_layers: 4 there, 3 here" in lines and "rotary_pct: 2 there, 4 here" in lines
     small = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=256))
-    with pytest.raises(CheckpointError, match="384 rows of vocabulary, padded_vocab_size is 256; .* at least 384"):
+    with pytest.raises(CheckpointError, match="384.*padded_vocab_size.*256"):
         load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
 
 
@@ -169,11 +164,11 @@ def test_only_the_stage_s_own_blocks_are_read(tmp_path: Path, monkeypatch: pytes
 
 def test_what_cannot_be_written_stops_the_run_before_its_first_step(tmp_path: Path) -> None:
     values = {**given(tmp_path / "run", "", save_hf=0, pos_emb="alibi"), "load": None}
-    with pytest.raises(Exception, match="HuggingFace has no such model"):
+    with pytest.raises(Exception, match="save_hf.*alibi|HuggingFace"):
         run_ranks(run_to_end, 1, values)
-    with pytest.raises(ConfigError, match="save_hf: needs save"):
+    with pytest.raises(ConfigError, match="save_hf: .*save"):
         NeoXArgs.from_dict({**given(tmp_path, ""), "save": None, "load": None, "save_hf": 1})
-    with pytest.raises(Exception, match="ORG/NAME: cannot be had from the Hub .*`hf download ORG/NAME`"):
+    with pytest.raises(Exception, match="ORG/NAME.*`hf download ORG/NAME`"):
         run_ranks(run_to_end, 1, given(tmp_path / "run", "hf://ORG/NAME"))
 
 
@@ -186,3 +181,166 @@ def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(t
         args = NeoXArgs.from_dict({**keys, "score_head": True, "padded_vocab_size": 96})
         loaded = load_hf_weights(tmp_path / case, args, layers=[0, 2], tensor_rank=0, tensor_size=1, new_head=True)
         assert loaded.keys() == {0, 2} and loaded[2]
+
+
+# -- adapters
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["adapter", "both"])
+def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = folder(tmp_path / "model")
+    lora = {"r": 4, "alpha": 8, "dora": True, "init": False, "save": kind, "modules_to_save": ["embed_in", "embed_out"]}
+    keys = {"save_hf": 0, "save_best": "validation/lm_loss", "eval_interval": 1, "eval_iters": 1, "lora": lora}
+    run_ranks(run_to_end, 2, given(tmp_path / "run", model, model_parallel_size=2, **keys), timeout=120)
+    made = find_checkpoint(tmp_path / "run")
+    base, (source,) = open_with_base([made])
+    compare_with_peft(base, source) if kind == "adapter" else compare_merged(base, source)
+    for out in (tmp_path / "run" / "huggingface" / "global_step2", tmp_path / "run" / "best_model"):
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(model) and (out / "tokenizer.json").is_file()
+        plain = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+        with torch.no_grad():
+            before = plain(TOKENS).logits
+            tuned = peft.PeftModel.from_pretrained(plain, str(out)).eval()
+            assert (tuned(TOKENS).logits - before).abs().max() > 0.1
+            one, (opened,) = open_with_base([out])
+            compare_with_peft(one, opened)
+        assert len(load_file(out / "adapter_model.safetensors")) == 4 * 4 * 3 + 3
+
+    inspect_checkpoints.main([str(made), "--match", "lora_A"])
+    told = capsys.readouterr().out
+    assert ("adapters alone" in told) == (kind == "adapter") and "q_proj" not in told
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(made)])
+    assert ended.value.code == 0
+    words = ["--input_dir", str(made), "--output_dir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=r"adapters .*tools/ckpts/adapter\.py merge"):
+        convert_neox_to_hf.main(words)
+    with pytest.raises(CheckpointError, match="adapters"):
+        average([made, find_checkpoint(tmp_path / "run", 0)], tmp_path / "mean")
+    if kind == "adapter":
+        with pytest.raises(SystemExit, match="adapters alone"):
+            reshard.main(words)
+        with pytest.raises(CheckpointError, match="adapters alone"):
+            load_checkpoint_args(made)
+    else:
+        reshard.main([*words, "--tp", "1"])
+        base, (again,) = open_with_base([tmp_path / "out" / made.name])
+        assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
+
+    adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
+    whole = str(find_checkpoint(tmp_path / "merged"))
+    convert_neox_to_hf.main(["--input_dir", whole, "--output_dir", str(tmp_path / "hf")])
+    alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    with torch.no_grad():
+        assert (alone(TOKENS).logits - tuned(TOKENS).logits).abs().max() < 1e-5
+    assert (tmp_path / "hf" / "tokenizer.json").is_file()
+
+
+# -- rows that pad the vocabulary
+
+CHAT = str(GOLDEN / "dataset" / "chat_conversation")
+PADDED_COMMON: dict[str, Any] = {
+    **MODEL, "make_vocab_size_divisible_by": 128, "seq_length": 32, "train_batch_size": 4, "data_path": None,
+    "weight_decay": 0.0, "reset_attention_mask": True, "reset_position_ids": True,
+}  # fmt: skip
+PADDED = {
+    **PADDED_COMMON, "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": [f"{CHAT}_label_document"],
+    "pack_impl": "packed", "eod_mask_loss": False,
+}  # fmt: skip
+TP4 = (4, {"model_parallel_size": 4})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """600 tokens, which a run pads to 640; with four ranks the last holds 120 of its 160."""
+    return folder(tmp_path_factory.mktemp("model"), vocab=600)
+
+
+def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, float, list[Any], int | None, Any]:
+    """For the pool: loss and gradient norm of a run's first step, its batches, the rows that count, and its
+    metrics."""
+    training = begin(values)
+    batches = next(batches_of(training))
+    fields = [(b.tokens, b.labels, b.loss_weights, *([] if b.positions is None else [b.positions])) for b in batches]
+    result = training.engine.train_step(batches, 0.0)
+    metrics = {name: float(value) for name, value in result.metrics.items()}
+    assert training.args.padded_vocab_size == 640
+    training.engine.close()
+    return float(result.loss), float(result.grad_norm or math.nan), fields, training.args.softmax_rows, metrics
+
+
+def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
+    """Loss over the weighted tokens, and norm of its gradient; each document attended alone."""
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    total, count = torch.zeros(()), 0.0
+    for tokens, labels, weights, positions in batches:
+        for row in range(len(tokens)):
+            starts = [*(positions[row] == 0).nonzero().flatten().tolist(), tokens.shape[1]]
+            for first, end in zip(starts, starts[1:], strict=False):
+                logits = reference(tokens[row : row + 1, first:end]).logits[0].float()
+                logprobs = logits.log_softmax(-1).gather(-1, labels[row, first:end, None]).squeeze(-1)
+                total = total - (logprobs * weights[row, first:end]).sum()
+        count += float(weights.sum())
+    loss = total / count
+    loss.backward()
+    return float(loss), float(torch.stack([p.grad.norm() for p in reference.parameters() if p.grad is not None]).norm())
+
+
+@pytest.mark.parametrize("layout", ["tp4", "pp2"])
+def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path) -> None:
+    ranks, keys = TABLE.get(layout, TP4)
+    loss, norm, batches, rows, _ = run_ranks(first_step, ranks, config(PADDED, keys, load=str(model)))[0]
+    assert rows == 600
+    assert (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
+
+
+SIMPO = {
+    "dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5, "train_impl": "dpo", "dataset_impl": "pairwise",
+    "eod_mask_loss": False, "pack_impl": "unpacked", "train_micro_batch_size_per_gpu": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
+def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
+    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
+    transformers."""
+    ranks, keys = TABLE.get(layout, TP4)
+    values = config(PADDED_COMMON, pairs(tmp_path), SIMPO, keys, load=str(model))
+    values = {key: value for key, value in values.items() if value is not None and key != "split"}
+    loss, _, batches, _, metrics = run_ranks(first_step, ranks, values)[0]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
+    sums, averages = [], []
+    with torch.no_grad():
+        for tokens, labels, weights, *_ in batches:
+            logprobs = reference(tokens).logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
+            sums.append((logprobs * weights).sum(1))
+            averages.append(sums[-1] / weights.sum(1))
+    above = torch.cat([average[0::2] - average[1::2] for average in averages])
+    expected = -torch.nn.functional.logsigmoid(2.0 * above - 0.5).mean()
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    chosen = torch.cat([average[0::2] for average in averages]).mean()
+    assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+
+
+def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
+    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any
+    run."""
+    as_it_came = run_ranks(first_step, 1, config(PADDED, load=str(model)))[0]
+    padded = run_ranks(first_step, 1, config(PADDED, load=str(model), mask_padded_vocab=False))[0]
+    assert padded[3] is None and padded[0] > as_it_came[0] + 1e-3
+    native = {"padded_vocab_size": 640}
+    assert run_ranks(first_step, 1, config(PADDED, native))[0][3] is None
+    assert run_ranks(first_step, 1, config(PADDED, native, mask_padded_vocab=True))[0][3] == 380
+    with pytest.raises(AssertionError, match="program: mask_padded_vocab: 379.*380"):
+        run_ranks(first_step, 1, config(PADDED, native, mask_padded_vocab=379))
+
+
+def test_the_number_goes_on_with_the_run(model: Path, tmp_path: Path) -> None:
+    """A checkpoint of ours carries the configuration that the model came with."""
+    values = config(PADDED, load=str(model), save=str(tmp_path / "run"), train_iters=1, checkpoint_factor=1)
+    run_ranks(run_to_end, 1, values)
+    again = config(PADDED, save=str(tmp_path / "run"), train_iters=2, checkpoint_factor=2, override_lr_scheduler=True)
+    assert run_ranks(first_step, 1, {**again, "allow_changed_data": True})[0][3] == 600
+    assert json.loads(NeoXArgs.from_dict(values).to_json())["given"].get("mask_padded_vocab") is None

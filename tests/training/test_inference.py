@@ -1,23 +1,27 @@
-"""Scores in the middle of a run: the same in every layout, and the run is bit for bit what it is without
-them."""
+"""Scores in the middle of a run, the same in every layout, and the run is bit for bit what it is without
+them; and validation loss, one number whatever the layout, also for fewer samples than a batch."""
 
-import json
 import random
+from copy import deepcopy
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from torch import Tensor, nn
 
 from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.data import unigram_entropy
+from megatron.data.batch import collate_samples
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.training import Training, train
-from tests.marks import with_more
+from megatron.training.evaluation import ValidationResult, evaluate
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, config
+from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, cells, config, metric_rows
+from tests.training.test_layouts import LAYOUTS as TRAINED_IN
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
 # All of it cut up, also what is as small as here.
@@ -37,7 +41,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
 }
-MORE = ("tp2+sp", "tp2 x pp2 +sp", "ep2 x tp2 +sp", "dp2 zero3 x tp2 +sp")
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
@@ -73,7 +76,7 @@ class Looking(Callback):
 class Ran(NamedTuple):
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    found: dict[int, list[ContinuationScore]]
+    found: dict[int, list[ContinuationScore]]  # by step
 
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -92,11 +95,7 @@ def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
 
         training.engine.train_step = noting  # type: ignore[method-assign]
         train(training, [callback] if looks else [])
-        weights = {
-            layer: {name: value.clone() for name, value in tensors.items()}
-            for layer, tensors in training.engine.weights(master=True).items()
-        }
-        ran.append(Ran(losses, weights, callback.found))
+        ran.append(Ran(losses, deepcopy(training.engine.weights(master=True)), callback.found))
         training.engine.close()
     return ran[0], ran[1]
 
@@ -107,10 +106,13 @@ def values_of(model: dict[str, Any], layout: dict[str, Any], ranks: int) -> dict
     return config(model, layout, micro, train_iters=STEPS, eval_iters=1, eval_interval=3)
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, *MORE, product=["one process", "dp2", "dp2 zero1 bf16", "ep2"]))
+AT_ONCE, MORE = ["dp2 x pp2", "dp2 zero3"], ["tp2 x pp2 +sp", "ep2 x tp2 +sp"]
+
+
+@pytest.mark.parametrize("name", cells(AT_ONCE, MORE, [name for name in LAYOUTS if name not in AT_ONCE + MORE]))
 def test_a_run_does_not_notice(name: str) -> None:
     ranks, layout, model = LAYOUTS[name]
-    everyone = run_ranks(run, ranks, values_of(model, layout, ranks), timeout=120)
+    everyone = run_ranks(run, ranks, values_of(model, layout, ranks))
     for plain, looked in everyone:
         assert looked.losses == plain.losses and len(plain.losses) == STEPS
         assert bit_equal(looked.weights, plain.weights)
@@ -119,18 +121,16 @@ def test_a_run_does_not_notice(name: str) -> None:
         assert looked.found[0] != looked.found[2]
     if layout.get("precision") or ranks == 1:
         return
-    one = run_ranks(run, 1, values_of(model, {}, 1))[0][1]
+    one = run_ranks(run, 1, values_of(model, {}, 1) | {"train_iters": EVERY})[0][1]
     for ours, theirs in zip(everyone[0][1].found[0], one.found[0], strict=True):
         assert ours.greedy == theirs.greedy
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(theirs.logprobs), rtol=0, atol=1e-5)
 
 
 def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
-    values = values_of(LLAMA, {}, 1) | {"log_dir": str(tmp_path)}
-    run_ranks(run, 1, values)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row.get("looked") for row in rows if row["iteration"] % EVERY == 0][-3:] == [0, 2, 4]
-    assert not any("looked" in row for row in rows if row["iteration"] % EVERY)
+    run_ranks(run, 1, values_of(LLAMA, {}, 1) | {"log_dir": str(tmp_path / "logs")})
+    rows = metric_rows(tmp_path, "looked")
+    assert [(row["iteration"], row["looked"]) for row in rows] == [(0, 0), (2, 2), (4, 4)]
 
 
 def compiled(
@@ -158,3 +158,68 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
     before, graphs, ours, theirs = run_ranks(compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})[0]
     assert (before, graphs) == (0, 2)
     assert ours == theirs
+
+
+# -- validation
+
+
+def evaluations(rank: int, world_size: int, values: dict[str, Any]) -> list[ValidationResult]:
+    """For the pool: the initial model on the first five, eight and sixteen validation samples."""
+    training = begin(values)
+    tokenizer, valid = training.tokenizer, training.datasets.valid
+    assert valid is not None
+    return [evaluate(training.engine, valid, n, tokenizer.eod, tokenizer.detokenize) for n in (5, 8, 16)]
+
+
+def evaluated_values(model: dict[str, Any], layout: dict[str, Any], micro_batch: int) -> dict[str, Any]:
+    return config(model, layout, train_micro_batch_size_per_gpu=micro_batch, eval_iters=2)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict[str, list[ValidationResult]]:
+    models = {"neox": NEOX, "llama": LLAMA}
+    return {name: run_ranks(evaluations, 1, evaluated_values(model, {}, 8))[0] for name, model in models.items()}
+
+
+VALIDATED, IN_MORE = ["dp2 x pp2", "tp2 x pp2 +sp", "dp2 zero3"], ["pp4", "dp4 zero3 by twos"]
+
+
+@pytest.mark.parametrize(
+    "name", cells(VALIDATED, IN_MORE, [name for name in TRAINED_IN if name not in VALIDATED + IN_MORE])
+)
+def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationResult]]) -> None:
+    ranks, layout = TRAINED_IN[name]
+    model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
+    everyone = run_ranks(evaluations, ranks, evaluated_values(values, layout, 2))
+    assert all(results == everyone[0] for results in everyone), "every rank knows the result"
+    for actual, expected in zip(everyone[0], one_process[model], strict=True):
+        assert actual.lm_loss == pytest.approx(expected.lm_loss, rel=1e-6)
+        assert actual.unigram_entropy == pytest.approx(expected.unigram_entropy, rel=1e-12)
+        assert actual.tokens_per_character == expected.tokens_per_character
+
+
+def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
+    """For the pool: mean loss of five samples, one at a time through the bare model, and their labels."""
+    training = begin(values)
+    assert training.datasets.valid is not None
+    losses, labels = [], []
+    for i in range(5):
+        batch = collate_samples([training.datasets.valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
+        counts = batch.loss_weights[0] > 0
+        logits = training.engine.stage(None, batch)[:, 0].double()  # type: ignore[index]
+        losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))
+        labels.append(batch.labels[0][counts].numpy())
+    return float(torch.stack(losses).sum()) / sum(map(len, labels)), labels
+
+
+def test_against_the_bare_model(one_process: dict[str, list[ValidationResult]]) -> None:
+    """Characters are those of the text of the labels that the loss is over; a document's end has none."""
+    values, result = evaluated_values(NEOX, {}, 8), one_process["neox"][0]
+    loss, labels = run_ranks(direct, 1, values)[0]
+    assert result.lm_loss == pytest.approx(loss, rel=1e-6)
+    assert result.unigram_entropy == pytest.approx(unigram_entropy(np.concatenate(labels)), rel=1e-12)
+    library = tokenizers.Tokenizer.from_file(values["vocab_file"])
+    characters = sum(len(library.decode(row.tolist(), skip_special_tokens=True)) for row in labels)
+    assert result.tokens_per_character == pytest.approx(sum(map(len, labels)) / characters, rel=1e-12)
+    assert 0.05 < result.tokens_per_character < 1.0
+    assert result.character_perplexity == pytest.approx(np.exp(result.lm_loss * result.tokens_per_character))

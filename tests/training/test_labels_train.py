@@ -1,126 +1,316 @@
-"""Runs on labelled documents, from keys to losses: the same in every layout, and told what is not listed."""
+"""Labels and weights, from keys to losses: labelled documents, tokens that are never trained, data with few
+trained tokens, and losses that make their logits in chunks and of chosen places alone; the same in every
+layout, and told what is not listed."""
 
-import io
-import json
-from contextlib import redirect_stdout
+import math
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
-from megatron.data import IndexedDataset
-from megatron.launch import process_info
-from megatron.neox_arguments import NeoXArgs
-from megatron.training import start, train
+from megatron.data import Batch, IndexedDataset, IndexedDatasetWriter
+from megatron.data.batch import places_of_loss
+from megatron.mpu import HeadInput, token_logprobs
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import LANGUAGE_MODELLING, Objective
+from megatron.tokenizer import build_tokenizer, with_masked_ids
+from megatron.training.engine_choice import choose_engine
+from megatron.training.parallelize import parallelize
+from tests.model import runs as small_runs
+from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, LLAMA, config, curves
+from tests.training.runs import GOLDEN, LLAMA, SGD, TABLE, bit_equal, cells, config, curves, metric_rows, said
 
 CHAT, INSTRUCT = (str(GOLDEN / "dataset" / name) for name in ("chat_conversation", "instruct_text"))
-LABELS = (f"{CHAT}_label_document", str(GOLDEN / "dataset" / "instruct_label_document"))
-SFT: dict[str, Any] = {
-    "data_path": None, "train_data_paths": [f"{CHAT}_document", f"{INSTRUCT}_document"],
-    "valid_data_paths": [f"{CHAT}_document"], "test_data_paths": [f"{CHAT}_document"],
-    "train_label_data_paths": LABELS, "valid_label_data_paths": LABELS[:1], "test_label_data_paths": LABELS[:1],
-    "pack_impl": "best_fit", "reset_attention_mask": True, "reset_position_ids": True, "eod_mask_loss": False,
-    "seq_length": 128, "max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 2,
+TEXT, LABELS = f"{CHAT}_document", (f"{CHAT}_label_document", str(GOLDEN / "dataset" / "instruct_label_document"))
+CORPUS = str(GOLDEN / "dataset" / "corpusA_text_document")
+ROWS: dict[str, Any] = {
+    "data_path": None, "pack_impl": "best_fit", "reset_attention_mask": True, "reset_position_ids": True,
+    "eod_mask_loss": False, "seq_length": 128, "max_position_embeddings": 128, "train_micro_batch_size_per_gpu": 2,
 }  # fmt: skip
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-}
+SFT: dict[str, Any] = {
+    **ROWS, "train_data_paths": [TEXT, f"{INSTRUCT}_document"], "train_label_data_paths": LABELS,
+    "valid_data_paths": [TEXT], "valid_label_data_paths": LABELS[:1],
+    "test_data_paths": [TEXT], "test_label_data_paths": LABELS[:1],
+}  # fmt: skip
+# -- labelled documents
 
 
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
-    return run_ranks(curves, 1, [config(LLAMA, SFT)], 3)[0][0].losses
+    unlabelled = {key: None for key in SFT if "label" in key}
+    labelled, without = run_ranks(curves, 1, [config(LLAMA, SFT), config(LLAMA, SFT, unlabelled)], 3)[0]
+    assert without.losses != pytest.approx(labelled.losses, rel=1e-3), "labels change what is trained"
+    return labelled.losses
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ["dp2", "tp2 sp", "pp2"])
 def test_labelled_rows_train_alike_in_every_layout(name: str, plain: list[float]) -> None:
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = TABLE[name]
     for rank_curves in run_ranks(curves, ranks, [config(LLAMA, SFT, layout)], 3):
         assert rank_curves[0].losses == pytest.approx(plain, rel=1e-5)
 
 
-def test_labels_change_what_is_trained(plain: list[float]) -> None:
-    unlabelled = {key: None for key in SFT if "label" in key}
-    assert run_ranks(curves, 1, [config(LLAMA, SFT, unlabelled)], 3)[0][0].losses != pytest.approx(plain, rel=1e-3)
-
-
-def first_lines(rank: int, world_size: int, values: dict[str, Any]) -> str:
-    """For the pool: what a run says before its first step."""
-    with redirect_stdout(io.StringIO()) as output:
-        start(NeoXArgs.from_dict(values), process_info()).engine.close()
-    return output.getvalue()
-
-
 def test_labels_that_are_not_listed_are_named_at_start() -> None:
-    values = config(LLAMA, SFT, train_label_data_paths=None, train_iters=1)
-    outputs = run_ranks(first_lines, 2, values)
+    outputs = run_ranks(said, 2, config(LLAMA, SFT, train_label_data_paths=None, train_iters=1))
     lines = [line for line in outputs[0].splitlines() if "all tokens are trained" in line]
-    assert len(lines) == 2 and all("train_label_data_paths" in line and "would mask" in line for line in lines)
+    assert len(lines) == 2 and all("train_label_data_paths" in line for line in lines)
     assert "all tokens are trained" not in outputs[1], "said once"
-
-
-def said_by(rank: int, world_size: int, values: dict[str, Any]) -> str:
-    """For the pool: what a whole run prints."""
-    with redirect_stdout(io.StringIO()) as output:
-        training = start(NeoXArgs.from_dict(values), process_info())
-        train(training)
-    training.engine.close()
-    return output.getvalue()
 
 
 @pytest.mark.parametrize("name", ["dp2", "pp2"])
 def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Path) -> None:
     """At the start of all rows, and of each step; here one step is all rows."""
-    text, labels = (IndexedDataset(path) for path in (f"{CHAT}_document", LABELS[0]))
+    text, labels = IndexedDataset(TEXT), IndexedDataset(LABELS[0])
     used = np.minimum(text.sizes, 129)
-    ranks, layout = LAYOUTS[name]
-    values = config(
-        LLAMA, SFT, layout, train_data_paths=[f"{CHAT}_document"], train_label_data_paths=LABELS[:1], train_iters=1,
-        train_batch_size=len(text), train_micro_batch_size_per_gpu=2, pack_impl="unpacked", save=str(tmp_path),
-        checkpoint_factor=1, eval_iters=1,
-    )  # fmt: skip
-    output = run_ranks(said_by, ranks, values)[0]
     trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
-    padding, share = 1 - used.sum() / (24 * 129), trained / used.sum()
-    assert (
-        f"chat_conversation_document.bin: 24 documents in 24 rows of 128 tokens, 24.0 documents a step on average; "
-        f"{100 * padding:.1f} % padding, {100 * share:.1f} % of the tokens are trained" in output
-    )
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    (row,) = [row for row in rows if "train/lm_loss" in row]
-    places = np.minimum(text.sizes, 128)
-    assert row["train/padding_share"] == pytest.approx(1 - places.sum() / (24 * 128))
-    assert row["train/packing_efficiency"] == pytest.approx(places.sum() / (24 * 128))
-    assert row["train/trained_share"] == pytest.approx(trained / places.sum())
+    ranks, layout = TABLE[name]
+    step = {"train_iters": 1, "train_batch_size": 24, "eval_iters": 1, "save": str(tmp_path), "checkpoint_factor": 1}
+    one = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
+    output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
+    padding, share = 100 * (1 - used.sum() / (24 * 129)), 100 * trained / used.sum()
+    line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* {padding:.1f} % padding.* {share:.1f} %"
+    assert re.search(line, output), output
+    (row,) = metric_rows(tmp_path)
+    places = np.minimum(text.sizes, 128).sum()
+    assert row["train/padding_share"] == pytest.approx(1 - places / (24 * 128))
+    assert row["train/packing_efficiency"] == pytest.approx(places / (24 * 128))
+    assert row["train/trained_share"] == pytest.approx(trained / places)
     assert 0 <= row["train/mean_token_accuracy"] < 0.1 and 5.0 < row["train/entropy"] < 6.0
-    assert row["validation/lm_loss_ppl"] > 1
+    assert row["validation/lm_loss_ppl"] > 1 and "validation/mean_token_accuracy" in row
     # Before the first step validation sees what that step sees
-    (before,) = [row for row in rows if row["iteration"] == 0]
+    before = metric_rows(tmp_path, "iteration")[0]
     for metric in ("lm_loss", "entropy", "mean_token_accuracy"):
         assert before[f"validation/{metric}"] == pytest.approx(row[f"train/{metric}"], rel=1e-5)
-    assert " mean_token_accuracy value: " in output and "validation/mean_token_accuracy" in row
+    assert " mean_token_accuracy value: " in output
 
 
-def test_a_split_of_listed_sets_trains_and_validates(tmp_path: Path) -> None:
-    """The first 18 of 24 chats, with their labels, are trained on, and the others validated with."""
-    text, labels = (IndexedDataset(path) for path in (f"{CHAT}_document", LABELS[0]))
-    listed = {
-        "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": LABELS[:1], "valid_data_paths": None,
-        "test_data_paths": None, "valid_label_data_paths": None, "test_label_data_paths": None,
+# -- tokens that are never trained: as if their labels had been masked by hand
+
+PLAIN = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_mask_loss": False}
+
+
+def frequent(prefix: str, count: int = 3) -> list[int]:
+    """The tokens that a set has most of."""
+    return [int(token) for token in np.argsort(np.bincount(IndexedDataset(prefix).tokens))[::-1][:count]]
+
+
+def masked_by_hand(text: str, labels: str, ids: list[int], target: Path) -> str:
+    """A file of labels in which `ids` are -100."""
+    with IndexedDatasetWriter(target, np.int32) as writer:
+        source, tokens = IndexedDataset(labels), IndexedDataset(text)
+        for document in range(len(source)):
+            row = source[document].astype(np.int32)
+            assert len(row) == len(tokens[document])
+            writer.add_document(np.where(np.isin(row, ids), -100, row))
+    return str(target)
+
+
+@pytest.mark.parametrize("layout", cells(["plain", "pp2"], ["tp2"]))
+def test_gradients_are_those_of_labels_masked_by_hand(layout: str, tmp_path: Path) -> None:
+    """In pre-training and in SFT of packed chats; with SGD the weights after two steps are the gradients."""
+    ranks, keys = TABLE[layout]
+    chat = config(LLAMA, SGD, PLAIN, ROWS, keys, train_data_paths=[TEXT], train_label_data_paths=[LABELS[0]])
+    plain = config(LLAMA, SGD, PLAIN, keys)
+    of_chat, of_text = frequent(TEXT), frequent(CORPUS)
+    runs = [
+        {**chat, "train_label_data_paths": [masked_by_hand(TEXT, LABELS[0], of_chat, tmp_path / "chat")]},
+        {**chat, "loss_mask_token_ids": of_chat},
+        chat,
+        {**plain, "train_label_data_paths": [masked_by_hand(CORPUS, CORPUS, of_text, tmp_path / "text")]},
+        {**plain, "loss_mask_token_ids": of_text},
+    ]
+    for by_hand, by_id, unmasked, text_by_hand, text_by_id in run_ranks(curves, ranks, runs, 2):
+        for ours, theirs in ((by_id, by_hand), (text_by_id, text_by_hand)):
+            assert ours.losses == theirs.losses and ours.norms == theirs.norms
+            assert bit_equal(ours.weights, theirs.weights)
+        assert by_id.losses != pytest.approx(unmasked.losses, rel=1e-4)
+
+
+def test_what_is_masked_is_counted_at_start() -> None:
+    tokens, (token,) = IndexedDataset(CORPUS).tokens, frequent(CORPUS, 1)
+    unused = next(i for i in range(1, 380) if not (tokens == i).any())
+    end = int(IndexedDataset(CORPUS)[0][-1])
+    output = run_ranks(said, 1, config(LLAMA, PLAIN, loss_mask_token_ids=[unused, token, "<|endoftext|>"]))[0]
+    counts = {i: int((tokens == i).sum()) for i in sorted({token, end})}
+    listed = ", ".join(f"{i}: {count}" for i, count in counts.items())
+    assert re.search(rf"masks {sum(counts.values())} of {len(tokens)} .*{listed}.*never.* {unused}\b", output), output
+
+
+def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
+    """Rows and steps without a token to train go by, in validation too."""
+    ids = np.unique(IndexedDataset(CORPUS).tokens).tolist()
+    values = config(LLAMA, PLAIN, loss_mask_token_ids=ids, train_iters=2, valid_data_paths=[CORPUS], eval_iters=1)
+    output = run_ranks(said, 1, {**values, "save": str(tmp_path), "checkpoint_factor": 9}, True)[0]
+    assert "none of its tokens is trained" in output and "run finished at iteration 2" in output
+
+
+@pytest.mark.parametrize(
+    ("tokens", "facts"),
+    [
+        (["several words"], r'"several words".*\d+ tokens \[\d+, '),
+        ([100000], r"100000.*vocabulary.*\d+"),
+        ([-1], "at least 0"),
+        ([""], r'"" .*0 tokens'),
+    ],
+)
+def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
+    with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{facts}"):
+        args = NeoXArgs.from_dict(config(LLAMA, PLAIN, loss_mask_token_ids=tokens))
+        with_masked_ids(args, build_tokenizer(args))
+
+
+# -- few trained tokens: micro-batches, ranks and whole steps without any
+
+
+def chats(folder: Path, trained: int) -> dict[str, Any]:
+    """24 chats of 200 random tokens, the last few of each trained, in rows of 64; keys of a run on them."""
+    chance = np.random.default_rng(3)
+    text, labels = (folder / name for name in ("text_document", "label_document"))
+    with IndexedDatasetWriter(text, np.int32) as ids, IndexedDatasetWriter(labels, np.int32) as marks:
+        for document in chance.integers(2, 380, (24, 200)).astype(np.int32):
+            ids.add_document(document)
+            marks.add_document(np.where(np.arange(200) >= 200 - trained, document, -100).astype(np.int32))
+    return {
+        "data_path": None, "train_data_paths": [str(text)], "train_label_data_paths": [str(labels)],
+        "pack_impl": "packed", "seq_length": 64, "max_position_embeddings": 64, "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 1, "eod_mask_loss": False, "train_iters": 6, "lr_decay_style": "linear",
     }  # fmt: skip
-    values = config(
-        LLAMA, SFT, listed, split="75,25,0", train_iters=1, eval_iters=3, eval_interval=1, pack_impl="unpacked",
-        save=str(tmp_path), checkpoint_factor=1, train_batch_size=2,
-    )  # fmt: skip
-    (output,) = run_ranks(said_by, 1, values)
-    used = np.minimum(text.sizes[:18], 129)
-    trained = sum(int((labels.get(i, 1, int(count) - 1) >= 0).sum()) for i, count in enumerate(used))
-    assert "18 documents in 18 rows of 128 tokens, 2.0 documents a step on average; " in output
-    assert f"{100 * trained / used.sum():.1f} % of the tokens are trained" in output
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert any("validation/lm_loss" in row for row in rows)
+
+
+def steps_of(layout: str, values: dict[str, Any], folder: Path) -> tuple[str, list[dict[str, Any]]]:
+    """What a run in a layout says, and its rows of metrics."""
+    ranks, keys = TABLE[layout]
+    more = {"save": str(folder), "checkpoint_factor": 100}
+    return run_ranks(said, ranks, config(values, keys, more), True)[0], metric_rows(folder, "train/learning_rate")
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two of three rows have no trained token, and some steps."""
+    return config(LLAMA, chats(tmp_path_factory.mktemp("sparse"), 3))
+
+
+@pytest.fixture(scope="module")
+def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    output, rows = steps_of("plain", sparse, tmp_path_factory.mktemp("runs"))
+    losses = [row["train/lm_loss"] for row in rows]
+    untrained = [n for n, loss in enumerate(losses, 1) if math.isnan(loss)]
+    assert untrained and len(untrained) < len(losses) == 6
+    assert f"step {untrained[0]}: none of its tokens is trained" in output
+    assert "run finished at iteration 6" in output and "not finite" not in output
+    assert f"number of skipped iterations: {1:3d} |" in output
+    assert len({row["train/learning_rate"] for row in rows}) == len(rows), "the rate goes on"
+    return rows
+
+
+@pytest.mark.parametrize("layout", cells(["tp2", "pp2", "zero3"], ["zero1"], ["dp2"]))
+def test_ranks_and_steps_without_a_trained_token(
+    layout: str, sparse: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """A rank without one contributes zero, a step without one changes nothing; as in one process."""
+    output, rows = steps_of(layout, sparse, tmp_path)
+    assert "run finished at iteration 6" in output
+    for key in ("train/lm_loss", "train/grad_norm", "train/learning_rate"):
+        ours, theirs = ([row[key] for row in run_rows] for run_rows in (rows, alone))
+        assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True), key
+
+
+def test_a_step_without_a_trained_token_is_no_overflow(tmp_path: Path) -> None:
+    """fp16: the loss scale stays, and the weights, which would otherwise decay."""
+    fp16 = {"precision": "fp16", "fp16": {"hysteresis": 1}}
+    output, rows = steps_of("plain", config(LLAMA, chats(tmp_path, 0), fp16), tmp_path / "run")
+    assert len({row["train/loss_scale"] for row in rows}) == 1 and len(rows) == 6
+    assert re.search("step 4: none of its tokens is trained.* 4 such steps", output)
+
+
+@pytest.mark.parametrize("layout", cells(["plain", "pp2", "zero3"], ["zero1"]))
+def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
+    """Not even by weight decay or momenta."""
+    ranks, keys = TABLE[layout]
+    values = config(LLAMA, chats(tmp_path, 0), keys, weight_decay=0.5)
+    for before, after in zip(*(run_ranks(curves, ranks, [values], steps) for steps in (0, 3)), strict=True):
+        assert bit_equal(before[0].weights, after[0].weights) and len(after[0].losses) == 3
+
+
+# -- chosen places
+
+
+def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """The negative log-likelihood, from logits of the places that count, a half of the sequence at a time."""
+    assert head.hidden_states.shape[:2] == batch.labels.t().shape
+    total, made = torch.zeros(1, device=batch.labels.device), 0
+    halves = zip(*(x.chunk(2) for x in (head.hidden_states, batch.labels.t(), batch.loss_weights.t())), strict=True)
+    for hidden_states, labels, weights in halves:
+        chosen = HeadInput(hidden_states[weights > 0], head.head)
+        total = total - token_logprobs(chosen, labels[weights > 0], group).sum()
+        made += len(chosen.hidden_states)
+    assert made == int(batch.loss_weights.sum()) < batch.labels.numel()
+    return total, {}
+
+
+CHUNKED = Objective(LANGUAGE_MODELLING.weight, in_chunks)
+Taken = tuple[Tensor, Weights, Weights]  # the loss of a step, and weights before and after it
+
+
+def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = [document_batch(args, seed=seed + i) for i in range(2)]
+    weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
+    named = [
+        replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in zip(batches, weights, strict=True)
+    ]
+    assert all(batch.loss_places is not None for batch in named)
+    return named
+
+
+def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
+    """For the pool: a step of the whole loss, and one of the loss in chunks."""
+    taken = []
+    for objective in (LANGUAGE_MODELLING, CHUNKED):
+        args = small(**small_runs.SGD, **values).for_world(world_size)
+        groups = groups_of(args, world_size)
+        stage = stage_with(args, random_weights(args), groups)
+        engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
+        before = engine.weights()
+        loss = engine.train_step(batches_of(args, 3 + 10 * groups.rank("data")), small_runs.LR).loss.detach()
+        taken.append((loss, before, engine.weights()))
+        engine.close()
+    return taken
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    cells(
+        [
+            ("plain", small_runs.NEOX),
+            ("tp2 sp", small_runs.LLAMA),
+            ("pp2", small_runs.NEOX),
+            ("zero3", small_runs.LLAMA),
+        ],
+        product=[
+            ("plain", small_runs.LLAMA),
+            ("tp2 sp", small_runs.NEOX),
+            ("pp2", small_runs.LLAMA),
+            ("zero3", small_runs.NEOX),
+        ],
+    ),
+)
+def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
+    world_size, layout = TABLE[name]
+    for (loss, before, after), (chunked, _, chunked_after) in run_ranks(
+        whole_and_chunked, world_size, {**model, **layout}
+    ):
+        torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
+        for layer, tensors in after.items():
+            for key, expected in tensors.items():
+                start, difference = before[layer][key], (chunked_after[layer][key] - expected).norm()
+                # A step rounds its weight to about 1e-7 of that.
+                assert difference <= 1e-6 * (expected - start).norm() + 1e-7 * start.norm() + 1e-9, key
+                assert not expected.equal(start), key

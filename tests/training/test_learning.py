@@ -1,6 +1,5 @@
 """From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not
-trained on, and runs that go on bit for bit. Through the commands' own functions: preprocess, train, validate,
-generate."""
+trained on. Through the commands' own functions: preprocess, train, validate, generate."""
 
 import json
 import logging
@@ -19,8 +18,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import losses, stop_after
-from tests.training.runs import ADAMW, LLAMA, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LLAMA, config, metric_rows, run_to_end
 from tools.datasets.preprocess_data_with_chat_template import main as preprocess
 
 WORDS = "quiet harbour copper silk salt lantern winter coins storm".split()
@@ -47,23 +45,6 @@ def tokens_of(rows: list[dict[str, Any]], keys: list[str], name: str, tokenizer:
 def run_of(tokenizer: Path, folder: Path, **keys: Any) -> dict[str, Any]:
     values = config(LLAMA, ADAMW, SIZE, vocab_file=str(tokenizer), index_cache_dir=str(folder / "index"), **keys)
     return {key: value for key, value in values.items() if key not in ("data_path", "split", "eod_mask_loss")}
-
-
-def goes_on(values: dict[str, Any], folder: Path) -> Path:
-    """Train twice, once with an interruption; everything is the same. Returns the folder of the first run."""
-    whole = run_ranks(run_to_end, 1, {**values, "save": str(folder / "through")})
-    stopped = {**values, "save": str(folder / "resumed")}
-    run_ranks(stop_after, 1, stopped, values["checkpoint_factor"])
-    again = run_ranks(run_to_end, 1, stopped)
-    assert losses(folder / "resumed") == losses(folder / "through")
-    assert len(losses(folder / "through")) == values["train_iters"]
-    assert bit_equal(whole[0][1], again[0][1])
-    return folder / "through"
-
-
-def last_validation(save: Path) -> dict[str, float]:
-    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "validation/rewards/accuracies" in row][-1]
 
 
 def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
@@ -95,15 +76,17 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
+def last_validation(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, float]:
+    folder.mkdir()
+    run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
+    return metric_rows(folder / "run", "validation/rewards/accuracies")[-1]
+
+
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
-    row = last_validation(goes_on(dpo_run(False, tokenizer, tmp_path), tmp_path))
-    assert row["iteration"] == 40 and row["validation/rewards/accuracies"] > 0.95
-    assert row["validation/rewards/margins"] > 0
-
-
-def test_nothing_is_learned_of_shuffled_labels(tokenizer: Path, tmp_path: Path) -> None:
-    run_ranks(run_to_end, 1, {**dpo_run(True, tokenizer, tmp_path), "save": str(tmp_path / "run")})
-    assert last_validation(tmp_path / "run")["validation/rewards/accuracies"] == pytest.approx(0.5, abs=0.1)
+    """Beside the same run on pairs of which half are turned round, whose validation is chance."""
+    row, control = (last_validation(shuffled, tokenizer, tmp_path / str(shuffled)) for shuffled in (False, True))
+    assert row["iteration"] == 40 and row["validation/rewards/margins"] > 0
+    assert row["validation/rewards/accuracies"] > control["validation/rewards/accuracies"] + 0.25, (row, control)
 
 
 def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
@@ -141,10 +124,10 @@ def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_pat
         reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
         optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}},
     )  # fmt: skip
-    save = goes_on(values, tmp_path)
+    run_ranks(run_to_end, 1, {**values, "save": str(tmp_path / "run")})
     seen = {messages[0]["content"] for messages in conversations(240, 0)}
     held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]
     assert len(held_out) == 24
-    replies = run_ranks(answers, 1, {**values, "load": str(save)}, held_out)[0]
-    for one in replies:
-        assert one.finished and re.fullmatch(r"It costs [2-9] coins\.", one.text), one
+    replies = run_ranks(answers, 1, {**values, "load": str(tmp_path / "run")}, held_out)[0]
+    right = [one for one in replies if one.finished and re.fullmatch(r"It costs [2-9] coins\.", one.text)]
+    assert len(right) >= 20, replies  # an untrained model writes none

@@ -1,23 +1,43 @@
-"""`lora`: adapters train the same numbers in every layout, and nothing below them changes a bit."""
+"""`lora`: adapters train the same numbers in every layout, and nothing below them changes a bit; over a base
+in 4 bits (`lora.quantization`) they are peft's."""
 
+import math
+import sys
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes.functional as bnb
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from megatron.model import build_stage
 from megatron.model.weight_map import is_adapter
-from tests.marks import with_more
+from megatron.mpu import ParallelGroups
+from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.objectives import LANGUAGE_MODELLING
+from megatron.training.metrics.run_metadata import parameter_counts
+from megatron.training.native.engine import NativeEngine
+from megatron.training.parallelize import parallelize
+from tests.model.stages import Weights, random_batch, small
 from tests.pool import run_ranks
-from tests.training.preference.test_reference import PACKED, preferences
+from tests.training import runs
+from tests.training import test_lora_trl as with_peft
+from tests.training.checkpoint.test_resume import assert_goes_on
+from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.preference.test_rewards import reward_data, values_of
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, Curve, begin, config, curves, furthest, whole
+from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, begin, cells, config, curves, curves_of
 from tests.training.test_unlearning import DIVERGENCE
 
 STEPS = 3
 UNTIED = {"no_weight_tying": True}
+# Columns of 64 for each of two ranks, so that blocks in 4 bits are the same in every layout.
+WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2}
+NF4 = {"quantization": "nf4", "init": False}
+DORA = "nf4: llama, dora, some, copies"
 # `init: false`: with B of 0 the first step would tell nothing of A.
 MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, grouped queries": (LLAMA, {"r": 4, "alpha": 16, "init": False}),
@@ -25,28 +45,23 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**LLAMA, "num_kv_heads": 4, **UNTIED},
         {
             "r": 2,
-            "alpha": 1,  # with more a rounding grows tenfold in a step
+            "alpha": 1,
             "dora": True,
             "rslora": True,
             "init": False,
-            "target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
-            "modules_to_save": ["embed_tokens", "lm_head"],
-        },
+        }  # with more a rounding grows tenfold in a step
+        | {"target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
+        | {"modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),
+    "nf4: llama": ({**LLAMA, **WIDTHS}, {**NF4, "r": 4, "alpha": 16}),
+    DORA: (
+        {**LLAMA, **WIDTHS, **UNTIED},
+        {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]},
+    ),
+    "nf4: neox": ({**NEOX, "hidden_size": 128, "num_layers": 2}, {**NF4, "r": 4, "alpha": 4}),
 }
-SEQUENCE = {"model_parallel_size": 2, "sequence_parallel": True}
-TABLE: dict[str, tuple[int, dict[str, Any]]] = {
-    **{name: LAYOUTS[name] for name in ("dp2", "tp2", "pp2", "zero2", "zero3")},
-    "tp2 +sp": (2, SEQUENCE),
-    "tp2 x pp2 +sp": (4, {**SEQUENCE, "pipe_parallel_size": 2, "checkpoint_activations": True}),
-    **{
-        f"{name}, deepspeed": (LAYOUTS[name][0], {**LAYOUTS[name][1], "engine": "deepspeed"})
-        for name in ("zero1", "zero2", "zero3")
-    },
-}
-FIRST, SOAK = ("tp2 +sp", "zero3"), ("dp2", "tp2", "zero2", "zero2, deepspeed")
 
 
 def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -56,94 +71,219 @@ def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Curve]:
-    configs = [values(model, {}) for model in MODELS]
-    parts = run_ranks(curves, 1, configs, STEPS)[0]
-    return {model: whole([part], given) for model, part, given in zip(MODELS, parts, configs, strict=True)}
-
-
-def first_weights(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[int, dict[str, Tensor]]]:
-    """For the pool: the weights that runs begin with."""
-    found = []
-    for given in configs:
-        training = begin(given)
-        found.append(training.engine.weights())
-        training.engine.close()
-    return found
+    return curves_of({model: values(model, {}) for model in MODELS}, STEPS)
 
 
 def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
     """Down to the last bit."""
-    found = run_ranks(first_weights, 1, [values(model, {}) for model in MODELS])[0]
-    for model, layers in zip(MODELS, found, strict=True):
-        before = {(layer, name): value for layer, tensors in layers.items() for name, value in tensors.items()}
-        moved = {(i, name) for (i, name), value in before.items() if not alone[model].weights[i][name].equal(value)}
-        assert moved == {key for key in before if is_adapter(key[1])}, model
+    for model, curve in curves_of({model: values(model, {}) for model in MODELS}, 0).items():
+        for layer, tensors in curve.weights.items():
+            for name, value in tensors.items():
+                assert value.equal(alone[model].weights[layer][name]) is not is_adapter(name), (model, layer, name)
 
 
-@pytest.mark.parametrize("layout", with_more(TABLE, *(set(TABLE) - {*FIRST, *SOAK}), product=SOAK))
+@pytest.mark.parametrize(
+    "layout",
+    cells(
+        ["tp2 sp", "zero3"],
+        ["tp2 pp2 sp", "zero3, deepspeed"],
+        ["dp2", "pp2", "zero1", "zero2", "zero1, deepspeed", "zero2, deepspeed"],
+    ),
+)
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
-    configs = [values(model, keys) for model in MODELS]
-    found = run_ranks(curves, ranks, configs, STEPS)
-    for i, model in enumerate(MODELS):
-        losses, norms, weights = furthest(whole([rank[i] for rank in found], configs[i]), alone[model])
-        assert losses < 1e-5 and norms < 1e-4 and weights < 1e-4, (model, losses, norms, weights)
+    assert_alike(curves_of({model: values(model, keys) for model in MODELS}, STEPS, ranks), alone, norms=1e-4)
 
 
-# -- how it is computed --------------------------------------------------------------------------------------
+# -- how it is computed
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"compile": "block"},
+    {"checkpoint_activations": True},
+    {"checkpoint_activations": True, "recompute_granularity": "selective"},
+]
 
 
-def traced_curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[float]]:
-    """For the pool: losses where what torch.compile traces is run operator by operator."""
+def traced_losses(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[float]]:
+    """For the pool: what torch.compile traces is run operator by operator."""
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[assignment]
     return [part.losses for part in curves(rank, world_size, configs, STEPS)]
 
 
+DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", with_more(["plain", "tp2 +sp"], "tp2 +sp", product=["plain"]))
-def test_compiled_and_recomputed(layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "model", "lora"),
+    cells(
+        [],
+        [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
+        [("plain", LLAMA, DROPOUT)],
+    ),
+)
+def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[str, Any]) -> None:
     """With dropout, whose masks are functions of seeds."""
-    ranks, keys = {**TABLE, "plain": LAYOUTS["plain"]}[layout]
-    lora = {"r": 4, "alpha": 8, "init": False, "dropout": 0.2, "dora": True}
-    forms: list[dict[str, Any]] = [
-        {},
-        {"compile": "block"},
-        {"checkpoint_activations": True},
-        {"checkpoint_activations": True, "recompute_granularity": "selective"},
-    ]
-    configs = [config(ADAMW, LLAMA, keys, form, lora=lora, train_micro_batch_size_per_gpu=2) for form in forms]
-    first, *others = run_ranks(traced_curves, ranks, configs, timeout=240)[0]
+    ranks, keys = TABLE[layout]
+    given = [{"lora": {"r": 4, "alpha": 8, **lora}, **form} for form in FORMS]
+    given.append({"lora": {**given[0]["lora"], "dropout": 0.0}})
+    configs = [config(ADAMW, model, keys, form, train_micro_batch_size_per_gpu=2) for form in given]
+    first, *others, without = run_ranks(traced_losses, ranks, configs, timeout=500)[0]
     for found in others:
         assert found == pytest.approx(first, rel=1e-6)
-    without = config(ADAMW, LLAMA, keys, lora={**lora, "dropout": 0.0}, train_micro_batch_size_per_gpu=2)
-    assert abs(run_ranks(curves, ranks, [without], 1)[0][0].losses[0] - first[0]) > 1e-4
+    assert (abs(without[0] - first[0]) > 1e-4) is ("dropout" in lora)
 
 
-# -- objectives ----------------------------------------------------------------------------------------------
+# -- objectives
 
-OBJECTIVES_IN = ("tp2 +sp", "pp2", "zero3", "zero3, deepspeed")
 SOME = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
 
 
-def objectives(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
+def objectives(folder: Path, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
     pairs = preferences(folder, PACKED, layout, SOME, padded_vocab_size=384)
     rows = {"pack_impl": "best_fit", "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     retained = {**SOME["lora"], "modules_to_save": ["embed_tokens"]}
-    return [
-        {key: value for key, value in pairs.items() if key != "reference_cache_dir"},
-        values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
-        config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
-    ]
+    return {
+        "pairs": {key: value for key, value in pairs.items() if key != "reference_cache_dir"},
+        "rewards": values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
+        "unlearning": config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
+    }
 
 
-@pytest.mark.parametrize(
-    "layout", with_more(["tp2 +sp", "pp2", "zero3", "zero3, deepspeed"], "pp2", "zero3", "zero3, deepspeed")
-)
+@pytest.mark.parametrize("layout", cells(["tp2 sp"], ["zero3, deepspeed"], ["pp2", "zero3"]))
 def test_objectives_in_layouts(layout: str, tmp_path: Path) -> None:
     """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     ranks, keys = TABLE[layout]
-    expected = run_ranks(curves, 1, objectives(tmp_path, {}), STEPS)[0]
-    found = run_ranks(curves, ranks, objectives(tmp_path, keys), STEPS)
-    for ours, theirs in zip(found[0], expected, strict=True):
+    expected, given = (
+        run_ranks(curves, 1, list(objectives(tmp_path, {}).values()), STEPS)[0],
+        objectives(tmp_path, keys),
+    )
+    for ours, theirs in zip(run_ranks(curves, ranks, list(given.values()), STEPS)[0], expected, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", cells(["plain"], product=["tp2"]))
+def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Path) -> None:
+    """Packed rows and padded ones."""
+    ranks, keys = TABLE[layout]
+    lora = {"lora": {"r": 4, "alpha": 8, "quantization": "nf4", "double_quant": True}}
+    pairs = [
+        {k: v for k, v in preferences(tmp_path, rows, keys, lora).items() if k != "reference_cache_dir"}
+        for rows in (PADDED, PACKED)
+    ]
+    for found in run_ranks(first_losses, ranks, pairs):
+        assert found == pytest.approx([math.log(2)] * 2, abs=1e-6)
+
+
+# -- in 4 bits, beside peft
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "norm": "rmsnorm", "rms_norm_epsilon": 1e-5,
+    "activation": "swiglu", "intermediate_size": 128, "padded_vocab_size": 96, **UNTIED,
+    "use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "train_micro_batch_size_per_gpu": 2,
+}  # fmt: skip
+
+
+def adapters_of(
+    rank: int, world_size: int, variants: list[dict[str, Any]], base: Weights, adapters: Weights
+) -> list[tuple[list[float], Weights]]:
+    """For the pool: losses of steps on one batch, and the weights after them."""
+    found = []
+    for lora in variants:
+        args = small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1)
+        found.append(with_peft.trained(args, base, adapters, [random_batch(args, rows=2)]))
+    return found
+
+
+@pytest.mark.parametrize("dora", cells([True], [False]))
+def test_three_steps_are_pefts(dora: bool) -> None:
+    """On transformers' model with weights that bitsandbytes quantised and unpacked."""
+    torch.manual_seed(3)
+    shape = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(shape).eval()
+    base = with_peft.in_our_weights({name: value.clone() for name, value in model.state_dict().items()}, 2)
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                module.weight.copy_(bnb.dequantize_4bit(*bnb.quantize_4bit(module.weight, quant_type="nf4")))
+    torch.manual_seed(4)
+    theirs = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, use_dora=dora, target_modules="all-linear"))
+    params = {name: param for name, param in theirs.named_parameters() if param.requires_grad}
+    first = with_peft.in_our_names({name: param.detach().clone() for name, param in params.items()})
+    batch = random_batch(small(**SHAPE), rows=2)
+
+    def loss_of() -> Tensor:
+        logits = theirs(input_ids=batch.tokens).logits.flatten(0, 1)
+        each = torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), reduction="none")
+        return (each * batch.loss_weights.flatten()).sum() / batch.loss_weights.sum()
+
+    losses = with_peft.torch_steps(params, loss_of)
+    lora = {"r": 4, "alpha": 8, "dora": dora, "quantization": "nf4"}
+    (found, weights), (plain, _) = run_ranks(adapters_of, 1, [lora, {**lora, "quantization": None}], base, first)[0]
+    assert found == pytest.approx(losses, rel=1e-5)
+    with_peft.assert_adapters(weights, dict(params))
+    assert abs(plain[0] / losses[0] - 1.0) > 1e-3
+
+
+@pytest.mark.parametrize("layout", cells(["tp2"], ["zero3"]))
+def test_resumes_bit_for_bit(layout: str, tmp_path: Path) -> None:
+    ranks, keys = TABLE[layout]
+    common = values(DORA, keys, precision="bfloat16", train_iters=6, checkpoint_factor=3, warmup=0.3)
+    common["lora"] = {**common["lora"], "double_quant": True, "dropout": 0.1}
+    assert_goes_on(ranks, common, tmp_path)
+    assert not any("word_embeddings.weight" in file.name for file in tmp_path.rglob("layer_*"))
+
+
+def loaded(
+    rank: int, world_size: int, configs: list[dict[str, Any]]
+) -> list[tuple[Tensor, list[Tensor], tuple[int, int]]]:
+    """For the pool: of each run an unpacked weight, two as they are held, and (all, trained) parameters."""
+    found = []
+    for given in configs:
+        training = begin(given)
+        stage = training.engine.stage
+        linears = [stage.layers["2"].attention.dense, stage.layers["3"].mlp.linear1]  # type: ignore[union-attr]
+        counts = parameter_counts(training.args, training.groups, stage)
+        found.append((linears[0].dense_weight().clone(), [linear.weight.clone() for linear in linears], counts))
+        training.engine.close()
+    return found
+
+
+def test_a_checkpoint_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
+    """And all of its weights count as parameters."""
+    base = config(ADAMW, MODELS["nf4: llama"][0], train_iters=1, checkpoint_factor=1, save=str(tmp_path))
+    weights = run_ranks(runs.run_to_end, 1, base)[0][1]
+    over = values("nf4: llama", {}, load=str(tmp_path), finetune=True)
+    plain = {**over, "lora": {**over["lora"], "quantization": None}}
+    (dense, packed, counts), (_, _, plain_counts) = run_ranks(loaded, 1, [over, plain])[0]
+    asked = (weights[2]["attention.dense.weight"], weights[3]["mlp.linear1.weight"])
+    quantised = [bnb.quantize_4bit(weight, quant_type="nf4") for weight in asked]
+    assert all(torch.equal(ours, theirs) for ours, (theirs, _) in zip(packed, quantised, strict=True))
+    assert torch.equal(dense, bnb.dequantize_4bit(*quantised[0]))
+    assert counts == plain_counts and counts[0] > 5 * counts[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
+        ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
+        ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
+    ],
+)
+def test_refused(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NeoXArgs.from_dict(config(LLAMA, keys, precision="bfloat16"))
+
+
+def test_refused_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("bitsandbytes", "bitsandbytes.functional"):
+        monkeypatch.setitem(sys.modules, name, None)
+    args, groups = small(**SHAPE, lora={"quantization": "nf4"}).for_world(1), ParallelGroups.single()
+    with pytest.raises(ConfigError, match=r"lora.quantization: nf4.*bitsandbytes.*neox\[bnb\]"):
+        parallelize(build_stage(args, groups), LANGUAGE_MODELLING, args, groups, NativeEngine)

@@ -2,6 +2,7 @@
 pairs, whose reference is the model without adapters."""
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,17 +12,17 @@ from peft import LoraConfig
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from megatron.model import build_stage
-from megatron.objectives import build_objective
+from megatron.data import Batch
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.adapters import begin_adapters
-from megatron.training.engine_choice import choose_engine
-from megatron.training.parallelize import parallelize
 from megatron.training.preference.reference import model_without_adapters
-from tests.model.stages import groups_of
+from megatron.training.setup import build_engine
+from tests.model.stages import Weights, groups_of
 from tests.model.test_transformers import llama_weights
 from tests.objectives.test_trl import PAIRWISE, args_with, lm_batches, pair_batches
 from tests.objectives.trl_reference import ROW, model, pair_inputs, sft_inputs, words
 from tests.pool import run_ranks
+from tests.training.runs import cells
 
 STEPS, RATE = 3, 1e-2
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,10 +31,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "dora": {"r": 2, "alpha": 4, "dora": True, "target": ["q_proj", "o_proj", "gate_proj", "down_proj"]},
 }
 OURS = {
-    "q_proj": "attention.query_key_value", "k_proj": "attention.query_key_value",
-    "v_proj": "attention.query_key_value", "o_proj": "attention.dense", "up_proj": "mlp.linear1",
-    "gate_proj": "mlp.linear1", "down_proj": "mlp.linear2",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "attention.query_key_value"), "o_proj": "attention.dense",
+    **dict.fromkeys(("up_proj", "gate_proj"), "mlp.linear1"), "down_proj": "mlp.linear2",
 }  # fmt: skip
+
+
+def torch_steps(params: dict[str, Tensor], loss_of: Callable[[], Tensor]) -> list[float]:
+    """Losses of steps by torch's AdamW."""
+    optimizer, losses = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0), []
+    for _ in range(STEPS):
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -61,75 +73,83 @@ def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[s
         trainer.model.eval()
         params = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
         first = {name: param.detach().clone() for name, param in params.items()}
-        optimizer = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0)
-        losses = []
-        for _ in range(STEPS):
-            loss = trainer.compute_loss(trainer.model, inputs)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+        losses = torch_steps(params, lambda: trainer.compute_loss(trainer.model, inputs))
     return losses, first, {name: param.detach().clone() for name, param in params.items()}
 
 
-def in_our_names(params: dict[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    layers: dict[int, dict[str, Tensor]] = {}
+def in_our_names(params: dict[str, Tensor]) -> Weights:
+    layers: Weights = {}
     for name, value in params.items():
         parts = name.split(".")
         number, module, kind = int(parts[parts.index("layers") + 1]), parts[-4], parts[-3]
         if kind not in ("lora_A", "lora_B"):  # lora_magnitude_vector.default.weight, or without weight
             module, kind = parts[parts.index("lora_magnitude_vector") - 1], "lora_magnitude_vector"
-        layers.setdefault(number + 2, {})[f"{OURS[module]}.lora.{module}.{kind}"] = value.reshape(
-            value.shape if kind != "lora_magnitude_vector" else -1
-        )
+            value = value.flatten()
+        layers.setdefault(number + 2, {})[f"{OURS[module]}.lora.{module}.{kind}"] = value
     return layers
 
 
-def ours(
-    rank: int, world_size: int, kind: str, lora: dict[str, Any], base: dict, adapters: dict, packed: bool
-) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
-    """For the pool."""
-    preference = {**PAIRWISE, "pack_impl": "best_fit"} if packed else PAIRWISE
-    args = args_with(
-        lora=lora, optimizer={"type": "AdamW", "params": {"lr": RATE}}, weight_decay=0.0, gradient_clipping=0.0,
-        train_iters=STEPS, train_micro_batch_size_per_gpu=4, **(preference if kind == "dpo" else {}),
-    ).for_world(1)  # fmt: skip
-    groups = groups_of(args, 1)
-    engine = parallelize(
-        build_stage(args, groups), build_objective(args), args, groups, choose_engine(args, False).load()
-    )
+def trained(
+    args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False
+) -> tuple[list[float], Weights]:
+    """Losses of steps on the same batches from these adapters, and the weights after them."""
+    engine = build_engine(args, groups_of(args, 1))
     engine.set_weights(base)
     begin_adapters(engine)
     engine.set_weights({n: {k: v for k, v in of.items() if "magnitude" not in k} for n, of in adapters.items()})
-    if kind == "dpo":
+    if pairs:
         engine.use_reference(model_without_adapters(engine))
-    batches = pair_batches(packed) if kind == "dpo" else lm_batches(packed, True)
     losses = [float(engine.train_step(batches, RATE).loss) for _ in range(STEPS)]
+    assert (engine.stage.layers["2"].attention.dense.weight.dtype == torch.uint8) is args.quantized
     weights = engine.weights(master=True)
     engine.close()
     return losses, weights
 
 
+ADAMW: dict[str, Any] = {
+    "optimizer": {"type": "AdamW", "params": {"lr": RATE}}, "weight_decay": 0.0, "gradient_clipping": 0.0,
+    "train_iters": STEPS,
+}  # fmt: skip
+
+
+def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[tuple[list[float], Weights]]:
+    """For the pool: on rows with padding, and on packed ones."""
+    found = []
+    for packed in (False, True):
+        lora, base, adapters = given
+        preference = {**PAIRWISE, "pack_impl": "best_fit"} if packed else PAIRWISE
+        more = ADAMW | (preference if kind == "dpo" else {})
+        args = args_with(lora=lora, train_micro_batch_size_per_gpu=4, **more).for_world(1)
+        batches = pair_batches(packed) if kind == "dpo" else lm_batches(packed, True)
+        found.append(trained(args, base, adapters, batches, kind == "dpo"))
+    return found
+
+
+def assert_adapters(weights: Weights, params: dict[str, Tensor]) -> None:
+    """They are those of peft."""
+    for layer, values in in_our_names(params).items():
+        for name, value in values.items():
+            torch.testing.assert_close(weights[layer][name], value.detach(), atol=2e-5, rtol=1e-4)
+
+
+def in_our_weights(state: dict[str, Tensor], *heads: int) -> Weights:
+    return {
+        layer: {name.replace("norm.weight", "norm.scale"): value for name, value in tensors.items()}
+        for layer, tensors in llama_weights(state, *heads).items()
+    }
+
+
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [
-        pytest.param(form, kind, marks=() if (form, kind) in (("lora", "dpo"), ("dora", "sft")) else pytest.mark.more)
-        for form in FORMS
-        for kind in ("sft", "dpo")
-    ],
+    cells(
+        [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")], [("lora", "sft"), ("rslora", "dpo")]
+    ),
 )
 def test_three_steps(form: str, kind: str) -> None:
     their_losses, first, last = theirs(form, kind)
-    state = {name: value.detach() for name, value in model(1).state_dict().items()}
-    base = {
-        layer: {name.replace("norm.weight", "norm.scale"): value for name, value in tensors.items()}
-        for layer, tensors in llama_weights(state, 2, 2).items()
-    }
-    for packed in (False, True):
-        losses, weights = run_ranks(ours, 1, kind, FORMS[form], base, in_our_names(first), packed)[0]
+    base = in_our_weights({name: value.detach() for name, value in model(1).state_dict().items()}, 2, 2)
+    for losses, weights in run_ranks(ours, 1, kind, FORMS[form], base, in_our_names(first))[0]:
         assert losses == pytest.approx(their_losses, rel=1e-5)
         if kind == "dpo":
             assert losses[0] == pytest.approx(0.6931472, abs=1e-6)
-        for layer, params in in_our_names(last).items():
-            for name, value in params.items():
-                torch.testing.assert_close(weights[layer][name], value, atol=2e-5, rtol=1e-4)
+        assert_adapters(weights, last)

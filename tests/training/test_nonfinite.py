@@ -1,19 +1,27 @@
-"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage."""
+"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage; the loss
+scale of fp16 without a GPU: the settings that DeepSpeed's scaler is handed, and the stop of such a run."""
 
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron.callbacks import StepResult
 from megatron.checkpointing import CheckpointError
-from megatron.training.nonfinite_guard import NonFiniteError, SpikeGuard
-from tests.marks import with_more
+from megatron.neox_arguments import NeoXArgs
+from megatron.objectives import LANGUAGE_MODELLING, Objective
+from megatron.training import Training, setup, train
+from megatron.training.deepspeed.config import deepspeed_config
+from megatron.training.loop import batches_of
+from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.pool import run_ranks
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
 
 def poison(training: Any, steps: set[int], bad: float) -> None:
@@ -27,19 +35,27 @@ def poison(training: Any, steps: set[int], bad: float) -> None:
     linear.register_forward_hook(on_forward)
 
 
-def run_poisoned(rank: int, world_size: int, values: dict[str, Any], steps: set[int], bad: float) -> tuple[Any, Any]:
-    """For the pool: the message of a run whose last rank is poisoned, and this rank's weights afterwards."""
-    from megatron.training import train
-
-    training = begin(values)
-    if rank == world_size - 1:
-        poison(training, steps, bad)
-    message = None
+def ended(training: Training) -> str | None:
+    """Train; the message that ended the run."""
     try:
         train(training)
-    except NonFiniteError as problem:
-        message = str(problem)
-    return message, training.engine.weights(master=True)
+    except (NonFiniteError, CheckpointError) as problem:
+        return str(problem)
+    return None
+
+
+def run_poisoned(
+    rank: int, world_size: int, values: dict[str, Any], steps: set[int], bad: float, name: str | None = None
+) -> tuple[Any, Any]:
+    """For the pool: the message of a run whose last rank is poisoned, with `name` in the gradient of that
+    parameter alone, and this rank's weights afterwards."""
+    training = begin(values)
+    if rank == world_size - 1 and name is not None:
+        param = dict(training.engine.stage.named_parameters())[name]
+        param.register_hook(lambda grad: grad * (bad if training.progress.iteration + 1 in steps else 1.0))
+    elif rank == world_size - 1:
+        poison(training, steps, bad)
+    return ended(training), training.engine.weights(master=True)
 
 
 def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -47,87 +63,58 @@ def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, An
     return {**values, "save": str(tmp_path / "run"), **more}
 
 
-AT_ONCE = {("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")}
-MORE = {("plain", "fp32"), ("zero1", "bfloat16"), ("zero2", "fp32"), ("pp2", "bfloat16")}
+def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any], step: int, pattern: str) -> None:
+    """Every rank ended in that step with a message as `pattern`, and has the weights before it, as the last
+    checkpoint has."""
+    good = {**values, "save": None, "train_iters": step - 1, "lr_decay_iters": 6}
+    for (message, weights), (_, expected) in zip(outcomes, run_ranks(run_to_end, len(outcomes), good), strict=True):
+        assert message == outcomes[0][0] and re.search(rf"^step {step}: .*rank {pattern}", message), message
+        assert f"step {step - 1}" in message and bit_equal(weights, expected)
+    save = Path(values["save"])
+    assert (save / "latest").read_text() == f"global_step{step - 1}", "the last good state is saved"
+    assert json.loads((save / "status.json").read_text())["status"] == "failed"
+    assert [row["iteration"] for row in metric_rows(save)] == [*range(1, step)], "the steps before have their rows"
+
+
+AT_ONCE, MORE = [("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")], [("plain", "fp32"), ("zero2", "fp32")]
+PRODUCT = [(name, precision) for name in LAYOUTS for precision in ("fp32", "bfloat16")]
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        pytest.param(
-            name, precision,
-            marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
-            pytest.mark.product,
-        )
-        for name in LAYOUTS for precision in ("fp32", "bfloat16")
-    ],
-)  # fmt: skip
+    ("name", "precision"), cells(AT_ONCE, MORE, [cell for cell in PRODUCT if cell not in AT_ONCE + MORE])
+)
 def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
-    bad = math.inf if name == "dp2" else math.nan
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
-    outcomes = run_ranks(run_poisoned, ranks, values, {5}, bad, timeout=20)
-    good = run_ranks(run_to_end, ranks, {**values, "save": None, "train_iters": 4, "lr_decay_iters": 6})
-    for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
-        assert message == outcomes[0][0] and message.startswith("step 5: rank ")
-        if layout.get("zero_optimization") or name == "dp2":  # native: found in what data ranks sum up
-            assert re.search(
-                r"rank \d( and 1 more)?: gradient of \S+ is not finite in the sum over data ranks", message
-            )
-        else:
-            assert f"rank {ranks - 1}: gradient of " in message
-        assert "weights are those of step 4" in message
-        assert bit_equal(weights, expected)
-    assert (tmp_path / "run" / "latest").read_text() == "global_step4", "the last good state is saved"
-    assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"
+    outcomes = run_ranks(run_poisoned, ranks, values, {5}, math.inf if name == "dp2" else math.nan)
+    # Native: found in what data ranks sum up.
+    summed = layout.get("zero_optimization") or name == "dp2"
+    pattern = r"\d( and 1 more)?: gradient of \S+ .*sum over data ranks" if summed else rf"{ranks - 1}: gradient of "
+    assert_weights_before(outcomes, values, 5, pattern)
 
 
-def poison_parameter(rank: int, world_size: int, values: dict[str, Any], name: str) -> tuple[Any, Any]:
-    """For the pool: the gradient of one parameter is bad at step 3, on the last rank alone."""
-    from megatron.training import train
-
-    training = begin(values)
-    if rank == world_size - 1:
-        param = dict(training.engine.stage.named_parameters())[name]
-        param.register_hook(lambda grad: grad * (math.nan if training.progress.iteration == 2 else 1.0))
-    message = None
-    try:
-        train(training)
-    except NonFiniteError as problem:
-        message = str(problem)
-    return message, training.engine.weights(master=True)
-
-
-STAGES = [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bfloat16"), (2, "bfloat16")]
-KEPT_AND_CUT = ("input_layernorm.weight", "mlp.linear1.weight")
+KEPT, CUT = "input_layernorm.weight", "mlp.linear1.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision"),  # each stage and precision with one of the two, the other by `make test-all`
-    [
-        pytest.param(name, *stage, marks=pytest.mark.product if (i + j) % 2 else pytest.mark.more if j % 3 else ())
-        for i, name in enumerate(KEPT_AND_CUT) for j, stage in enumerate(STAGES)
-    ],
-)  # fmt: skip
+    ("name", "stage", "precision"),
+    cells(
+        [(KEPT, 0, "fp32"), (CUT, 3, "fp32")],
+        [(KEPT, 2, "bfloat16")],
+        [(KEPT, 1, "fp32"), (CUT, 2, "fp32"), (KEPT, 3, "fp32"), (CUT, 0, "bfloat16"), (CUT, 2, "bfloat16")],
+    ),
+)
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
     has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
-    outcomes = run_ranks(poison_parameter, 2, values, f"layers.2.{name}")
-    good = run_ranks(run_to_end, 2, {**values, "save": None, "train_iters": 2, "lr_decay_iters": 6})
-    for (message, weights), (_, expected) in zip(outcomes, good, strict=True):
-        assert message is not None and message.startswith(f"step 3: rank 1: gradient of 2.{name} is not finite")
-        assert bit_equal(weights, expected)
-    assert (tmp_path / "run" / "latest").read_text() == "global_step2"
-    rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()]
-    assert [row["iteration"] for row in rows] == [1, 2], "the steps before have their rows"
+    outcomes = run_ranks(run_poisoned, 2, values, {3}, math.nan, f"layers.2.{name}")
+    assert_weights_before(outcomes, values, 3, f"1: gradient of 2.{name} ")
 
 
 def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
     """For the pool: a loss that is infinite while its gradient is finite."""
-    from megatron.objectives import LANGUAGE_MODELLING, Objective
-    from megatron.training import setup, train
 
     def loss_sum(head: Any, batch: Any, group: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, metrics = LANGUAGE_MODELLING.loss_sum(head, batch, group)
@@ -135,17 +122,13 @@ def bad_loss(rank: int, world_size: int, values: dict[str, Any]) -> str | None:
 
     setup.build_objective = lambda args: Objective(LANGUAGE_MODELLING.weight, loss_sum)
     training = begin(values)
-    try:
-        train(training)
-    except NonFiniteError as problem:
-        return str(problem)
-    return None
+    return ended(training)
 
 
 @pytest.mark.parametrize("layout", [{}, {"pipe_parallel_size": 2}, {"zero_optimization": {"stage": 1}}])
 def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Path) -> None:
-    errors = run_ranks(bad_loss, 2, _values(tmp_path, layout), timeout=20)
-    assert errors[0] == errors[1] and "rank 1: loss is not finite" in str(errors[0]) and "step 3" in str(errors[0])
+    errors = run_ranks(bad_loss, 2, _values(tmp_path, layout))
+    assert errors[0] == errors[1] and re.search("step 3.*rank 1: loss ", str(errors[0]))
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -162,32 +145,23 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
     values = _values(tmp_path, {}, on_nonfinite="skip", nonfinite_limit=2)
     message, _ = run_ranks(run_poisoned, 1, values, {3, 5}, math.nan)[0]
     assert message is None
-    rows = [json.loads(line) for line in (tmp_path / "run/logs/metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path / "run")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [math.isnan(row["train/lm_loss"]) for row in rows] == [False, False, True, False, True, False]
     message, _ = run_ranks(run_poisoned, 1, {**values, "save": str(tmp_path / "b")}, {3, 4, 5}, math.nan)[0]
-    assert "on_nonfinite: skip, 3 steps in a row" in message and "weights are those of step 4" in message
+    assert re.search("step 4.*on_nonfinite: skip.*3 steps", message)
 
 
 def test_spike_guard_window() -> None:
-    guard = SpikeGuard(6.0)
-    for i in range(SpikeGuard.LEAST):
-        guard.decide(1.0 + 0.01 * (i % 2))
-        assert not guard.skips
-    guard.decide(1.02)
-    assert not guard.skips
-    guard.decide(1.2)
-    assert guard.skips
-    guard.decide(1.005)
-    assert not guard.skips, "the spike did not enter the window"
+    guard, skipped = SpikeGuard(6.0), []
+    for loss in (*(1.0 + 0.01 * (i % 2) for i in range(SpikeGuard.LEAST)), 1.02, 1.2, 1.005):
+        guard.decide(loss)
+        skipped += [loss] if guard.skips else []
+    assert skipped == [1.2], "and it did not enter the window"
 
 
 def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool], bool]:
     """For the pool: steps with labels of chance after a trained model; which of them were left out."""
-    from dataclasses import replace
-
-    from megatron.training.loop import batches_of
-
     training = begin(values)
     batches, skips, unchanged = batches_of(training), [], True
     for step in range(40):
@@ -201,7 +175,7 @@ def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool
     return skips, unchanged
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2"], "zero2", product=["plain"]))
+@pytest.mark.parametrize("name", cells(["pp2"], ["zero2"], ["plain"]))
 def test_spike_is_left_out(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=4, train_iters=40, skip_step_above_sigma=1.0)
@@ -213,8 +187,6 @@ def test_spike_is_left_out(name: str) -> None:
 
 def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
     """For the pool: a moment of Adam turns NaN on the last rank before `step`, whose gradients are finite."""
-    from megatron.training import train
-
     training = begin(values)
     take_step = training.engine.train_step
 
@@ -224,32 +196,24 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
         return take_step(*given)
 
     training.engine.train_step = poisoned_step  # type: ignore[method-assign]
-    try:
-        train(training)
-    except (NonFiniteError, CheckpointError) as problem:
-        return str(problem)
-    return None
+    return ended(training)
 
 
 @pytest.mark.parametrize(
     ("name", "step", "more"),
-    [
-        ("plain", 3, {}),  # seen by step 4, whose stop would save step 3
-        ("plain", 4, {}),  # the save of step 4 itself comes before any loss tells of it
-        ("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9}),
-        pytest.param("tp2", 3, {}, marks=pytest.mark.more),
-        ("pp2", 4, {"async_save": True}),
-        pytest.param("zero1", 3, {"precision": "bfloat16"}, marks=pytest.mark.more),
-        ("zero3", 4, {}),
-    ],
+    cells(
+        # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
+        [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
+        [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
+        [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
+    ),
 )
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)
     errors = run_ranks(poison_moment, ranks, values, step)
-    pattern = r"nothing is saved: (optim_)?layer_0\d-model_0\d\S*\.pt \(\S+ is not finite\); the last checkpoint is "
     for message in errors:
-        assert message is not None and re.search(pattern + "global_step2, start again from there", message), message
+        assert re.search(r"layer_0\d-model_0\d\S*\.pt.*not finite.*global_step2", str(message)), message
     save = tmp_path / "run"
     assert (save / "latest").read_text() == "global_step2"
     assert sorted(p.name for p in save.glob("*global_step*")) == ["global_step2"]
@@ -258,3 +222,51 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
     through = run_ranks(run_to_end, ranks, {**values, "save": None, "async_save": False})
     for (_, weights), (_, expected) in zip(again, through, strict=True):
         assert bit_equal(weights, expected), "a restart loses nothing"
+
+
+# -- fp16's loss scale
+
+
+def args_of(**fp16: Any) -> NeoXArgs:
+    values = config(precision="fp16", train_micro_batch_size_per_gpu=2, fp16={"enabled": True, **fp16})
+    return NeoXArgs.from_dict({**values, "padded_vocab_size": 384}).for_world(1)
+
+
+def test_deepspeed_is_told_everything() -> None:
+    """All that its scaler reads, so that none of it is left to its defaults; NeoX's values."""
+    expected = {
+        "enabled": True, "loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000,
+        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1.0,
+    }  # fmt: skip
+    assert deepspeed_config(args_of())["fp16"] == expected
+    for changes in ({"initial_scale_power": 12, "hysteresis": 1}, {"loss_scale": 32.0}, {"min_loss_scale": 4.0}):
+        assert deepspeed_config(args_of(**changes))["fp16"] == {**expected, **changes}
+    assert "fp16" not in deepspeed_config(args_of().replace(precision="bfloat16", fp16=None))
+
+
+def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
+    """For the pool: the loop over an engine that overflows in these steps and changes nothing; what it
+    raised, steps taken and steps left out."""
+    fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
+    training, taken = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000)), []
+
+    def train_step(*given: Any) -> StepResult:
+        taken.append(len(taken) + 1 in overflow)
+        return StepResult(torch.tensor(math.nan if taken[-1] else 1.0), torch.tensor(1.0), taken[-1])
+
+    engine: Any = SimpleNamespace(train_step=train_step, stage=training.engine.stage, tensors=dict)
+    training = replace(training, engine=engine)
+    return ended(training), len(taken), training.progress.skipped
+
+
+def test_the_run_stops_after_fifty_overflows_in_a_row() -> None:
+    limit = FP16_OVERFLOWS_IN_A_ROW
+    assert limit == 50, "as GPT-NeoX"
+    bearable = {3, *range(10, 10 + limit)}
+    assert run_ranks(run_fake, 1, bearable, 70)[0] == (None, 70, limit + 1)
+    message, steps, _ = run_ranks(run_fake, 1, set(range(10, 70)), 70)[0]
+    assert steps == 11 + limit, "known when the next has begun"
+    assert re.search(f"^step {steps - 1}: 51 fp16 overflows", str(message))
+    # `on_nonfinite: stop` is for losses and gradients that no smaller scale would mend.
+    assert most_skips(args_of()) == limit
+    assert most_skips(args_of().replace(precision="bfloat16", fp16=None)) == 0

@@ -10,8 +10,7 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.optimizers import Lion, build_optimizer, clip_gradients, gradient_norm, parameter_groups
-from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, config, curves, furthest, whole
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, assert_alike, cells, config, curves_of
 
 
 def test_lion_by_hand() -> None:
@@ -30,18 +29,13 @@ def test_lion_by_hand() -> None:
         np.testing.assert_allclose(param.detach().numpy(), value, rtol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, {"pipe_parallel_size": 2}), (2, {"zero_optimization": {"stage": 2}}), (2, {"model_parallel_size": 2})],
-)
-def test_lion_in_layouts(ranks: int, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", cells(["zero2"], ["pp2"], ["tp2"]))
+def test_lion_in_layouts(name: str) -> None:
     """Few steps: the sign of a value near zero may differ between summation orders."""
-    lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}
-    values = config(LLAMA, lion, train_micro_batch_size_per_gpu=4)
-    one = whole([run_ranks(curves, 1, [values], steps=4)[0][0]], values)
-    parts = [rank_curves[0] for rank_curves in run_ranks(curves, ranks, [{**values, **layout}], steps=4)]
-    loss, norm, weights = furthest(whole(parts, {**values, **layout}), one)
-    assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3
+    ranks, layout = LAYOUTS[name]
+    values = config(LLAMA, {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, train_micro_batch_size_per_gpu=4)
+    one, many = curves_of({"lion": values}, 4), curves_of({"lion": {**values, **layout}}, 4, ranks)
+    assert_alike(many, one, norms=1e-4, weights=1e-3)
 
 
 def _optimizer(**more: Any) -> torch.optim.Optimizer:
