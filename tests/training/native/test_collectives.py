@@ -2,26 +2,17 @@
 leave while backward goes on."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.model import Stage
 from megatron.training.loop import batches_of
-from megatron.training.native import fully_sharded
-from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.shards import WholeWeights
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, begin, config
 
@@ -67,49 +58,23 @@ class Recorder(TorchDispatchMode):
         output[0].register_hook(lambda gradient: self.events.append(Event("backward", index)))
 
 
-def recorded(rank: int, world_size: int, configs: list[dict[str, Any]], mistake: str = "") -> list[list[Event]]:
-    """For the pool: the second step of each run. mistake: a name of `MISTAKES`."""
+def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[Event]]:
+    """For the pool: the second step of each run."""
     found = []
     for values in configs:
-        with MISTAKES[mistake]():
-            training = begin(values)
-            engine, groups = training.engine, training.groups
-            axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
-            recorder, batches = Recorder(axes), batches_of(training)
-            engine.train_step(next(batches), 1e-3)
-            for index in range(FIRST, LAST + 1):
-                engine.stage.layers[str(index)].register_forward_hook(partial(recorder.block_hook, index))
-            step = next(batches)
-            with recorder:
-                engine.train_step(step, 1e-3)
+        training = begin(values)
+        engine, groups = training.engine, training.groups
+        axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
+        recorder, batches = Recorder(axes), batches_of(training)
+        engine.train_step(next(batches), 1e-3)
+        for index in range(FIRST, LAST + 1):
+            engine.stage.layers[str(index)].register_forward_hook(partial(recorder.block_hook, index))
+        step = next(batches)
+        with recorder:
+            engine.train_step(step, 1e-3)
         found.append(recorder.events)
         engine.close()
     return found
-
-
-MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "": nullcontext,
-    "whole gradients wait for the end": lambda: mock.patch.object(WholeWeights, "_reduce_ready", lambda self: None),
-    "cut gradients wait for the end": lambda: mock.patch.object(fully_sharded, "fully_shard", cut_in_one),
-    "every micro-batch is reduced": lambda: every_micro_batch_is_the_last(),
-}
-
-
-def cut_in_one(module: nn.Module, **how: Any) -> nn.Module:
-    return fully_shard(module, **how) if isinstance(module, Stage) else module
-
-
-@contextmanager
-def every_micro_batch_is_the_last() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in (WholeWeights, CutWeights):
-            change = partial(_as_last, kind.begin_micro_batch)
-            stack.enter_context(mock.patch.object(kind, "begin_micro_batch", lambda self, last, f=change: f(self)))
-        yield
-
-
-def _as_last(begin_micro_batch: Any, weights: Any) -> None:
-    begin_micro_batch(weights, True)
 
 
 # -- by hand -------------------------------------------------------------------------------------------------
@@ -164,10 +129,15 @@ def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]
 # -- tests ---------------------------------------------------------------------------------------------------
 
 
-def case(stage: int, micro_batches: int, ranks: int, **more: Any) -> dict[str, Any]:
-    rows = 8 // ranks // micro_batches
-    shape = {"precision": "bfloat16", "no_weight_tying": True, "engine": "native"}
-    return config(LLAMA, shape, more, train_micro_batch_size_per_gpu=rows, zero_optimization={"stage": stage})
+def case(stage: int, micro_batches: int, **more: Any) -> dict[str, Any]:
+    """On two data ranks."""
+    shape = {
+        "precision": "bfloat16",
+        "no_weight_tying": True,
+        "engine": "native",
+        "zero_optimization": {"stage": stage},
+    }
+    return config(LLAMA, shape, more, train_micro_batch_size_per_gpu=4 // micro_batches)
 
 
 CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2)]
@@ -175,16 +145,11 @@ CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2
 
 @pytest.fixture(scope="module")
 def seen() -> dict[tuple[int, int], list[Event]]:
-    return dict(zip(CASES, run_ranks(recorded, 2, [case(*one, ranks=2) for one in CASES])[0], strict=True))
+    return dict(zip(CASES, run_ranks(recorded, 2, [case(*one) for one in CASES])[0], strict=True))
 
 
 def sent(events: list[Event]) -> list[Event]:
     return [event for event in events if event.axis in (DATA, WORLD)]
-
-
-@pytest.mark.parametrize(("stage", "micro_batches"), CASES)
-def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]) -> None:
-    assert sent(seen[stage, micro_batches]) == by_hand(stage, micro_batches)
 
 
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
@@ -194,53 +159,27 @@ def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
     last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
     reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]
     left = [i for i, event in enumerate(last) if event[:2] == (kind, size)]
-    assert len(left) == BLOCKS, "leaves late"
+    assert len(left) == BLOCKS
     for block in range(BLOCKS - 2):
-        assert reached[block] < left[block] < reached[block + 2], "leaves late"
-
-
-def assert_only_the_last_is_reduced(events: list[Event]) -> None:
-    """Until the last micro-batch begins, all that is sent are weights and the step's weight."""
-    forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
-    before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
-    assert before <= {"all_gather"}, "reduced early"
+        assert reached[block] < left[block] < reached[block + 2]
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), CASES)
-def test_gradients_leave_during_backward(
-    stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]
-) -> None:
-    assert_gradients_leave_early(seen[stage, micro_batches], stage)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_are_reduced_once(stage: int, seen: dict[tuple[int, int], list[Event]]) -> None:
-    assert_only_the_last_is_reduced(seen[stage, 2])
-
-
-@pytest.mark.parametrize(
-    ("mistake", "stage", "message"),
-    [
-        ("whole gradients wait for the end", 0, "leaves late"),
-        ("cut gradients wait for the end", 2, "leaves late"),
-        ("every micro-batch is reduced", 0, "reduced early"),
-        ("every micro-batch is reduced", 1, "reduced early"),
-    ],
-)
-@pytest.mark.more
-def test_mistakes_are_seen(mistake: str, stage: int, message: str) -> None:
-    events = run_ranks(recorded, 2, [case(stage, 2, 2)], mistake)[0][0]
-    with pytest.raises(AssertionError, match=message):
-        assert_gradients_leave_early(events, stage)
-        assert_only_the_last_is_reduced(events)
+def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]) -> None:
+    events = seen[stage, micro_batches]
+    assert sent(events) == by_hand(stage, micro_batches)
+    assert_gradients_leave_early(events, stage)
+    if stage < 2:  # until the last micro-batch begins, all that is sent are weights and the step's weight
+        forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
+        before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
+        assert before <= {"all_gather"}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_with_tensor_ranks(micro_batches: int) -> None:
-    ranks, tensor = 4, 2
-    found = run_ranks(recorded, ranks, [case(2, micro_batches, ranks // tensor, model_parallel_size=tensor)])
-    for (events,) in found:
-        assert sent(events) == by_hand(2, micro_batches, tensor)
-        over_tensor = Counter(event for event in events if event.axis == TENSOR)
-        assert over_tensor == tensor_by_hand(micro_batches, 8 // 2 // micro_batches, tensor)
+def test_with_tensor_ranks() -> None:
+    tensor, given = 2, [case(2, count, model_parallel_size=2) for count in (1, 2)]
+    for found in run_ranks(recorded, 4, given):
+        for count, events in enumerate(found, 1):
+            assert sent(events) == by_hand(2, count, tensor)
+            over_tensor = Counter(event for event in events if event.axis == TENSOR)
+            assert over_tensor == tensor_by_hand(count, 4 // count, tensor)

@@ -1,5 +1,6 @@
 """Muon against torch.optim.Muon, in one process and in layouts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import WholeWeights
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, Part, begin, bit_equal, config, curves, furthest, run_to_end, whole
+from tests.training.native.in_turn import assert_alike, assert_resumes, curves_of
+from tests.training.runs import LLAMA, NEOX, Curve, Part, begin, bit_equal, config, whole
 
 LR, ADAMW_LR, DECAY, STEPS = 0.02, 3e-3, 0.1, 4
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": LR}}, "gradient_clipping": 0.5}
@@ -117,66 +119,63 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-def given_gradients(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Part]:
-    """For the pool: weights of this rank's part after steps with the same gradients of the whole model in any
-    layout."""
-    results = []
-    for layout in layouts:
-        training = begin(config(LLAMA, MUON, layout, train_micro_batch_size_per_gpu=8 // world_size or 1))
+MODELS = {"neox": NEOX, "llama": LLAMA}
+
+
+def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Part]:
+    """For the pool: by model, weights of this rank's part after steps with the same gradients of the whole
+    model in any layout."""
+    results = {}
+    for name, model in MODELS.items():
+        training = begin(config(model, MUON, layout, train_micro_batch_size_per_gpu=8 // world_size or 1))
         engine, groups = training.engine, training.groups
         assert isinstance(engine, NativeEngine)
-        for step in range(STEPS):
+        for step in range(2):
             for held in engine.shards.trained:
                 generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
                 full = torch.randn(held.spec.shape, generator=generator)
                 held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
             engine._update.optimizer.step()
             engine.shards.publish()
-        results.append(Part([], [], groups.rank("tensor"), engine.weights(master=True)))
+        results[name] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
         engine.close()
     return results
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 sp", "dp4 zero3 by twos", product=["dp2", "dp2 zero1"]))
-def test_the_same_gradients_give_the_same_bits(name: str) -> None:
+@pytest.fixture(scope="module")
+def of_given_gradients() -> dict[str, Part]:
+    return run_ranks(given_gradients, 1, {})[0]
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp4 zero3 by twos", product=["dp2", "dp2 zero1", "tp2 sp"]))
+def test_the_same_gradients_give_the_same_bits(name: str, of_given_gradients: dict[str, Part]) -> None:
     """Gathered whole, a matrix is what one process has."""
     ranks, layout = LAYOUTS[name]
-    values = config(LLAMA, MUON, layout)
-    one = whole(run_ranks(given_gradients, 1, [{}])[0], values)
-    many = whole([parts[0] for parts in run_ranks(given_gradients, ranks, [layout])], values)
-    assert bit_equal(one.weights, many.weights)
+    found = run_ranks(given_gradients, ranks, layout)
+    for kind, model in MODELS.items():
+        values = config(model, MUON, layout)
+        many = whole([parts[kind] for parts in found], values)
+        assert bit_equal(whole([of_given_gradients[kind]], values).weights, many.weights), kind
 
 
 @pytest.fixture(scope="module")
-def references() -> list[Any]:
-    configs = [config(model, SLOW, train_micro_batch_size_per_gpu=8) for model in (NEOX, LLAMA)]
-    parts = run_ranks(curves, 1, configs, STEPS)[0]
-    return [whole([part], values) for part, values in zip(parts, configs, strict=True)]
+def references() -> dict[str, Curve]:
+    return curves_of(
+        {name: config(model, SLOW, train_micro_batch_size_per_gpu=8) for name, model in MODELS.items()}, STEPS
+    )
 
 
 @pytest.mark.parametrize(
-    "name", with_more(LAYOUTS, "dp2 x tp2 zero2", "dp4 zero3 by twos", product=["dp2", "dp2 zero1", "tp2 sp"])
+    "name", with_more(LAYOUTS, "dp2 x tp2 zero2", product=["dp2", "dp2 zero1", "tp2 sp", "dp4 zero3 by twos"])
 )
-def test_layouts(name: str, references: list[Any]) -> None:
+def test_layouts(name: str, references: dict[str, Curve]) -> None:
     """Gradients that differ in their last bits are rounded to other bf16 numbers: weights are as near as lr
     times 2^-9."""
     ranks, layout = LAYOUTS[name]
-    configs = [config(model, SLOW, layout, train_micro_batch_size_per_gpu=2) for model in (NEOX, LLAMA)]
-    everyone = run_ranks(curves, ranks, configs, STEPS, timeout=120)
-    for i, values in enumerate(configs):
-        loss, norm, weights = furthest(whole([parts[i] for parts in everyone], values), references[i])
-        assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3, (loss, norm, weights)
+    given = {kind: config(model, SLOW, layout, train_micro_batch_size_per_gpu=2) for kind, model in MODELS.items()}
+    assert_alike(curves_of(given, STEPS, ranks), references, norms=1e-4, weights=1e-3)
 
 
-def test_resumes_bit_equal(tmp_path: Any) -> None:
-    values = config(LLAMA, MUON, LAYOUTS["dp2 zero3"][1], train_micro_batch_size_per_gpu=2, train_iters=4)
-    through = run_ranks(run_to_end, 2, values)[0][1]
-    saved = {**values, "save": str(tmp_path), "load": str(tmp_path), "checkpoint_factor": 2}
-    run_ranks(run_to_end, 2, {**saved, "exit_interval": 2})
-    assert bit_equal(run_ranks(run_to_end, 2, saved)[0][1], through)
-
-
-def test_deepspeed_refuses_it() -> None:
-    values = config(NEOX, MUON, engine="deepspeed", train_micro_batch_size_per_gpu=8)
-    with pytest.raises(AssertionError, match="Muon runs on the native engine alone; write engine: native"):
-        run_ranks(run_to_end, 1, values)
+def test_resumes_bit_equal(tmp_path: Path) -> None:
+    zero3 = LAYOUTS["dp2 zero3"][1]
+    assert_resumes(config(LLAMA, MUON, zero3, train_micro_batch_size_per_gpu=2, train_iters=3), tmp_path, ranks=2)

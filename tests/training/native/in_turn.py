@@ -1,0 +1,66 @@
+"""Jobs of the worker pool that go through several runs in the same processes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.generation.on_policy import answers_of
+from megatron.neox_arguments.errors import UserError
+from megatron.training import train
+from tests.model.stages import Weights
+from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
+from tests.training.runs import Curve, begin, bit_equal, curves, furthest, whole
+
+TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
+
+
+def curves_of(configs: Mapping[str, dict[str, Any]], steps: int, ranks: int = 1) -> dict[str, Curve]:
+    """Runs by name."""
+    by_rank = run_ranks(curves, ranks, list(configs.values()), steps, timeout=TIMEOUT)
+    return {name: whole([parts[i] for parts in by_rank], configs[name]) for i, name in enumerate(configs)}
+
+
+def assert_alike(
+    ours: Mapping[str, Curve], theirs: Mapping[str, Curve], losses: float = 1e-5, norms: float = 1e-5,
+    weights: float = 1e-4,
+) -> None:  # fmt: skip
+    """Each run's numbers are those of the other's of its name, up to these relative differences."""
+    for name, curve in ours.items():
+        apart = furthest(curve, theirs[name])
+        assert all(far < bound for far, bound in zip(apart, (losses, norms, weights), strict=True)), (name, apart)
+
+
+def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:
+    """For the pool: the weights after each run with its loop."""
+    weights = []
+    for values in configs:
+        training = begin(values)
+        train(training, (), answers_of(training) if training.args.distillation is not None else None)
+        held = training.engine.weights(master=True)
+        weights.append({layer: {name: one.clone() for name, one in tensors.items()} for layer, tensors in held.items()})
+        training.engine.close()
+    return weights
+
+
+def assert_resumes(values: dict[str, Any], folder: Path, ranks: int = 1, after: int = 2) -> None:
+    """A run that ends after so many steps goes on, bit for bit, as one that does not."""
+    save = [str(folder / name) for name in ("through", "cut", "cut")]
+    runs: list[dict[str, Any]] = [{**values, "checkpoint_factor": after, "save": one, "load": one} for one in save]
+    runs[1]["exit_interval"] = after
+    for through, _, resumed in run_ranks(to_their_ends, ranks, runs, timeout=TIMEOUT):
+        assert bit_equal(resumed, through)
+    assert losses(folder / "cut") == losses(folder / "through")
+    assert len(losses(folder / "cut")) == values["train_iters"] > after
+
+
+def refusals(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
+    """For the pool: what each run says that does not begin."""
+    said = []
+    for values in configs:
+        with pytest.raises(UserError) as caught:
+            begin(values)
+        said.append(str(caught.value))
+    return said
