@@ -1,8 +1,8 @@
-"""Steps of an engine on random micro-batches, shared out over data ranks, and how they compare with those of
-one process."""
+"""AdamW steps of an engine on random micro-batches, shared out over data ranks, and how they compare with
+those of one process."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +12,11 @@ from megatron.model import layer_params
 from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
-from tests.model.stages import Weights, document_batch, random_batch
+from megatron.training.setup import build_engine
+from tests.model.stages import Weights, document_batch, groups_of, random_batch, small
+
+STEPS, RATE, MICRO_BATCHES = 4, 1e-3, 4
+PLAIN, PACKED = False, True
 
 
 class Run(NamedTuple):
@@ -23,6 +27,32 @@ class Run(NamedTuple):
     metrics: list[dict[str, float]]
     tensor_rank: int
     weights: Weights
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage}}
+
+
+def args_of(model: dict[str, Any], layout: dict[str, Any], world_size: int) -> NeoXArgs:
+    data = world_size // layout.get("model_parallel_size", 1) // layout.get("pipe_parallel_size", 1)
+    return small(
+        **{"optimizer": {"type": "AdamW", "params": {"lr": RATE, "betas": [0.9, 0.95], "eps": 1e-6}},
+           "gradient_clipping": 0.5, "train_iters": STEPS, "train_micro_batch_size_per_gpu": 2,
+           "gradient_accumulation_steps": MICRO_BATCHES // data, **model, **layout}
+    ).for_world(world_size)  # fmt: skip
+
+
+def some_steps(
+    rank: int, world_size: int, models: list[tuple[dict[str, Any], bool]], layout: dict[str, Any]
+) -> list[Run]:
+    """For the pool: of models, each on packed rows or not."""
+    found = []
+    for model, packed in models:
+        args = args_of(model, layout, world_size)
+        engine = build_engine(args, groups_of(args, world_size))
+        found.append(train(engine, range(STEPS), RATE, packed))
+        engine.close()
+    return found
 
 
 def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[Batch]:

@@ -2,6 +2,7 @@
 pool."""
 
 import io
+import json
 import logging
 from collections.abc import Mapping
 from contextlib import redirect_stdout
@@ -19,6 +20,7 @@ from megatron.training import Training, start, train
 from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
 from megatron.training.unlearning import lr_scale
+from tests.pool import run_ranks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
@@ -184,6 +186,22 @@ def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
     return relative(ours.losses, theirs.losses), relative(ours.norms, theirs.norms), weights
 
 
+def curves_of(configs: Mapping[Any, dict[str, Any]], steps: int, ranks: int = 1) -> dict[Any, Curve]:
+    """Runs by name, one after another in the same processes."""
+    by_rank = run_ranks(curves, ranks, list(configs.values()), steps, timeout=290)
+    return {name: whole([rank[i] for rank in by_rank], configs[name]) for i, name in enumerate(configs)}
+
+
+def assert_alike(
+    ours: Mapping[Any, Curve], theirs: Mapping[Any, Curve], losses: float = 1e-5, norms: float = 1e-5,
+    weights: float = 1e-4,
+) -> None:  # fmt: skip
+    """Of each run the numbers are those of the other's of its name, up to these relative differences."""
+    for name, curve in ours.items():
+        found = furthest(curve, theirs[name])
+        assert all(far <= bound for far, bound in zip(found, (losses, norms, weights), strict=True)), (name, found)
+
+
 def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
     """For the pool: a whole run with its loop; the losses from metrics.jsonl are the caller's to read."""
     training = begin(values)
@@ -191,6 +209,22 @@ def run_to_end(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list
     weights = training.engine.weights(master=True)
     training.engine.close()
     return [], {layer: {k: v.clone() for k, v in tensors.items()} for layer, tensors in weights.items()}
+
+
+def said(rank: int, world_size: int, values: dict[str, Any], to_end: bool = False) -> str:
+    """For the pool: what a run prints before its first step, or to its end."""
+    with redirect_stdout(io.StringIO()) as output:
+        training = start(NeoXArgs.from_dict(values), process_info())
+        if to_end:
+            train(training)
+        training.engine.close()
+    return output.getvalue()
+
+
+def metric_rows(save: Path, key: str = "train/lm_loss") -> list[dict[str, Any]]:
+    """The rows of a run's metrics that have this one."""
+    rows = map(json.loads, (save / "logs" / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get(key) is not None]
 
 
 def bit_equal(a: dict[int, dict[str, Tensor]], b: dict[int, dict[str, Tensor]]) -> bool:

@@ -145,7 +145,8 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", with_more(LAYOUTS, "zero2", "pp2 bf16", "zero1", "difference", product=["plain", "dp2", "pp2", "plain bf16"])
+    "name",
+    with_more(LAYOUTS, "zero2", "pp2 bf16", "zero1", "difference", product=["plain", "dp2", "pp2", "plain bf16"]),
 )
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
