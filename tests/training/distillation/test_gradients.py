@@ -46,22 +46,19 @@ def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str
     return generalized_jsd(*both, beta, 1.0).sum(), nll
 
 
-class Gradients(dict[tuple[int, str], Tensor]):
-    """Of a step, by layer and name."""
-
-    def note(self, parts: Parts) -> None:
-        self.update({name: gradient.double().clone() for name, gradient in parts})
-
-
 def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]], teacher: str) -> list[dict[str, Any]]:
     """For the pool: of each run's first step loss, metrics and gradients, and the same by `of_all_logits`."""
     beside = begin(teacher_keys(load=teacher, finetune=True))
     beside.engine.stage.eval()
     results = []
     for values in runs:
-        training, found = begin(values), Gradients()
+        training, gradients = begin(values), dict[tuple[int, str], Tensor]()
         step, keys = next(batches_of(training)), values["distillation"]
-        result = training.engine.train_step(list(step), 0.0, found.note)
+
+        def note(parts: Parts, found: dict[tuple[int, str], Tensor] = gradients) -> None:
+            found.update({name: gradient.double().clone() for name, gradient in parts})
+
+        result = training.engine.train_step(list(step), 0.0, note)
         stage = training.engine.stage
         params = {(layer, name): param for layer, name, param in stage_parameters(stage)}
         sums, count = [torch.zeros((), dtype=torch.float64)] * 2, sum(int(b.loss_weights.sum()) for b in step)
@@ -76,16 +73,17 @@ def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]], teacher:
         results.append({
             "ours": [float(result.loss), *(float(result.metrics[name]) for name in ("divergence", "nll"))],
             "right": [float(loss.detach()), *(float(total.detach()) / count for total in sums)],
-            "gradients": dict(found), "expected": dict(zip(params, expected, strict=True)),
+            "gradients": gradients, "expected": dict(zip(params, expected, strict=True)),
         })  # fmt: skip
         training.engine.close()
     return results
 
 
-@pytest.mark.parametrize("engine", ["native", "deepspeed"])
-def test_the_gradient_is_that_of_all_logits(engine: str, teacher: str) -> None:
-    runs = [student(teacher, {"engine": engine, "gradient_clipping": 0.0}, **keys) for keys in LOSSES.values()]
-    runs.append(student(teacher, {"engine": engine, "gradient_clipping": 0.0}, LABELLED, beta=0.5))
+@pytest.mark.parametrize(("engine", "losses"), [("native", [*LOSSES]), ("deepspeed", ["jsd"])])
+def test_the_gradient_is_that_of_all_logits(engine: str, losses: list[str], teacher: str) -> None:
+    unclipped = {"engine": engine, "gradient_clipping": 0.0}
+    runs = [student(teacher, unclipped, **LOSSES[loss]) for loss in losses]
+    runs.append(student(teacher, unclipped, LABELLED, beta=0.5))
     for found in run_ranks(first_steps, 1, runs, teacher)[0]:
         assert found["ours"] == pytest.approx(found["right"], rel=1e-5)
         assert found["right"][1] > 0.05

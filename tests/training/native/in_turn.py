@@ -1,6 +1,5 @@
 """Jobs of the worker pool that go through several runs in the same processes."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +11,9 @@ from megatron.training import train
 from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import Curve, begin, bit_equal, curves, furthest, whole
+from tests.training.runs import begin, bit_equal
 
 TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
-
-
-def curves_of(configs: Mapping[str, dict[str, Any]], steps: int, ranks: int = 1) -> dict[str, Curve]:
-    """Runs by name."""
-    by_rank = run_ranks(curves, ranks, list(configs.values()), steps, timeout=TIMEOUT)
-    return {name: whole([parts[i] for parts in by_rank], configs[name]) for i, name in enumerate(configs)}
-
-
-def assert_alike(
-    ours: Mapping[str, Curve], theirs: Mapping[str, Curve], losses: float = 1e-5, norms: float = 1e-5,
-    weights: float = 1e-4,
-) -> None:  # fmt: skip
-    """Each run's numbers are those of the other's of its name, up to these relative differences."""
-    for name, curve in ours.items():
-        apart = furthest(curve, theirs[name])
-        assert all(far < bound for far, bound in zip(apart, (losses, norms, weights), strict=True)), (name, apart)
 
 
 def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:

@@ -19,8 +19,8 @@ from megatron.training.native.apex_adam import ApexAdam
 from tests.pool import run_ranks
 from tests.stand_ins import apex, installed, modules
 from tests.training.checkpoint.test_resume import losses
-from tests.training.native.in_turn import assert_alike, curves_of, to_their_ends
-from tests.training.runs import ADAMW, LLAMA, NEOX, config, curves, whole
+from tests.training.native.in_turn import to_their_ends
+from tests.training.runs import ADAMW, LLAMA, NEOX, assert_alike, config, curves, curves_of, whole
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-2}

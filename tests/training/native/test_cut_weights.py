@@ -8,8 +8,8 @@ import torch
 
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.native.in_turn import TIMEOUT, assert_alike, curves_of
-from tests.training.runs import ADAMW, LLAMA, RPE, bit_equal, config, curves
+from tests.training.native.in_turn import TIMEOUT
+from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, config, curves, curves_of
 
 STAGES = with_more([1, 2, 3], product=[1, 2])
 

@@ -16,8 +16,8 @@ from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import WholeWeights
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.native.in_turn import assert_alike, assert_resumes, curves_of
-from tests.training.runs import LLAMA, NEOX, Curve, Part, begin, bit_equal, config, whole
+from tests.training.native.in_turn import assert_resumes
+from tests.training.runs import LLAMA, NEOX, Curve, Part, assert_alike, begin, bit_equal, config, curves_of, whole
 
 LR, ADAMW_LR, DECAY, STEPS = 0.02, 3e-3, 0.1, 4
 MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": LR}}, "gradient_clipping": 0.5}
