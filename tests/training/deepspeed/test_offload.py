@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import pytest
 import torch
 
@@ -22,9 +23,7 @@ PP2_TIED = {"pipe_parallel_size": 2, "no_weight_tying": False}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") and shutil.which("ninja")), reason="DeepSpeedCPUAdam is compiled: needs g++ and ninja"
 )
-
-
-pytestmark = pytest.mark.timeout(600)  # a minute or two of g++ on idle cores, once
+pytestmark = pytest.mark.timeout(1500)  # a minute or two of g++ on idle cores, once
 
 
 def compiled_once(rank: int, world_size: int) -> None:
@@ -45,16 +44,15 @@ def env() -> dict[str, str]:
         fcntl.flock(guard, fcntl.LOCK_EX)
         for left in folder.rglob("lock"):
             left.unlink()
-        run_ranks(compiled_once, 1, env=env, init=False, timeout=500)
+        run_ranks(compiled_once, 1, env=env, init=False, timeout=1200)
     return env
 
 
 def run(stage: int, kind: str, *parts: dict[str, Any], **offload: Any) -> dict[str, Any]:
     optimizer = {"type": kind, "params": {"lr": 1e-3, "eps": 1e-6}}
     return config(
-        LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2, train_iters=6,
-        engine="deepspeed",
-        lr_decay_style="cosine", warmup=0.3, checkpoint_factor=3, zero_optimization={"stage": stage, **offload},
+        LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2, train_iters=4,
+        engine="deepspeed", lr_decay_style="cosine", warmup=0.3, zero_optimization={"stage": stage, **offload},
     )  # fmt: skip
 
 
@@ -74,97 +72,79 @@ def without(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "optimizer": optimizer, "zero_optimization": {"stage": values["zero_optimization"]["stage"]}}
 
 
-def ask_the_cpu_once() -> None:
-    """DeepSpeedCPUAdam asks the machine what it is, for a second, each time it is made."""
-    import cpuinfo
-
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-
-
-def known_curves(rank: int, world_size: int, values: list[dict[str, Any]]) -> list[Part]:
-    ask_the_cpu_once()
-    return curves(rank, world_size, values, steps=3)
-
-
-OF_TORCH = [name for name in CASES if "Torch" in name]
-names_of_cases = pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
-        pytest.param(
-            [name for name in CASES if name not in OF_TORCH], id="compiled", marks=[pytest.mark.product, needs_compiler]
-        ),
-    ],
-)
-
-
-def env_of(names: list[str], request: pytest.FixtureRequest) -> dict[str, str]:
-    return {} if names == OF_TORCH else request.getfixturevalue("env")
-
-
-@names_of_cases
-def test_same_numbers(names: list[str], request: pytest.FixtureRequest) -> None:
-    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
-    and then."""
-    cases = [CASES[name] for name in names]
-    values = [*cases, *map(without, cases)]
-    parts = run_ranks(known_curves, 2, values, env=env_of(names, request), timeout=240)
-    case_curves = [whole([rank[i] for rank in parts], values[i]) for i in range(len(values))]
-    for i, name in enumerate(names):
-        loss, norm, weights = furthest(case_curves[i], case_curves[i + len(names)])
-        # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
-        limit = 1e-3 if values[i]["precision"] != "fp32" else 1e-6
-        assert max(loss, norm, weights) < limit, name
-
-
 def stop_and_go_on(
     rank: int, world_size: int, pairs: list[tuple[dict[str, Any], dict[str, Any]]], folder: str
 ) -> list[tuple[Part, Part]]:
-    """For the pool: (before, after) -> losses of steps 4 to 6 and weights, of `before` going on through its
-    save at step 3 and of `after` resumed from there."""
-    ask_the_cpu_once()
+    """For the pool: (before, after) -> `before` going on through its save at step 2, `after` resumed from
+    there."""
+    # DeepSpeedCPUAdam asks the machine what it is, for a second, each time it is made.
+    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
     results = []
     for i, (before, after) in enumerate(pairs):
-        save = f"{folder}/{i}"
-        parts = []
-        for values in ({**before, "save": save}, {**after, "load": save}):
+        save, parts = f"{folder}/{i}", []
+        for values, first in (({**before, "save": save}, 0), ({**after, "load": save}, 2)):
             training = begin(values)
-            batches, progress, seen = batches_of(training), training.progress, []
-            assert progress.iteration == (0 if "save" in values else 3)
-            while progress.iteration < 6:
+            batches, progress, losses, norms = batches_of(training), training.progress, [], []
+            assert progress.iteration == first
+            while progress.iteration < 4:
                 result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
                 progress.iteration, progress.consumed_samples = progress.iteration + 1, progress.consumed_samples + 8
-                seen.append(float(result.loss))
-                if "save" in values and progress.iteration == 3:
+                losses.append(float(result.loss))
+                norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+                if "save" in values and progress.iteration == 2:
                     training.checkpointer.save(progress)
                     training.checkpointer.wait()
-            parts.append(Part(seen[-3:], [], 0, training.engine.weights(master=True)))
+            weights = training.engine.weights(master=True)
+            parts.append(Part(losses, norms, training.groups.rank("tensor"), weights))
             training.engine.close()
         results.append((parts[0], parts[1]))
     return results
 
 
-@names_of_cases
-def test_resumes_bit_for_bit(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    pairs = [(CASES[name], CASES[name]) for name in names]
-    for rank in run_ranks(stop_and_go_on, 2, pairs, str(tmp_path), env=env_of(names, request), timeout=240):
-        for name, (through, resumed) in zip(names, rank, strict=True):
-            assert resumed.losses == through.losses, name
-            assert bit_equal(resumed.weights, through.weights), name
+def compared(rank: int, world_size: int, cases: list[dict[str, Any]], folder: str) -> list[tuple[Part, Part, Part]]:
+    """For the pool: of each run through, resumed, and the same without offload."""
+    both = stop_and_go_on(rank, world_size, [(case, case) for case in cases], folder)
+    plain = curves(rank, world_size, [without(case) for case in cases], steps=4)
+    return [(through, resumed, other) for (through, resumed), other in zip(both, plain, strict=True)]
+
+
+OF_TORCH = [name for name in CASES if "Torch" in name]
+COMPILED = [name for name in CASES if "Torch" not in name]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
+        pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
+    ],
+)
+def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
+    and then."""
+    env = {} if names == OF_TORCH else request.getfixturevalue("env")
+    by_rank = run_ranks(compared, 2, [CASES[name] for name in names], str(tmp_path), env=env, timeout=280)
+    for i, name in enumerate(names):
+        for through, resumed, _ in (results[i] for results in by_rank):
+            assert resumed.losses == through.losses[2:] and bit_equal(resumed.weights, through.weights), name
+        ours, plain = (whole([results[i][kind] for results in by_rank], CASES[name]) for kind in (0, 2))
+        # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
+        limit = 1e-3 if CASES[name]["precision"] != "fp32" else 1e-6
+        assert max(furthest(ours, plain)) < limit, name
 
 
 @pytest.mark.product
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
-    """Out of memory at step 3: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
+    """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
     cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
     pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
     fresh = {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}
     runs = [*pairs, (cases[0], fresh)]
-    *changed, lost = run_ranks(stop_and_go_on, 2, runs, str(tmp_path), env=env, timeout=240)[0]
+    *changed, lost = run_ranks(stop_and_go_on, 2, runs, str(tmp_path), env=env, timeout=280)[0]
     for (through, resumed), (before, _) in zip(changed, pairs, strict=True):
-        assert resumed.losses == pytest.approx(through.losses, rel=2e-4 if before["precision"] != "fp32" else 1e-6)
-    assert max(abs(a / b - 1) for a, b in zip(lost[0].losses, lost[1].losses, strict=True)) > 2e-4
+        assert resumed.losses == pytest.approx(through.losses[2:], rel=2e-4 if before["precision"] != "fp32" else 1e-6)
+    assert max(abs(a / b - 1) for a, b in zip(lost[0].losses[2:], lost[1].losses, strict=True)) > 2e-4
 
 
 def test_torch_state_becomes_the_compiled_adams() -> None:
@@ -181,16 +161,12 @@ def test_torch_state_becomes_the_compiled_adams() -> None:
 
 
 def test_no_compiler_says_so(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="CPU_Adam on the CPU is compiled at its first use.*ninja, or write CPU_T"):
-        run_ranks(_begin, 1, run(0, "CPU_Adam"), env={"PATH": "", "TORCH_EXTENSIONS_DIR": str(tmp_path)})
-
-
-def _begin(rank: int, world_size: int, values: dict[str, Any]) -> None:
-    begin(values)
+    with pytest.raises(AssertionError, match="CPU_Adam .*compiled.*ninja.*CPU_Torch_Adam"):
+        run_ranks(curves, 1, [run(0, "CPU_Adam")], env={"PATH": "", "TORCH_EXTENSIONS_DIR": str(tmp_path)})
 
 
 def test_cpu_optimizer_for_weights_on_a_device() -> None:
     args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
     stage = build_stage(args, ParallelGroups.single())
-    with pytest.raises(ConfigError, match="CPU_Torch_Adam updates on the CPU; write AdamW, or set zero_optimization"):
+    with pytest.raises(ConfigError, match="CPU_Torch_Adam .*AdamW.*zero_optimization"):
         build_sharded_optimizer(stage, args, ParallelGroups.single())

@@ -1,10 +1,12 @@
 """Tiny runs that learn from a teacher: one of another shape and family, trained for some steps, and students
 of two layers."""
 
+from pathlib import Path
 from typing import Any
 
-from tests.training.runs import ADAMW, GOLDEN, LLAMA, NEOX, config
+from tests.training.runs import ADAMW, BASE, GOLDEN, LLAMA, NEOX, config
 
+TOKENIZER = Path(BASE["vocab_file"])
 _TEXT, _LABELS = ([str(GOLDEN / "dataset" / f"instruct_{kind}_document")] for kind in ("text", "label"))
 LABELLED = {
     "data_path": None, "split": None, "train_data_paths": _TEXT, "train_label_data_paths": _LABELS,

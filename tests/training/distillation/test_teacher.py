@@ -1,5 +1,4 @@
-"""Which teachers a run takes, and what it says of those that it does not; one of HuggingFace beside
-transformers."""
+"""Which teachers a run takes, and what it says of those that it does not."""
 
 import json
 import re
@@ -7,54 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-import torch
-
-from megatron.training.loop import batches_of
-from tests.checkpointing.family_models import random_model
-from tests.mpu.test_distillation import generalized_jsd
 from tests.pool import run_ranks
-from tests.training.distillation.runs import LAYOUTS, student
-from tests.training.distillation.test_gradients import logits
+from tests.training.distillation.runs import TOKENIZER, student
 from tests.training.native.in_turn import refusals
-from tests.training.runs import BASE, begin, curves
-
-TOKENIZER = Path(BASE["vocab_file"])
-
-
-@pytest.fixture(scope="module")
-def hf_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("hf")
-    random_model("llama 3", torch.float32, vocab_size=381).save_pretrained(folder)  # no multiple of anything
-    shutil.copy(TOKENIZER, folder / "tokenizer.json")
-    return str(folder)
-
-
-def of_transformers(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, float, int]:
-    """For the pool: the divergence of a first step, the same from transformers' logits, and the rows of
-    vocabulary that take part."""
-    from transformers import AutoModelForCausalLM
-
-    training = begin(values)
-    step = next(batches_of(training))
-    ours = float(training.engine.train_step(list(step), 0.0).metrics["divergence"])
-    model = AutoModelForCausalLM.from_pretrained(values["distillation"]["teacher"], dtype=torch.float32)
-    total, count, rows = 0.0, 0, training.args.softmax_rows or 0
-    with torch.no_grad():
-        for batch in step:
-            trained = batch.loss_weights > 0
-            others = model(batch.tokens).logits.double()[trained]
-            own = logits(training.engine.stage, batch)[trained]
-            total += float(generalized_jsd(own[:, :rows], others[:, :rows], 0.0, 1.0).sum())
-            count += int(trained.sum())
-    return ours, total / count, rows
-
-
-def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
-    ours, theirs, rows = run_ranks(of_transformers, 1, student(hf_teacher))[0]
-    assert ours == pytest.approx(theirs, rel=1e-5) and rows == 381
-    layouts = [student(hf_teacher, LAYOUTS[name]) for name in ("tp2, sp", "pp2")]
-    assert [part.losses for part in run_ranks(curves, 2, layouts, 1)[0]] == [pytest.approx([theirs], rel=1e-5)] * 2
+from tests.training.runs import curves
 
 
 def test_adapters_of_a_student_learn_from_its_teacher(teacher: str) -> None:
