@@ -11,10 +11,10 @@ import pytest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.deepspeed.config import deepspeed_config
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, SGD, batches_of, begin, config, curves_of, furthest
+from tests.training.runs import LLAMA, SGD, config, curves, curves_of, furthest
 
-CPU = {"device": "cpu"}
-UNPINNED = {"device": "cpu", "pin_memory": False}
+CPU, UNPINNED = {"device": "cpu"}, {"device": "cpu", "pin_memory": False}
+PRESCALED, PREDIVIDED = {"prescale_gradients": True}, {"gradient_predivide_factor": 2.0}
 COMMS = {"enabled": True, "verbose": True, "prof_all": True, "debug": False}  # as 19M.yml has it
 
 
@@ -89,15 +89,9 @@ def test_extra_args_may_repeat(more: dict[str, Any], extra: dict[str, Any]) -> N
         (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio: 0.5"),
         (zero(1, cpu_offload=True, offload_optimizer=CPU), "cpu_offload: offload_optimizer"),
         ({"use_bnb_optimizer": True, **zero(1, cpu_offload=True)}, "use_bnb_optimizer: .*GPU.*offload_optimizer"),
-        ({"prescale_gradients": True, **zero(2)}, "prescale_gradients: .*ZeRO 2 .*reduce_scatter"),
-        (
-            {"gradient_predivide_factor": 2.0, **zero(3, reduce_scatter=False)},
-            "gradient_predivide_factor: 2.0 .*ZeRO 3",
-        ),
-        (
-            {"gradient_predivide_factor": 2.0, "prescale_gradients": True},
-            "gradient_predivide_factor: prescale_gradients .*remove",
-        ),
+        (PRESCALED | zero(2), "prescale_gradients: .*ZeRO 2 .*reduce_scatter"),
+        (PREDIVIDED | zero(3, reduce_scatter=False), "gradient_predivide_factor: 2.0 .*ZeRO 3"),
+        (PREDIVIDED | PRESCALED, "gradient_predivide_factor: prescale_gradients .*remove"),
     ],
 )
 def test_refused(more: dict[str, Any], message: str) -> None:
@@ -106,47 +100,40 @@ def test_refused(more: dict[str, Any], message: str) -> None:
     assert len(caught.value.problems) == 1
 
 
-KEYS: dict[str, tuple[dict[str, Any], float]] = {
-    "prescaled": ({"prescale_gradients": True}, 1e-6),
-    "predivided": ({"gradient_predivide_factor": 2.0}, 1e-6),
-    "predivided, bf16": ({"gradient_predivide_factor": 4.0, "precision": "bfloat16"}, 1e-6),
-    "prescaled, zero2": ({"prescale_gradients": True, **zero(2, reduce_scatter=False)}, 1e-6),
-    "predivided, zero2": ({"gradient_predivide_factor": 2.0, **zero(2, reduce_scatter=False)}, 1e-6),
-    "prescaled, zero3": ({"prescale_gradients": True, **zero(3, reduce_scatter=False)}, 1e-6),
-    "sent in fp16": ({"communication_data_type": "fp16"}, 2**-11),
-    "sent in bf16, zero1": ({"communication_data_type": "bf16", **zero(1)}, 2**-8),
-    "sent in bf16, zero3": ({"communication_data_type": "bf16", **zero(3)}, 2**-8),
-    **{f"{overlap}, zero{i}": (zero(i, overlap_comm=overlap == "during"), 1e-6)
-       for i in (2, 3) for overlap in ("after", "during")},
-}  # fmt: skip
+KEYS: list[tuple[dict[str, Any], float]] = [
+    (PRESCALED, 1e-6),
+    (PREDIVIDED | {"precision": "bfloat16"}, 1e-6),
+    (PREDIVIDED | zero(2, reduce_scatter=False), 1e-6),
+    (PRESCALED | zero(3, reduce_scatter=False), 1e-6),
+    ({"communication_data_type": "fp16"}, 2**-11),
+    ({"communication_data_type": "bf16", **zero(1)}, 2**-8),
+    ({"communication_data_type": "bf16", **zero(3)}, 2**-8),
+    *((zero(stage, overlap_comm=overlap), 1e-6) for stage in (2, 3) for overlap in (False, True)),
+]
 
 
 def test_two_ranks_are_one_process() -> None:
-    """Tolerance: the rounding of the type that gradients travel in, which must show, too. When gradients are
+    """Tolerance: the rounding of the type that gradients travel in, which must show, too. When they are
     reduced changes no bit."""
     common = config(LLAMA, SGD, train_micro_batch_size_per_gpu=2)
     ones = curves_of({precision: {**common, "precision": precision} for precision in ("fp32", "bfloat16")}, 2)
-    ours = curves_of({name: {**common, **keys, "engine": "deepspeed"} for name, (keys, _) in KEYS.items()}, 2, ranks=2)
-    for name, (keys, limit) in KEYS.items():
-        apart = max(furthest(ours[name], ones[keys.get("precision", "fp32")]))
-        assert apart < limit, name
-        assert apart > 1e-6 or limit == 1e-6, name
-    for stage in (2, 3):
-        after, during = (ours[f"{overlap}, zero{stage}"] for overlap in ("after", "during"))
-        assert (after.losses, after.norms) == (during.losses, during.norms)
+    given = {i: {**common, **keys, "engine": "deepspeed"} for i, (keys, _) in enumerate(KEYS)}
+    ours = curves_of(given, 2, ranks=2)
+    for i, (keys, limit) in enumerate(KEYS):
+        apart = max(furthest(ours[i], ones[given[i]["precision"]]))
+        assert apart < limit and (apart > 1e-6 or limit == 1e-6), (keys, apart)
+    for after, during in (list(ours)[-4:-2], list(ours)[-2:]):
+        assert (ours[after].losses, ours[after].norms) == (ours[during].losses, ours[during].norms)
 
 
-def _outputs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
+def outputs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
     """For the pool: what a step of each run prints on this rank."""
     printed = []
     for values in configs:
-        out = io.StringIO()
-        for handler in deepspeed.utils.logger.handlers:
-            handler.setStream(out)
-        training = begin(values)
-        with redirect_stdout(out):
-            training.engine.train_step(next(batches_of(training)), 0.1)
-            training.engine.close()
+        with redirect_stdout(io.StringIO()) as out:
+            for handler in deepspeed.utils.logger.handlers:
+                handler.setStream(out)
+            curves(rank, world_size, [values], steps=1)
         printed.append(out.getvalue())
     return printed
 
@@ -155,7 +142,6 @@ def test_logs_of_deepspeed() -> None:
     """dump_state prints DeepSpeed's configuration, comms_logger a table of its collectives at the end."""
     plain = config(LLAMA, SGD, train_micro_batch_size_per_gpu=4, engine="deepspeed")
     asked = {**plain, "dump_state": True, "comms_logger": {"enabled": True, "prof_all": True}}
-    (silent, logged), (_, of_other_rank) = run_ranks(_outputs, 2, [plain, asked])
-    for fact in ("gradient_predivide_factor", "all_reduce", "Comm. Op"):
-        assert fact in logged and fact not in silent
-    assert of_other_rank == ""
+    (silent, logged), (_, of_other_rank) = run_ranks(outputs, 2, [plain, asked])
+    facts = ("gradient_predivide_factor", "all_reduce", "Comm. Op")
+    assert all(fact in logged and fact not in silent for fact in facts) and of_other_rank == ""

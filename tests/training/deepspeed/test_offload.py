@@ -1,12 +1,10 @@
 """Optimizer state and weights kept on the CPU: the numbers of the same run without, resumed bit for bit."""
 
 import fcntl
-import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
 import pytest
 import torch
 
@@ -14,8 +12,11 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.deepspeed.optimizers import build_sharded_optimizer, fitting_state
+from tests.model.stages import Weights
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, Part, batches_of, begin, bit_equal, config, curves, furthest, whole
+from tests.training.checkpoint.test_resume import losses
+from tests.training.native.in_turn import TIMEOUT, assert_resumes, cut_off, to_their_ends
+from tests.training.runs import LLAMA, Curve, config, curves, furthest, metric_rows
 
 CPU = {"device": "cpu"}
 BF16 = {"precision": "bfloat16"}
@@ -72,42 +73,6 @@ def without(values: dict[str, Any]) -> dict[str, Any]:
     return {**values, "optimizer": optimizer, "zero_optimization": {"stage": values["zero_optimization"]["stage"]}}
 
 
-def stop_and_go_on(
-    rank: int, world_size: int, pairs: list[tuple[dict[str, Any], dict[str, Any]]], folder: str
-) -> list[tuple[Part, Part]]:
-    """For the pool: (before, after) -> `before` going on through its save at step 2, `after` resumed from
-    there."""
-    # DeepSpeedCPUAdam asks the machine what it is, for a second, each time it is made.
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-    results = []
-    for i, (before, after) in enumerate(pairs):
-        save, parts = f"{folder}/{i}", []
-        for values, first in (({**before, "save": save}, 0), ({**after, "load": save}, 2)):
-            training = begin(values)
-            batches, progress, losses, norms = batches_of(training), training.progress, [], []
-            assert progress.iteration == first
-            while progress.iteration < 4:
-                result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
-                progress.iteration, progress.consumed_samples = progress.iteration + 1, progress.consumed_samples + 8
-                losses.append(float(result.loss))
-                norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-                if "save" in values and progress.iteration == 2:
-                    training.checkpointer.save(progress)
-                    training.checkpointer.wait()
-            weights = training.engine.weights(master=True)
-            parts.append(Part(losses, norms, training.groups.rank("tensor"), weights))
-            training.engine.close()
-        results.append((parts[0], parts[1]))
-    return results
-
-
-def compared(rank: int, world_size: int, cases: list[dict[str, Any]], folder: str) -> list[tuple[Part, Part, Part]]:
-    """For the pool: of each run through, resumed, and the same without offload."""
-    both = stop_and_go_on(rank, world_size, [(case, case) for case in cases], folder)
-    plain = curves(rank, world_size, [without(case) for case in cases], steps=4)
-    return [(through, resumed, other) for (through, resumed), other in zip(both, plain, strict=True)]
-
-
 OF_TORCH = [name for name in CASES if "Torch" in name]
 COMPILED = [name for name in CASES if "Torch" not in name]
 
@@ -123,14 +88,20 @@ def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, re
     """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
     and then."""
     env = {} if names == OF_TORCH else request.getfixturevalue("env")
-    by_rank = run_ranks(compared, 2, [CASES[name] for name in names], str(tmp_path), env=env, timeout=280)
-    for i, name in enumerate(names):
-        for through, resumed, _ in (results[i] for results in by_rank):
-            assert resumed.losses == through.losses[2:] and bit_equal(resumed.weights, through.weights), name
-        ours, plain = (whole([results[i][kind] for results in by_rank], CASES[name]) for kind in (0, 2))
+    for name in names:
+        values, plain = CASES[name], {**without(CASES[name]), "save": str(tmp_path / "plain" / name)}
+        weights = assert_resumes(values, tmp_path / name, ranks=2, env=env)
+        others = run_ranks(to_their_ends, 2, [plain], env=env, timeout=TIMEOUT)
         # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
-        limit = 1e-3 if CASES[name]["precision"] != "fp32" else 1e-6
-        assert max(furthest(ours, plain)) < limit, name
+        limit = 1e-3 if values["precision"] != "fp32" else 1e-6
+        for ours, [theirs] in zip(weights, others, strict=True):
+            apart = furthest(curve(tmp_path / name / "through", ours), curve(Path(plain["save"]), theirs))
+            assert max(apart) < limit, (name, apart)
+
+
+def curve(save: Path, weights: Weights) -> Curve:
+    rows = metric_rows(save)
+    return Curve([row["train/lm_loss"] for row in rows], [row["train/grad_norm"] for row in rows], weights)
 
 
 @pytest.mark.product
@@ -139,12 +110,14 @@ def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> No
     """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
     cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
     pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
-    fresh = {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}
-    runs = [*pairs, (cases[0], fresh)]
-    *changed, lost = run_ranks(stop_and_go_on, 2, runs, str(tmp_path), env=env, timeout=280)[0]
-    for (through, resumed), (before, _) in zip(changed, pairs, strict=True):
-        assert resumed.losses == pytest.approx(through.losses[2:], rel=2e-4 if before["precision"] != "fp32" else 1e-6)
-    assert max(abs(a / b - 1) for a, b in zip(lost[0].losses[2:], lost[1].losses, strict=True)) > 2e-4
+    pairs.append((cases[0], {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}))
+    folders = [tmp_path / str(i) for i in range(len(pairs))]
+    runs = [cut_off(before, folder, then=after) for folder, (before, after) in zip(folders, pairs, strict=True)]
+    run_ranks(to_their_ends, 2, sum(runs, []), env=env, timeout=TIMEOUT)
+    *changed, (lost, kept) = ((losses(folder / "cut"), losses(folder / "through")) for folder in folders)
+    for (now, through), (before, _) in zip(changed, pairs, strict=False):
+        assert now == pytest.approx(through, rel=2e-4 if before["precision"] != "fp32" else 1e-6)
+    assert max(abs(lost[step] / loss - 1) for step, loss in kept.items()) > 2e-4
 
 
 def test_torch_state_becomes_the_compiled_adams() -> None:

@@ -1,8 +1,6 @@
 """W&B and Comet: offline runs of the real libraries where they are installed, and what they are told, of
 stand-ins."""
 
-from __future__ import annotations
-
 import json
 import sys
 import zipfile
@@ -10,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -25,20 +24,6 @@ ROW = {"iteration": 3, "consumed_samples": 24, **METRICS}
 RUN = "0123456789abcdef0123456789abcdef"
 
 
-class Recorder:
-    """Stands for a tracker's library: notes every call on it, by path."""
-
-    def __init__(self, calls: list[Any], path: str = "") -> None:
-        self._calls, self._path = calls, path
-
-    def __getattr__(self, name: str) -> Recorder:
-        return Recorder(self._calls, f"{self._path}.{name}".lstrip("."))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Recorder:
-        self._calls.append((self._path, args, kwargs))
-        return Recorder(self._calls, f"{self._path}()")
-
-
 def args_of(**keys: Any) -> NeoXArgs:
     return NeoXArgs.from_dict(config(NEOX, keys))
 
@@ -50,11 +35,11 @@ def write_one_row(args: NeoXArgs, rank: int = 0) -> None:
 
 
 def calls_of(monkeypatch: pytest.MonkeyPatch, library: str, rank: int = 0, **keys: Any) -> list[Any]:
-    """Everything said to a tracker in a run of one row."""
-    calls: list[Any] = []
-    monkeypatch.setitem(sys.modules, library, Recorder(calls))
+    """Everything said to a tracker in a run of one row: (path, args, kwargs)."""
+    tracker = Mock()
+    monkeypatch.setitem(sys.modules, library, tracker)
     write_one_row(args_of(**keys), rank)
-    return calls
+    return tracker.mock_calls
 
 
 def test_comet_is_told_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Jobs of the worker pool that go through several runs in the same processes."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,20 @@ def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
     return weights
 
 
-def assert_resumes(values: dict[str, Any], folder: Path, ranks: int = 1, after: int = 2) -> None:
-    """A run that ends after so many steps goes on, bit for bit, as one that does not."""
-    save = [str(folder / name) for name in ("through", "cut", "cut")]
-    runs: list[dict[str, Any]] = [{**values, "checkpoint_factor": after, "save": one, "load": one} for one in save]
-    runs[1]["exit_interval"] = after
-    for through, _, resumed in run_ranks(to_their_ends, ranks, runs, timeout=TIMEOUT):
-        assert bit_equal(resumed, through)
+def cut_off(values: dict[str, Any], folder: Path, after: int = 2, then: Mapping[str, Any] = {}) -> list[dict[str, Any]]:
+    """A run in the folder `through`; the same in `cut`, which ends after so many steps; one that goes on from
+    there, with other keys if they are given."""
+    runs = [{**values, "checkpoint_factor": after, "save": str(folder / name)} for name in ("through", "cut", "cut")]
+    return [runs[0], {**runs[1], "exit_interval": after}, {**runs[2], "load": runs[2]["save"], **then}]
+
+
+def assert_resumes(values: dict[str, Any], folder: Path, ranks: int = 1, **of_pool: Any) -> list[Weights]:
+    """A run that ends after two steps goes on, bit for bit, as one that does not, whose weights these are."""
+    found = run_ranks(to_their_ends, ranks, cut_off(values, folder), timeout=TIMEOUT, **of_pool)
+    assert all(bit_equal(resumed, through) for through, _, resumed in found)
     assert losses(folder / "cut") == losses(folder / "through")
-    assert len(losses(folder / "cut")) == values["train_iters"] > after
+    assert len(losses(folder / "cut")) == values["train_iters"] > 2
+    return [through for through, _, _ in found]
 
 
 def refusals(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:

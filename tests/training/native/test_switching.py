@@ -21,9 +21,8 @@ PARTS = [("deepspeed", 1, 1), ("native", 3, 2), ("deepspeed", 3, 3), ("native", 
 
 
 def values(save: Path, **more: Any) -> dict[str, Any]:
-    common: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "checkpoint_factor": 100}
-    common |= {"hidden_dropout": 0.1, "lr_decay_style": "cosine"}
-    return config(ADAMW, LLAMA, common, {"save": str(save), "load": str(save)}, more)
+    common = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "save": str(save), "load": str(save)}
+    return config(ADAMW, LLAMA, common, {"hidden_dropout": 0.1, "lr_decay_style": "cosine"}, more)
 
 
 def engine_of(save: Path, step: str) -> str | None:
@@ -117,9 +116,7 @@ def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
 def test_keys_without_effect_are_named() -> None:
     given = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 1}
     [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, zero_optimization=given)).for_world(1))
-    assert note.startswith("zero_optimization: ") and {*re.findall(r"\w+_\w+", note)} == {
-        "zero_optimization", "reduce_bucket_size", "overlap_comm",
-    }  # fmt: skip
+    assert {*re.findall(r"\w+_\w+", note)} == {"zero_optimization", "reduce_bucket_size", "overlap_comm"}
     assert NativeEngine.notes(NeoXArgs.from_dict(config(NEOX)).for_world(1)) == []
 
 
