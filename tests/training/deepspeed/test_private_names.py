@@ -63,7 +63,7 @@ def errors(rank: int, world_size: int, cases: list[tuple[int, int, bool, int]]) 
 
 
 def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_batches: int) -> float:
-    """The largest relative error of this rank's updates against plain autograd, in a step of SGD at rate 1."""
+    """The largest relative error of this rank's updates against plain autograd, after a step of SGD."""
     torch.manual_seed(0)
     data_ranks, layers = world_size // pipe, [nn.Linear(8, 8, bias=False) for _ in range(2)]
     for layer in layers:

@@ -18,11 +18,7 @@ from tests.training.runs import LLAMA, begin, config
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, SEQ, BLOCKS = 32, 48, 384, 4, 2, 32, 4
 FIRST, LAST = 2, 1 + BLOCKS  # NeoX's index of the first block and of the last
-KINDS = {
-    "c10d::allreduce_": "all_reduce",
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-}
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 TENSOR, DATA, WORLD = "tensor", "data", "world"
 
 
@@ -46,11 +42,11 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func._schema.name
-        if name.startswith("c10d::"):  # another one is a KeyError
+        if name.startswith("c10d::"):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
             size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self.events.append(Event(KINDS[name], size, self.axes[tuple(dist.get_process_group_ranks(group))]))
+            self.events.append(Event(name, size, self.axes[tuple(dist.get_process_group_ranks(group))]))
         return func(*args, **(kwargs or {}))
 
     def block_hook(self, index: int, module: Any, given: Any, output: tuple[torch.Tensor, Any]) -> None:
@@ -94,13 +90,13 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
     size = elements(tensor)
     root = size["embedding"] + size["norm"] + size["head"]
     scalar = 4
-    step = [Event("all_reduce", scalar, DATA)]  # the weight of the step
+    step = [Event(ALL_REDUCE, scalar, DATA)]  # the weight of the step
     if stage == 0:  # backward's order, in the last micro-batch
         layers = [size["head"], size["norm"], *[size["block"]] * BLOCKS, size["embedding"]]
-        step += [Event("all_reduce", 4 * layer, DATA) for layer in layers]
+        step += [Event(ALL_REDUCE, 4 * layer, DATA) for layer in layers]
     for i in range(micro_batches if stage > 0 else 0):
-        gather = [Event("all_gather", 2 * one, DATA) for one in (root, *[size["block"]] * BLOCKS)]
-        scatter = [Event("reduce_scatter", 4 * one, DATA) for one in (*[size["block"]] * BLOCKS, root)]
+        gather = [Event(ALL_GATHER, 2 * one, DATA) for one in (root, *[size["block"]] * BLOCKS)]
+        scatter = [Event(REDUCE_SCATTER, 4 * one, DATA) for one in (*[size["block"]] * BLOCKS, root)]
         if stage == 3:
             # Forward, the root's and the last block's again for backward; from there on each block's weights
             # are asked for when the one above begins, before its gradients leave.
@@ -113,7 +109,7 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
             step += scatter if stage == 2 or i == micro_batches - 1 else []
     # The norm's square and the verdict, over all ranks; the loss.
     everyone = WORLD if tensor > 1 else DATA
-    return [*step, Event("all_reduce", 2 * scalar, everyone), Event("all_reduce", scalar, DATA)]
+    return [*step, Event(ALL_REDUCE, 2 * scalar, everyone), Event(ALL_REDUCE, scalar, DATA)]
 
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:
@@ -121,8 +117,8 @@ def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]
     backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label
     of each token for the cross-entropy."""
     hidden, token = 2 * SEQ * rows * HIDDEN, 4 * SEQ * rows
-    counted = Counter({Event("all_reduce", hidden, TENSOR): 4 * BLOCKS + 2})
-    counted[Event("all_gather", tensor * 3 * token, TENSOR)] += 1
+    counted = Counter({Event(ALL_REDUCE, hidden, TENSOR): 4 * BLOCKS + 2})
+    counted[Event(ALL_GATHER, tensor * 3 * token, TENSOR)] += 1
     return Counter({event: micro_batches * number for event, number in counted.items()})
 
 
@@ -155,7 +151,7 @@ def sent(events: list[Event]) -> list[Event]:
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
     """In the last micro-batch the gradients of a block are on their way before backward has come to the block
     two below: those of the last block before it comes to the first."""
-    kind, size = ("all_reduce" if stage == 0 else "reduce_scatter"), 4 * elements(1)["block"]
+    kind, size = (ALL_REDUCE if stage == 0 else REDUCE_SCATTER), 4 * elements(1)["block"]
     last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
     reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]
     left = [i for i, event in enumerate(last) if event[:2] == (kind, size)]
@@ -172,7 +168,7 @@ def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int],
     if stage < 2:  # until the last micro-batch begins, all that is sent are weights and the step's weight
         forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
         before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
-        assert before <= {"all_gather"}
+        assert before <= {ALL_GATHER}
 
 
 @pytest.mark.more
