@@ -30,9 +30,7 @@ def of_kind(kind: str, teacher: str, layout: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def alone(teacher: str) -> dict[str, Curve]:
-    found = curves_of({kind: of_kind(kind, teacher, {}) for kind in KINDS}, STEPS)
-    assert all(curve.losses[-1] < curve.losses[0] for curve in found.values())
-    return found
+    return curves_of({kind: of_kind(kind, teacher, {}) for kind in KINDS}, STEPS)
 
 
 def assert_as_alone(cells: list[tuple[str, str]], ranks: int, teacher: str, alone: dict[str, Curve]) -> None:
@@ -57,18 +55,14 @@ def test_four_ranks_equal_one_process(alone: dict[str, Curve], teacher: str) -> 
 
 
 def test_the_divergence_falls_and_rows_say_so(tmp_path: Path, teacher: str) -> None:
-    learns = {
-        "train_iters": 20, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
-        "save": str(tmp_path), "checkpoint_factor": 20,
-        "eval_iters": 2, "eval_interval": 20, "save_best": "validation/divergence:min",
-    }  # fmt: skip
-    run_ranks(run_to_end, 1, student(teacher, learns, temperature=2.0))
+    learns = {"train_iters": 12, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "checkpoint_factor": 12}
+    validates = {"eval_iters": 2, "eval_interval": 12, "save_best": "validation/divergence:min", "save": str(tmp_path)}
+    run_ranks(run_to_end, 1, student(teacher, learns, validates, temperature=2.0))
     rows = metric_rows(tmp_path, "train/divergence")
     found = [row["train/divergence"] for row in rows]
-    assert len(rows) == 20 and found == pytest.approx([row["train/lm_loss"] for row in rows])
+    assert len(rows) == 12 and found == pytest.approx([row["train/lm_loss"] for row in rows])
     [validated] = [row["validation/divergence"] for row in rows if "validation/divergence" in row]
-    print(found, validated, [row["train/nll"] for row in rows])
-    assert max(validated, *found[-5:]) < 0.6 * min(found[:2]) and rows[-1]["train/nll"] < rows[0]["train/nll"]
+    assert max(validated, *found[-3:]) < found[0] / 2 and rows[-1]["train/nll"] < rows[0]["train/nll"]
 
 
 def test_adapters_of_a_student_learn_from_its_teacher(teacher: str) -> None:
