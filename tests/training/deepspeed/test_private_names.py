@@ -57,7 +57,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 
 
 def errors(rank: int, world_size: int, cases: list[tuple[int, int, bool, int]]) -> list[float]:
-    """For the pool: of each case `error`."""
+    """For the pool: of each case `error`; after a pipeline DeepSpeed takes nothing but pipelines."""
     attach_deepspeed()
     return [error(rank, world_size, *case) for case in cases]
 
@@ -111,7 +111,7 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
 
 @pytest.mark.parametrize(
     ("ranks", "layouts"),
-    [(2, [(2, 0, False), (2, 1, False), (1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)])],
+    [(2, [(2, 0, False), (2, 1, False)]), (2, [(1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)])],
 )
 def test_gradients_of_the_installed_version(ranks: int, layouts: list[tuple[int, int, bool]]) -> None:
     cases = [(*layout, micro_batches) for layout in layouts for micro_batches in (1, 8)]

@@ -21,8 +21,9 @@ PARTS = [("deepspeed", 1, 1), ("native", 3, 2), ("deepspeed", 3, 3), ("native", 
 
 
 def values(save: Path, **more: Any) -> dict[str, Any]:
-    common = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "save": str(save), "load": str(save)}
-    return config(ADAMW, LLAMA, common, {"hidden_dropout": 0.1, "lr_decay_style": "cosine"}, more)
+    common = {"train_micro_batch_size_per_gpu": 2, "train_iters": STEPS, "hidden_dropout": 0.1}
+    saved = {"save": str(save), "load": str(save), "checkpoint_factor": 100}
+    return config(ADAMW, LLAMA, common, saved, {"lr_decay_style": "cosine"}, more)
 
 
 def engine_of(save: Path, step: str) -> str | None:
