@@ -27,11 +27,8 @@ PIECE = 1024
 
 def construct(values: dict[str, Any], world_size: int) -> tuple[Engine, int]:
     """An engine, and the most bytes at any time before DeepSpeed was given the model."""
-    args, live = (
-        small(**values, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1).for_world(world_size),
-        LiveBytes(),
-    )
-    peaks: list[int] = []
+    args = small(**values, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1).for_world(world_size)
+    live, peaks = LiveBytes(), list[int]()
     initialize: Callable[..., Any] = deepspeed.initialize
 
     def given(**keys: Any) -> Any:
@@ -81,18 +78,13 @@ def initial(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[t
 
 def test_master_weights_are_the_initial_values_before_rounding() -> None:
     """Tied, frozen in part, and with parameters that data ranks cannot cut evenly."""
-    model = {
-        "norm": "scalenorm",
-        "pos_emb": "rpe",
-        "precision": "bfloat16",
-        "trainable": {"last_layers": 1, "head": True},
-    }
-    zero = [{**model, "zero_optimization": {"stage": stage}} for stage in (1, 2, 3)]
-    offloaded = {**model, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
-    layouts = [*zero, offloaded, {**model, "model_parallel_size": 2}]
+    model = {"norm": "scalenorm", "pos_emb": "rpe", "precision": "bfloat16"}
+    model |= {"trainable": {"last_layers": 1, "head": True}}
+    zero = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_param": {"device": "cpu"}}]
+    layouts = [{**model, "zero_optimization": keys} for keys in zero] + [{**model, "model_parallel_size": 2}]
     for layout, *ranks in zip(layouts, *run_ranks(initial, 2, layouts), strict=True):
         args = small(**layout)
-        parts = dict((rank, (weights, master)) for rank, weights, master in ranks)
+        parts = {rank: held for rank, *held in ranks}
         for layer, specs in layer_params(args).items():
             for spec in specs:
                 expected = torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))])

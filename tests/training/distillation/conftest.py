@@ -1,11 +1,27 @@
 """What tests of distillation share."""
 
-import pytest
+import shutil
 
-from tests.training.distillation.runs import train_teacher
+import pytest
+import torch
+
+from tests.checkpointing.family_models import random_model
+from tests.pool import run_ranks
+from tests.training.distillation.runs import TOKENIZER, teacher_keys
+from tests.training.runs import run_to_end
 
 
 @pytest.fixture(scope="session")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a trained teacher's checkpoint."""
-    return train_teacher(tmp_path_factory.mktemp("teacher"))
+    """The folder of a trained teacher's checkpoint, written by two tensor ranks."""
+    folder = str(tmp_path_factory.mktemp("teacher"))
+    run_ranks(run_to_end, 2, teacher_keys(save=folder, checkpoint_factor=6, model_parallel_size=2))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def hf_teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("hf")
+    random_model("llama 3", torch.float32, vocab_size=381).save_pretrained(folder)  # no multiple of anything
+    shutil.copy(TOKENIZER, folder / "tokenizer.json")
+    return str(folder)

@@ -1,6 +1,8 @@
 """The first step of runs that learn from a teacher beside torch's autograd of both models' whole logits, by
-TRL's loss and cross-entropy."""
+TRL's loss and cross-entropy; one of HuggingFace runs in transformers."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from megatron.model.init import stage_parameters
 from megatron.training.loop import batches_of
 from tests.mpu.test_distillation import generalized_jsd, with_rest
 from tests.pool import run_ranks
-from tests.training.distillation.runs import LABELLED, student, teacher_keys
-from tests.training.runs import begin
+from tests.training.distillation.runs import LABELLED, LAYOUTS, student, teacher_keys
+from tests.training.runs import begin, curves
 
 LOSSES: dict[str, dict[str, Any]] = {
     "forward": {"weight": 0.7},
@@ -26,11 +28,21 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-def logits(stage: Stage, batch: Batch) -> Tensor:
+def logits_of(stage: Stage, batch: Batch) -> Tensor:
     """Of every place, `[batch, seq, vocab]` float64."""
     found = stage(None, batch)
     assert isinstance(found, Tensor)
     return found.transpose(0, 1).double()
+
+
+def logits_by(teacher: str) -> Callable[[Batch], Tensor]:
+    if Path(teacher, "config.json").exists():
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32)
+        return lambda batch: model(batch.tokens).logits.double()
+    stage = begin(teacher_keys(load=teacher, finetune=True)).engine.stage.eval()
+    return lambda batch: logits_of(stage, batch)
 
 
 def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -46,29 +58,25 @@ def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str
     return generalized_jsd(*both, beta, 1.0).sum(), nll
 
 
-class Gradients(dict[tuple[int, str], Tensor]):
-    """Of a step, by layer and name."""
-
-    def note(self, parts: Parts) -> None:
-        self.update({name: gradient.double().clone() for name, gradient in parts})
-
-
-def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]], teacher: str) -> list[dict[str, Any]]:
+def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For the pool: of each run's first step loss, metrics and gradients, and the same by `of_all_logits`."""
-    beside = begin(teacher_keys(load=teacher, finetune=True))
-    beside.engine.stage.eval()
+    others = logits_by(runs[0]["distillation"]["teacher"])
     results = []
     for values in runs:
-        training, found = begin(values), Gradients()
-        step, keys = next(batches_of(training)), values["distillation"]
-        result = training.engine.train_step(list(step), 0.0, found.note)
+        training, gradients = begin(values), dict[tuple[int, str], Tensor]()
+        step, keys, rows = next(batches_of(training)), values["distillation"], training.args.softmax_rows
+
+        def note(parts: Parts, found: dict[tuple[int, str], Tensor] = gradients) -> None:
+            found.update({name: gradient.double().clone() for name, gradient in parts})
+
+        result = training.engine.train_step(list(step), 0.0, note)
         stage = training.engine.stage
         params = {(layer, name): param for layer, name, param in stage_parameters(stage)}
         sums, count = [torch.zeros((), dtype=torch.float64)] * 2, sum(int(b.loss_weights.sum()) for b in step)
         for batch in step:
             with torch.no_grad():
-                others = logits(beside.engine.stage, batch)
-            of_batch = of_all_logits(logits(stage, batch), others, batch, keys)
+                theirs = others(batch)[..., :rows]
+            of_batch = of_all_logits(logits_of(stage, batch)[..., :rows], theirs, batch, keys)
             sums = [total + one for total, one in zip(sums, of_batch, strict=True)]
         weight = keys.get("weight", 1.0)
         loss = (weight * sums[0] + (1 - weight) * sums[1]) / count
@@ -76,20 +84,34 @@ def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]], teacher:
         results.append({
             "ours": [float(result.loss), *(float(result.metrics[name]) for name in ("divergence", "nll"))],
             "right": [float(loss.detach()), *(float(total.detach()) / count for total in sums)],
-            "gradients": dict(found), "expected": dict(zip(params, expected, strict=True)),
+            "gradients": gradients, "expected": dict(zip(params, expected, strict=True)), "rows": rows,
         })  # fmt: skip
         training.engine.close()
     return results
 
 
-@pytest.mark.parametrize("engine", ["native", "deepspeed"])
-def test_the_gradient_is_that_of_all_logits(engine: str, teacher: str) -> None:
-    runs = [student(teacher, {"engine": engine, "gradient_clipping": 0.0}, **keys) for keys in LOSSES.values()]
-    runs.append(student(teacher, {"engine": engine, "gradient_clipping": 0.0}, LABELLED, beta=0.5))
-    for found in run_ranks(first_steps, 1, runs, teacher)[0]:
-        assert found["ours"] == pytest.approx(found["right"], rel=1e-5)
-        assert found["right"][1] > 0.05
-        assert found["gradients"].keys() == found["expected"].keys()
-        for name, gradient in found["expected"].items():
-            ours, scale = found["gradients"][name].view_as(gradient), float(gradient.abs().max())
-            torch.testing.assert_close(ours, gradient.double(), rtol=0, atol=2e-5 * scale + 1e-9, msg=str(name))
+def assert_right(found: dict[str, Any]) -> None:
+    assert found["ours"] == pytest.approx(found["right"], rel=1e-5)
+    assert found["right"][1] > 0.05
+    assert found["gradients"].keys() == found["expected"].keys()
+    for name, gradient in found["expected"].items():
+        ours, scale = found["gradients"][name].view_as(gradient), float(gradient.abs().max())
+        torch.testing.assert_close(ours, gradient.double(), rtol=0, atol=2e-5 * scale + 1e-9, msg=str(name))
+
+
+@pytest.mark.parametrize(("engine", "losses"), [("native", [*LOSSES]), ("deepspeed", ["jsd"])])
+def test_the_gradient_is_that_of_all_logits(engine: str, losses: list[str], teacher: str) -> None:
+    unclipped = {"engine": engine, "gradient_clipping": 0.0}
+    runs = [student(teacher, unclipped, **LOSSES[loss]) for loss in losses]
+    for found in run_ranks(first_steps, 1, [*runs, student(teacher, unclipped, LABELLED, beta=0.5)])[0]:
+        assert_right(found)
+
+
+def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
+    """In layouts too."""
+    [found] = run_ranks(first_steps, 1, [student(hf_teacher, {"gradient_clipping": 0.0})])[0]
+    assert_right(found)
+    assert found["rows"] == 381
+    layouts = [student(hf_teacher, LAYOUTS[name]) for name in ("tp2, sp", "pp2")]
+    losses = [part.losses for part in run_ranks(curves, 2, layouts, 1)[0]]
+    assert losses == [pytest.approx(found["right"][:1], rel=1e-5)] * 2

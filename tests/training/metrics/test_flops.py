@@ -10,25 +10,16 @@ from megatron.model.init import stage_parameters
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.metrics.flops import model_flops, neox_flops
 from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.training.runs import LLAMA
 
 ROWS = 3
 MODELS: dict[str, dict[str, Any]] = {
     "neox": {"gpt_j_residual": True, "rotary_pct": 0.25, "no_weight_tying": True},
-    "llama": {
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "intermediate_size": 72,
-        "num_kv_heads": 2,
-        "use_bias_in_attn_linear": False,
-        "use_bias_in_mlp": False,
-    },
+    "llama": LLAMA,
     "learned": {"pos_emb": "learned", "padded_vocab_size": 192, "seq_length": 32, "num_layers": 3},
     "alibi": {"pos_emb": "alibi", "activation": "geglu", "num_kv_heads": 1},
     "adapters": {"num_layers": 6, "lora": {"r": 4, "target": ["q_proj", "dense", "up_proj"]}},
-    "adapters and copies": {
-        "no_weight_tying": True,
-        "lora": {"r": 2, "modules_to_save": ["embed_tokens", "lm_head"]},
-    },
+    "adapters and copies": {"no_weight_tying": True, "lora": {"r": 2, "modules_to_save": ["embed_tokens", "lm_head"]}},
     "adapters and a tied copy": {"lora": {"r": 2, "modules_to_save": ["embed_tokens"]}},
 }
 

@@ -1,6 +1,7 @@
 """The noise scale of gradients whose noise scale is known."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +19,7 @@ TRUE = SIZE * SIGMA**2 / (SIZE * MEAN**2)
 def measured(rank: int, world_size: int, n_batches: int, offload: bool, poison: bool = False) -> float:
     """For the pool: the estimate from 1,200 steps, each rank owning its part of the gradient."""
     generator = torch.Generator().manual_seed(GENERATOR_SEED)
-    groups = ParallelGroups.single()
-    if world_size > 1:
-        from dataclasses import replace
-
-        groups = replace(groups, world_rank=rank, world_size=world_size)
+    groups = replace(ParallelGroups.single(), world_rank=rank, world_size=world_size)
     scale = NoiseScale(BATCH, n_batches, groups, cpu_offload=offload)
     for step in range(1200):
         gradient = MEAN + SIGMA / math.sqrt(BATCH) * torch.randn(SIZE, generator=generator)

@@ -2,36 +2,23 @@
 leave while backward goes on."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.model import Stage
 from megatron.training.loop import batches_of
-from megatron.training.native import fully_sharded
-from megatron.training.native.fully_sharded import CutWeights
-from megatron.training.native.shards import WholeWeights
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, begin, config
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, SEQ, BLOCKS = 32, 48, 384, 4, 2, 32, 4
 FIRST, LAST = 2, 1 + BLOCKS  # NeoX's index of the first block and of the last
-KINDS = {
-    "c10d::allreduce_": "all_reduce",
-    "c10d::_allgather_base_": "all_gather",
-    "c10d::_reduce_scatter_base_": "reduce_scatter",
-}
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "c10d::allreduce_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 TENSOR, DATA, WORLD = "tensor", "data", "world"
 
 
@@ -55,11 +42,11 @@ class Recorder(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = func._schema.name
-        if name.startswith("c10d::"):  # another one is a KeyError
+        if name.startswith("c10d::"):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
             size = max(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self.events.append(Event(KINDS[name], size, self.axes[tuple(dist.get_process_group_ranks(group))]))
+            self.events.append(Event(name, size, self.axes[tuple(dist.get_process_group_ranks(group))]))
         return func(*args, **(kwargs or {}))
 
     def block_hook(self, index: int, module: Any, given: Any, output: tuple[torch.Tensor, Any]) -> None:
@@ -67,49 +54,23 @@ class Recorder(TorchDispatchMode):
         output[0].register_hook(lambda gradient: self.events.append(Event("backward", index)))
 
 
-def recorded(rank: int, world_size: int, configs: list[dict[str, Any]], mistake: str = "") -> list[list[Event]]:
-    """For the pool: the second step of each run. mistake: a name of `MISTAKES`."""
+def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[Event]]:
+    """For the pool: the second step of each run."""
     found = []
     for values in configs:
-        with MISTAKES[mistake]():
-            training = begin(values)
-            engine, groups = training.engine, training.groups
-            axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
-            recorder, batches = Recorder(axes), batches_of(training)
-            engine.train_step(next(batches), 1e-3)
-            for index in range(FIRST, LAST + 1):
-                engine.stage.layers[str(index)].register_forward_hook(partial(recorder.block_hook, index))
-            step = next(batches)
-            with recorder:
-                engine.train_step(step, 1e-3)
+        training = begin(values)
+        engine, groups = training.engine, training.groups
+        axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
+        recorder, batches = Recorder(axes), batches_of(training)
+        engine.train_step(next(batches), 1e-3)
+        for index in range(FIRST, LAST + 1):
+            engine.stage.layers[str(index)].register_forward_hook(partial(recorder.block_hook, index))
+        step = next(batches)
+        with recorder:
+            engine.train_step(step, 1e-3)
         found.append(recorder.events)
         engine.close()
     return found
-
-
-MISTAKES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "": nullcontext,
-    "whole gradients wait for the end": lambda: mock.patch.object(WholeWeights, "_reduce_ready", lambda self: None),
-    "cut gradients wait for the end": lambda: mock.patch.object(fully_sharded, "fully_shard", cut_in_one),
-    "every micro-batch is reduced": lambda: every_micro_batch_is_the_last(),
-}
-
-
-def cut_in_one(module: nn.Module, **how: Any) -> nn.Module:
-    return fully_shard(module, **how) if isinstance(module, Stage) else module
-
-
-@contextmanager
-def every_micro_batch_is_the_last() -> Iterator[None]:
-    with ExitStack() as stack:
-        for kind in (WholeWeights, CutWeights):
-            change = partial(_as_last, kind.begin_micro_batch)
-            stack.enter_context(mock.patch.object(kind, "begin_micro_batch", lambda self, last, f=change: f(self)))
-        yield
-
-
-def _as_last(begin_micro_batch: Any, weights: Any) -> None:
-    begin_micro_batch(weights, True)
 
 
 # -- by hand -------------------------------------------------------------------------------------------------
@@ -129,13 +90,13 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
     size = elements(tensor)
     root = size["embedding"] + size["norm"] + size["head"]
     scalar = 4
-    step = [Event("all_reduce", scalar, DATA)]  # the weight of the step
+    step = [Event(ALL_REDUCE, scalar, DATA)]  # the weight of the step
     if stage == 0:  # backward's order, in the last micro-batch
         layers = [size["head"], size["norm"], *[size["block"]] * BLOCKS, size["embedding"]]
-        step += [Event("all_reduce", 4 * layer, DATA) for layer in layers]
+        step += [Event(ALL_REDUCE, 4 * layer, DATA) for layer in layers]
     for i in range(micro_batches if stage > 0 else 0):
-        gather = [Event("all_gather", 2 * one, DATA) for one in (root, *[size["block"]] * BLOCKS)]
-        scatter = [Event("reduce_scatter", 4 * one, DATA) for one in (*[size["block"]] * BLOCKS, root)]
+        gather = [Event(ALL_GATHER, 2 * one, DATA) for one in (root, *[size["block"]] * BLOCKS)]
+        scatter = [Event(REDUCE_SCATTER, 4 * one, DATA) for one in (*[size["block"]] * BLOCKS, root)]
         if stage == 3:
             # Forward, the root's and the last block's again for backward; from there on each block's weights
             # are asked for when the one above begins, before its gradients leave.
@@ -148,7 +109,7 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
             step += scatter if stage == 2 or i == micro_batches - 1 else []
     # The norm's square and the verdict, over all ranks; the loss.
     everyone = WORLD if tensor > 1 else DATA
-    return [*step, Event("all_reduce", 2 * scalar, everyone), Event("all_reduce", scalar, DATA)]
+    return [*step, Event(ALL_REDUCE, 2 * scalar, everyone), Event(ALL_REDUCE, scalar, DATA)]
 
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:
@@ -156,18 +117,23 @@ def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]
     backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label
     of each token for the cross-entropy."""
     hidden, token = 2 * SEQ * rows * HIDDEN, 4 * SEQ * rows
-    counted = Counter({Event("all_reduce", hidden, TENSOR): 4 * BLOCKS + 2})
-    counted[Event("all_gather", tensor * 3 * token, TENSOR)] += 1
+    counted = Counter({Event(ALL_REDUCE, hidden, TENSOR): 4 * BLOCKS + 2})
+    counted[Event(ALL_GATHER, tensor * 3 * token, TENSOR)] += 1
     return Counter({event: micro_batches * number for event, number in counted.items()})
 
 
 # -- tests ---------------------------------------------------------------------------------------------------
 
 
-def case(stage: int, micro_batches: int, ranks: int, **more: Any) -> dict[str, Any]:
-    rows = 8 // ranks // micro_batches
-    shape = {"precision": "bfloat16", "no_weight_tying": True, "engine": "native"}
-    return config(LLAMA, shape, more, train_micro_batch_size_per_gpu=rows, zero_optimization={"stage": stage})
+def case(stage: int, micro_batches: int, **more: Any) -> dict[str, Any]:
+    """On two data ranks."""
+    shape = {
+        "precision": "bfloat16",
+        "no_weight_tying": True,
+        "engine": "native",
+        "zero_optimization": {"stage": stage},
+    }
+    return config(LLAMA, shape, more, train_micro_batch_size_per_gpu=4 // micro_batches)
 
 
 CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2)]
@@ -175,72 +141,41 @@ CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2
 
 @pytest.fixture(scope="module")
 def seen() -> dict[tuple[int, int], list[Event]]:
-    return dict(zip(CASES, run_ranks(recorded, 2, [case(*one, ranks=2) for one in CASES])[0], strict=True))
+    return dict(zip(CASES, run_ranks(recorded, 2, [case(*one) for one in CASES])[0], strict=True))
 
 
 def sent(events: list[Event]) -> list[Event]:
     return [event for event in events if event.axis in (DATA, WORLD)]
 
 
-@pytest.mark.parametrize(("stage", "micro_batches"), CASES)
-def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]) -> None:
-    assert sent(seen[stage, micro_batches]) == by_hand(stage, micro_batches)
-
-
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
     """In the last micro-batch the gradients of a block are on their way before backward has come to the block
     two below: those of the last block before it comes to the first."""
-    kind, size = ("all_reduce" if stage == 0 else "reduce_scatter"), 4 * elements(1)["block"]
+    kind, size = (ALL_REDUCE if stage == 0 else REDUCE_SCATTER), 4 * elements(1)["block"]
     last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
     reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]
     left = [i for i, event in enumerate(last) if event[:2] == (kind, size)]
-    assert len(left) == BLOCKS, "leaves late"
+    assert len(left) == BLOCKS
     for block in range(BLOCKS - 2):
-        assert reached[block] < left[block] < reached[block + 2], "leaves late"
-
-
-def assert_only_the_last_is_reduced(events: list[Event]) -> None:
-    """Until the last micro-batch begins, all that is sent are weights and the step's weight."""
-    forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
-    before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
-    assert before <= {"all_gather"}, "reduced early"
+        assert reached[block] < left[block] < reached[block + 2]
 
 
 @pytest.mark.parametrize(("stage", "micro_batches"), CASES)
-def test_gradients_leave_during_backward(
-    stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]
-) -> None:
-    assert_gradients_leave_early(seen[stage, micro_batches], stage)
-
-
-@pytest.mark.parametrize("stage", [0, 1])
-def test_gradients_are_reduced_once(stage: int, seen: dict[tuple[int, int], list[Event]]) -> None:
-    assert_only_the_last_is_reduced(seen[stage, 2])
-
-
-@pytest.mark.parametrize(
-    ("mistake", "stage", "message"),
-    [
-        ("whole gradients wait for the end", 0, "leaves late"),
-        ("cut gradients wait for the end", 2, "leaves late"),
-        ("every micro-batch is reduced", 0, "reduced early"),
-        ("every micro-batch is reduced", 1, "reduced early"),
-    ],
-)
-@pytest.mark.more
-def test_mistakes_are_seen(mistake: str, stage: int, message: str) -> None:
-    events = run_ranks(recorded, 2, [case(stage, 2, 2)], mistake)[0][0]
-    with pytest.raises(AssertionError, match=message):
-        assert_gradients_leave_early(events, stage)
-        assert_only_the_last_is_reduced(events)
+def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int], list[Event]]) -> None:
+    events = seen[stage, micro_batches]
+    assert sent(events) == by_hand(stage, micro_batches)
+    assert_gradients_leave_early(events, stage)
+    if stage < 2:  # until the last micro-batch begins, all that is sent are weights and the step's weight
+        forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
+        before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
+        assert before <= {ALL_GATHER}
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_with_tensor_ranks(micro_batches: int) -> None:
-    ranks, tensor = 4, 2
-    found = run_ranks(recorded, ranks, [case(2, micro_batches, ranks // tensor, model_parallel_size=tensor)])
-    for (events,) in found:
-        assert sent(events) == by_hand(2, micro_batches, tensor)
-        over_tensor = Counter(event for event in events if event.axis == TENSOR)
-        assert over_tensor == tensor_by_hand(micro_batches, 8 // 2 // micro_batches, tensor)
+def test_with_tensor_ranks() -> None:
+    tensor, given = 2, [case(2, count, model_parallel_size=2) for count in (1, 2)]
+    for found in run_ranks(recorded, 4, given):
+        for count, events in enumerate(found, 1):
+            assert sent(events) == by_hand(2, count, tensor)
+            over_tensor = Counter(event for event in events if event.axis == TENSOR)
+            assert over_tensor == tensor_by_hand(count, 4 // count, tensor)

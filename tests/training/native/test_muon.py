@@ -1,5 +1,6 @@
 """Muon against torch.optim.Muon, in one process and in layouts."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,15 @@ from megatron.model import build_stage
 from megatron.mpu import ParallelGroups, mix_seed, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
-from megatron.training.native.muon import orthogonalize
 from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import WholeWeights
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, NEOX, Part, begin, bit_equal, config, curves, furthest, run_to_end, whole
+from tests.training.native.in_turn import TIMEOUT, assert_resumes
+from tests.training.runs import LAYOUTS as OF_TWO
+from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begin, bit_equal, config, curves, whole
 
-LR, ADAMW_LR, DECAY, STEPS = 0.02, 3e-3, 0.1, 4
-MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": LR}}, "gradient_clipping": 0.5}
+LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 
 
 def args_of(*parts: dict[str, Any], **params: Any) -> NeoXArgs:
@@ -39,50 +40,38 @@ def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
     return [weight]
 
 
-@pytest.mark.parametrize("model", [NEOX, LLAMA], ids=["neox", "llama"])
-@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize(("model", "adjust"), [(NEOX, "original"), (LLAMA, "match_rms_adamw"), (LLAMA, "original")])
 def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
-    args = args_of(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
-    groups = ParallelGroups.single()
+    args, groups = args_of(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95]), ParallelGroups.single()
     weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
     ours = build_optimizer(weights, args, groups)
     for group in ours.param_groups[1:]:
         group["lr"] = ADAMW_LR
-    matrices: list[tuple[Any, list[nn.Parameter]]] = []
-    rest: list[tuple[Any, nn.Parameter]] = []
+
+    def parts(name: str, tensor: Tensor) -> list[Tensor]:
+        return [p.reshape(-1, p.shape[-1]) if p.dim() > 1 else p for p in projections(name, tensor.detach(), args)]
+
+    matrices, rest = list[nn.Parameter](), list[nn.Parameter]()
+    twins: list[tuple[Any, list[nn.Parameter]]] = []
     for held in weights.trained:
-        value = held.local.detach().clone()
-        if 2 <= held.layer < 2 + args.num_layers and value.dim() == 2:
-            parts = projections(held.name, value, args)
-            matrices.append((held, [nn.Parameter(p.reshape(-1, p.shape[-1]).clone()) for p in parts]))
-        else:
-            rest.append((held, nn.Parameter(value)))
-    muon = torch.optim.Muon([p for _, ps in matrices for p in ps], LR, DECAY, adjust_lr_fn=adjust)
-    decays = [{"params": [p], "weight_decay": DECAY if p.dim() == 2 else 0.0} for _, p in rest]
+        twins.append((held, [nn.Parameter(part.clone()) for part in parts(held.name, held.local)]))
+        in_block = 2 <= held.layer < 2 + args.num_layers
+        (matrices if in_block and held.local.dim() == 2 else rest).extend(twins[-1][1])
+    muon = torch.optim.Muon(matrices, LR, DECAY, adjust_lr_fn=adjust)
+    decays = [{"params": [p], "weight_decay": DECAY if p.dim() == 2 else 0.0} for p in rest]
     adamw = torch.optim.AdamW(decays, ADAMW_LR, (0.9, 0.95), 1e-8)
-    for step in range(STEPS):
+    for step in range(4):
         generator = torch.Generator().manual_seed(step)
-        for held in weights.trained:
+        for held, params in twins:
             held.local.grad = torch.randn(held.local.shape, generator=generator)
-        for held, params in matrices:
-            for param, grad in zip(params, projections(held.name, held.local.grad, args), strict=True):
-                param.grad = grad.reshape(param.shape).clone()
-        for held, param in rest:
-            param.grad = held.local.grad.clone()
+            for param, grad in zip(params, parts(held.name, held.local.grad), strict=True):
+                param.grad = grad.clone()
         for optimizer in (ours, muon, adamw):
             optimizer.step()
-    for held, params in matrices:
-        for param, part in zip(params, projections(held.name, held.local.detach(), args), strict=True):
-            torch.testing.assert_close(part.reshape(param.shape), param.detach(), rtol=1e-6, atol=1e-7)
-    for held, param in rest:
-        torch.testing.assert_close(held.local.detach(), param.detach(), rtol=1e-6, atol=1e-7)
-    assert len(matrices) == 4 * args.num_layers
-
-
-def test_singular_values_are_near_one() -> None:
-    matrix = torch.randn(48, 32, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(orthogonalize(matrix, 5).float())
-    assert 0.6 < values.min() and values.max() < 1.3
+    for held, params in twins:
+        for param, part in zip(params, parts(held.name, held.local), strict=True):
+            torch.testing.assert_close(part, param.detach(), rtol=1e-6, atol=1e-7)
+    assert len(matrices) == (7 if model is LLAMA else 6) * args.num_layers
 
 
 def test_a_skipped_step_changes_nothing() -> None:
@@ -103,80 +92,63 @@ def test_a_skipped_step_changes_nothing() -> None:
         assert all(torch.equal(optimizer.state[held.local][key], value) for key, value in state.items())
 
 
-SLOW: dict[str, Any] = {  # eps: the bias of keys has no gradient but rounding
-    "optimizer": {"type": "Muon", "params": {"lr": LR / 10, "eps": 1e-6}},
-    "gradient_clipping": 0.5,
-}
+MODELS = {"neox": NEOX, "llama": LLAMA}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "dp2 zero1": (2, {"zero_optimization": {"stage": 1}}),
-    "dp2 zero3": (2, {"zero_optimization": {"stage": 3}}),
+    **{name: OF_TWO[name] for name in ("dp2", "zero1", "zero3")},
     "tp2 sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
     "dp4 zero3 by twos": (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}),
     "dp2 x tp2 zero2": (4, {"model_parallel_size": 2, "zero_optimization": {"stage": 2}}),
 }
 
 
-def given_gradients(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Part]:
-    """For the pool: weights of this rank's part after steps with the same gradients of the whole model in any
-    layout."""
-    results = []
-    for layout in layouts:
-        training = begin(config(LLAMA, MUON, layout, train_micro_batch_size_per_gpu=8 // world_size or 1))
+def slow(model: str, layout: dict[str, Any]) -> dict[str, Any]:
+    optimizer = {"type": "Muon", "params": {"lr": LR / 10, "eps": 1e-6}}  # keys' bias has no gradient but rounding
+    return config(MODELS[model], layout, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2)
+
+
+def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Part]:
+    """For the pool: by model, weights of this rank's part after steps with the same gradients of the whole
+    model in any layout."""
+    results = {}
+    for model in MODELS:
+        training = begin(slow(model, layout))
         engine, groups = training.engine, training.groups
         assert isinstance(engine, NativeEngine)
-        for step in range(STEPS):
+        for step in range(2):
             for held in engine.shards.trained:
                 generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
                 full = torch.randn(held.spec.shape, generator=generator)
                 held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
             engine._update.optimizer.step()
             engine.shards.publish()
-        results.append(Part([], [], groups.rank("tensor"), engine.weights(master=True)))
+        results[model] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
         engine.close()
     return results
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "tp2 sp", "dp4 zero3 by twos", product=["dp2", "dp2 zero1"]))
-def test_the_same_gradients_give_the_same_bits(name: str) -> None:
-    """Gathered whole, a matrix is what one process has."""
-    ranks, layout = LAYOUTS[name]
-    values = config(LLAMA, MUON, layout)
-    one = whole(run_ranks(given_gradients, 1, [{}])[0], values)
-    many = whole([parts[0] for parts in run_ranks(given_gradients, ranks, [layout])], values)
-    assert bit_equal(one.weights, many.weights)
+def in_layout(rank: int, world_size: int, layout: dict[str, Any]) -> tuple[dict[str, Part], dict[str, Part]]:
+    """For the pool: by model, of given gradients and of runs."""
+    runs = curves(rank, world_size, [slow(model, layout) for model in MODELS], steps=2)
+    return given_gradients(rank, world_size, layout), dict(zip(MODELS, runs, strict=True))
 
 
 @pytest.fixture(scope="module")
-def references() -> list[Any]:
-    configs = [config(model, SLOW, train_micro_batch_size_per_gpu=8) for model in (NEOX, LLAMA)]
-    parts = run_ranks(curves, 1, configs, STEPS)[0]
-    return [whole([part], values) for part, values in zip(parts, configs, strict=True)]
+def alone() -> tuple[dict[str, Part], dict[str, Part]]:
+    return run_ranks(in_layout, 1, {})[0]
 
 
-@pytest.mark.parametrize(
-    "name", with_more(LAYOUTS, "dp2 x tp2 zero2", "dp4 zero3 by twos", product=["dp2", "dp2 zero1", "tp2 sp"])
-)
-def test_layouts(name: str, references: list[Any]) -> None:
-    """Gradients that differ in their last bits are rounded to other bf16 numbers: weights are as near as lr
-    times 2^-9."""
+@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2 x tp2 zero2", product=["dp2", "zero1", "dp4 zero3 by twos"]))
+def test_layouts(name: str, alone: tuple[dict[str, Part], dict[str, Part]]) -> None:
+    """The same gradients give the same bits: gathered whole, a matrix is what one process has. Gradients that
+    differ in their last bits are rounded to other bf16 numbers: weights are as near as lr times 2^-9."""
     ranks, layout = LAYOUTS[name]
-    configs = [config(model, SLOW, layout, train_micro_batch_size_per_gpu=2) for model in (NEOX, LLAMA)]
-    everyone = run_ranks(curves, ranks, configs, STEPS, timeout=120)
-    for i, values in enumerate(configs):
-        loss, norm, weights = furthest(whole([parts[i] for parts in everyone], values), references[i])
-        assert loss < 1e-5 and norm < 1e-4 and weights < 1e-3, (loss, norm, weights)
+    found = run_ranks(in_layout, ranks, layout, timeout=TIMEOUT)
+    for model in MODELS:
+        given, run = (whole([parts[i][model] for parts in found], slow(model, layout)) for i in (0, 1))
+        one, curve = (whole([parts[model]], slow(model, {})) for parts in alone)
+        assert bit_equal(one.weights, given.weights), model
+        assert_alike({model: run}, {model: curve}, norms=1e-4, weights=1e-3)
 
 
-def test_resumes_bit_equal(tmp_path: Any) -> None:
-    values = config(LLAMA, MUON, LAYOUTS["dp2 zero3"][1], train_micro_batch_size_per_gpu=2, train_iters=4)
-    through = run_ranks(run_to_end, 2, values)[0][1]
-    saved = {**values, "save": str(tmp_path), "load": str(tmp_path), "checkpoint_factor": 2}
-    run_ranks(run_to_end, 2, {**saved, "exit_interval": 2})
-    assert bit_equal(run_ranks(run_to_end, 2, saved)[0][1], through)
-
-
-def test_deepspeed_refuses_it() -> None:
-    values = config(NEOX, MUON, engine="deepspeed", train_micro_batch_size_per_gpu=8)
-    with pytest.raises(AssertionError, match="Muon runs on the native engine alone; write engine: native"):
-        run_ranks(run_to_end, 1, values)
+def test_resumes_bit_equal(tmp_path: Path) -> None:
+    assert_resumes({**slow("llama", LAYOUTS["zero3"][1]), "train_iters": 3}, tmp_path, ranks=2)

@@ -1,4 +1,4 @@
-"""Blocks compiled within `fully_shard` train as plain ones do, from one graph for all blocks and steps."""
+"""Weights cut over data ranks: rows that these do not divide, and compiled blocks within `fully_shard`."""
 
 from functools import partial
 from typing import Any
@@ -8,9 +8,18 @@ import torch
 
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, bit_equal, config, curves
+from tests.training.native.in_turn import TIMEOUT
+from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, config, curves, curves_of
 
-STEPS = 3
+STAGES = with_more([1, 2, 3], product=[1, 2])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_five_ranks_are_as_one(stage: int) -> None:
+    """Of a table of 8 rows four ranks have two, and one has none."""
+    one = config(RPE, ADAMW, train_batch_size=10, engine="native", train_micro_batch_size_per_gpu=10)
+    five = {**one, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    assert_alike(curves_of({"": five}, 3, ranks=5), curves_of({"": one}, 3))
 
 
 def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, Any, dict[str, int]]:
@@ -19,18 +28,18 @@ def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, A
     from torch._dynamo.utils import counters
 
     torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits
-    plain = curves(rank, world_size, [values], STEPS)[0]
+    plain = curves(rank, world_size, [values], steps=2)[0]
     assert not counters["stats"]["unique_graphs"]
-    ours = curves(rank, world_size, [{**values, "compile": "block"}], STEPS)[0]
+    ours = curves(rank, world_size, [{**values, "compile": "block"}], steps=2)[0]
     breaks = sum(counters["graph_break"].values())
     return plain, ours, {"graphs": counters["stats"]["unique_graphs"], "breaks": breaks}
 
 
-@pytest.mark.parametrize("stage", with_more([1, 2, 3], 2, product=[1]))
-def test_compiled_blocks(stage: int) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_compiled_blocks_train_as_plain_ones(stage: int) -> None:
     layout = {"zero_optimization": {"stage": stage}, "precision": "bfloat16", "engine": "native"}
     values = config(LLAMA, layout, train_micro_batch_size_per_gpu=2)
-    for plain, ours, made in run_ranks(compiled, 2, values, timeout=120):
+    for plain, ours, made in run_ranks(compiled, 2, values, timeout=TIMEOUT):
         assert made == {"graphs": 2, "breaks": 0}, "one of blocks, one of logits"
         assert ours.losses == plain.losses and ours.norms == plain.norms
         assert bit_equal(ours.weights, plain.weights)

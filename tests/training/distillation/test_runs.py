@@ -1,0 +1,97 @@
+"""Runs that learn from a teacher: in every layout beside one process, and which teachers they refuse."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pool import run_ranks
+from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, TOKENIZER, student
+from tests.training.native.in_turn import refusals
+from tests.training.runs import Curve, assert_alike, curves, curves_of, metric_rows, run_to_end
+
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "forward": (DOCUMENTS, {"weight": 0.7}),
+    "jsd": (LABELLED, {"beta": 0.3, "temperature": 2.0}),
+    "top": ({}, {"beta": 1.0, "top_k": 8}),
+}
+CELLS = [("tp2, sp", "forward"), ("tp2, sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
+OF_FOUR = {"tp2, pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2}}
+STEPS = 3
+
+
+def of_kind(kind: str, teacher: str, layout: dict[str, Any]) -> dict[str, Any]:
+    parts, keys = KINDS[kind]
+    return student(teacher, parts, layout, **keys)
+
+
+@pytest.fixture(scope="module")
+def alone(teacher: str) -> dict[str, Curve]:
+    return curves_of({kind: of_kind(kind, teacher, {}) for kind in KINDS}, STEPS)
+
+
+def assert_as_alone(cells: list[tuple[str, str]], ranks: int, teacher: str, alone: dict[str, Curve]) -> None:
+    """cells: layout and kind."""
+    given = {cell: of_kind(cell[1], teacher, {**LAYOUTS, **OF_FOUR}[cell[0]]) for cell in cells}
+    assert_alike(curves_of(given, STEPS, ranks), {cell: alone[cell[1]] for cell in cells})
+
+
+def test_layouts_equal_one_process(alone: dict[str, Curve], teacher: str) -> None:
+    assert_as_alone(CELLS, 2, teacher, alone)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_equals_one_process(kind: str, alone: dict[str, Curve], teacher: str) -> None:
+    assert_as_alone([(name, kind) for name in LAYOUTS], 2, teacher, alone)
+
+
+@pytest.mark.more
+def test_four_ranks_equal_one_process(alone: dict[str, Curve], teacher: str) -> None:
+    assert_as_alone([("tp2, pp2", "forward"), ("tp2, pp2", "top")], 4, teacher, alone)
+
+
+def test_the_divergence_falls_and_rows_say_so(tmp_path: Path, teacher: str) -> None:
+    learns = {"train_iters": 12, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}, "checkpoint_factor": 12}
+    validates = {"eval_iters": 2, "eval_interval": 12, "save_best": "validation/divergence:min", "save": str(tmp_path)}
+    run_ranks(run_to_end, 1, student(teacher, learns, validates, temperature=2.0))
+    rows = metric_rows(tmp_path, "train/divergence")
+    found = [row["train/divergence"] for row in rows]
+    assert len(rows) == 12 and found == pytest.approx([row["train/lm_loss"] for row in rows])
+    [validated] = [row["validation/divergence"] for row in rows if "validation/divergence" in row]
+    assert max(validated, *found[-3:]) < found[0] / 2 and rows[-1]["train/nll"] < rows[0]["train/nll"]
+
+
+def test_adapters_of_a_student_learn_from_its_teacher(teacher: str) -> None:
+    values = student(teacher, {"lora": {"r": 4}, "optimizer": {"type": "Adam", "params": {"lr": 1e-2}}})
+    still = {**values, "optimizer": {"type": "Adam", "params": {"lr": 0.0}}}
+    learned, control = (part.losses[-1] for part in run_ranks(curves, 1, [values, still], 4)[0])
+    assert learned < control
+
+
+def test_what_cannot_be_a_teacher_is_named(teacher: str, hf_teacher: str, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(hf_teacher, other)
+    content = json.loads(TOKENIZER.read_text())
+    content["model"]["vocab"] = {word: number for number, word in enumerate(reversed(content["model"]["vocab"]))}
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    without = tmp_path / "without"
+    shutil.copytree(hf_teacher, without)
+    (without / "tokenizer.json").unlink()
+    longer = {"seq_length": 128, "max_position_embeddings": 128}
+    key = "distillation.teacher"
+    cases: list[tuple[dict[str, Any], str]] = [
+        (student(str(tmp_path / "nowhere")), f"{key}.*nowhere: no such"),
+        (student(str(other)), f"{key}.*other.*another tokenizer"),
+        (student(str(without)), f"{key}.*without.* no tokenizer"),
+        (student(teacher, longer), f"{key}.* 64 .*seq_length .*128"),
+        (student(teacher, {"padded_vocab_size": 512}), "vocabulary.* padded"),
+        (student(hf_teacher, {"mask_padded_vocab": 383}), "mask_padded_vocab: 383 .* 381"),
+        (student(teacher, {"vocab_file": str(other / "tokenizer.json")}), f"{key}.*{teacher}.*another tokenizer"),
+    ]
+    found = run_ranks(refusals, 1, [values for values, _ in cases])[0]
+    for text, (_, facts) in zip(found, cases, strict=True):
+        assert re.search(facts, text), text

@@ -1,0 +1,55 @@
+"""Jobs of the worker pool that go through several runs in the same processes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.generation.on_policy import answers_of
+from megatron.neox_arguments.errors import UserError
+from megatron.training import train
+from tests.model.stages import Weights
+from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import losses
+from tests.training.runs import begin, bit_equal
+
+TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
+
+
+def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:
+    """For the pool: the weights after each run with its loop."""
+    weights = []
+    for values in configs:
+        training = begin(values)
+        train(training, (), answers_of(training) if training.args.distillation is not None else None)
+        held = training.engine.weights(master=True)
+        weights.append({layer: {name: one.clone() for name, one in tensors.items()} for layer, tensors in held.items()})
+        training.engine.close()
+    return weights
+
+
+def cut_off(values: dict[str, Any], folder: Path, after: int = 2, then: Mapping[str, Any] = {}) -> list[dict[str, Any]]:
+    """A run in the folder `through`; the same in `cut`, which ends after so many steps; one that goes on from
+    there, with other keys if they are given."""
+    runs = [{**values, "checkpoint_factor": after, "save": str(folder / name)} for name in ("through", "cut", "cut")]
+    return [runs[0], {**runs[1], "exit_interval": after}, {**runs[2], "load": runs[2]["save"], **then}]
+
+
+def assert_resumes(values: dict[str, Any], folder: Path, ranks: int = 1, **of_pool: Any) -> list[Weights]:
+    """A run that ends after two steps goes on, bit for bit, as one that does not, whose weights these are."""
+    found = run_ranks(to_their_ends, ranks, cut_off(values, folder), timeout=TIMEOUT, **of_pool)
+    assert all(bit_equal(resumed, through) for through, _, resumed in found)
+    assert losses(folder / "cut") == losses(folder / "through")
+    assert len(losses(folder / "cut")) == values["train_iters"] > 2
+    return [through for through, _, _ in found]
+
+
+def refusals(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
+    """For the pool: what each run says that does not begin."""
+    said = []
+    for values in configs:
+        with pytest.raises(UserError) as caught:
+            begin(values)
+        said.append(str(caught.value))
+    return said
