@@ -1,11 +1,14 @@
-"""Copies for checkpoints in page-locked memory: what they hold, when their memory is used again, how much
-there is, and what happens without it. Locking is counted here, not done."""
+"""Saves beside the steps: their copies in page-locked memory, when that is used again, how much there is, and
+what happens without it (locking is counted here, not done); steps that go on meanwhile, and failures that are
+told."""
 
 import io
 import itertools
 import json
 import mmap
 import random
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
+from megatron.training import train
+from megatron.training.checkpoint import host_copies as copies_module
+from megatron.training.checkpoint import writer as saving
 from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, RankMemory, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, NEOX, config
+from tests.training.checkpoint.test_resume import warnings_of
+from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -120,21 +127,6 @@ def test_copies_are_saved_as_the_same_bytes() -> None:
         tensor.detach().zero_()
     assert saved(copied) == saved(plain), "steps change the tensors, not the copies"
     assert ordinary.held == 0
-
-
-def test_memory_is_used_again() -> None:
-    locks, sources = Locks(), tensors()
-    copies = locks.copies()
-    places = []
-    for _ in range(3):
-        copied = [copies.copy(tensor) for tensor in sources.values()]
-        places.append({one.data_ptr() for one in copied if one.numel()})
-        assert all(torch.equal(one, tensor) for one, tensor in zip(copied, sources.values(), strict=True))
-        del copied
-    assert places[0] == places[1] == places[2] == set(locks.sizes) and locks.tries == len(sources) - 1
-    # Each rounded up to a page, not to a power of two.
-    exact = sum(tensor.numel() * tensor.itemsize for tensor in sources.values())
-    assert copies.held == sum(locks.sizes.values()) < exact + PAGE * len(sources)
 
 
 @pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[1], lambda t: t.view(torch.int32), lambda t: t.numpy()])
@@ -243,15 +235,17 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def wait_for(event: Callable[[], bool]) -> None:
+    """At most a minute: then the test sees that it did not come."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and not event():
+        time.sleep(0.001)
+
+
 def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tuple[int, int, int, int]]:
-    """For the pool: a run whose files take a while to write, with copies of a `kind`. After each save: bytes
-    that are held, tries to lock, bytes copied into memory that was there, and into new memory."""
-    import time
-
-    from megatron.training import train
-    from megatron.training.checkpoint import writer as saving
-    from tests.training.runs import begin
-
+    """For the pool: a run with copies of a `kind`; what is written beside the steps is written after the next
+    one, which changes every tensor in place. After each save: bytes that are held, tries to lock, bytes
+    copied into memory that was there, and into new memory."""
     training, locks, seen = begin(given), Locks(), list[tuple[int, int, int, int]]()
     checkpointer, write = training.checkpointer, saving.save_tensors
     if kind != "ordinary":
@@ -269,29 +263,23 @@ def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tu
             yield state
         seen.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.01)
-        return write(*args)
+    def held_write(state: Any, path: Path) -> Any:
+        saved, last = int(path.parent.name.removeprefix(".tmp_global_step")), given["train_iters"]
+        wait_for(lambda: not training.args.async_save or training.progress.iteration > saved or saved == last)
+        return write(state, path)
 
     # This process is the pool's throw-away fork.
-    saving.save_tensors = slow
+    saving.save_tensors = held_write
     checkpointer._states = watched  # type: ignore[method-assign]
     train(training)
     return seen
 
 
-def warnings_of_limited_run(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
-    """For the pool: what a run warns of whose ranks may lock few pages, rank 0 as many as it likes."""
-    import logging
-
-    from megatron.training import train
-    from tests.training.runs import begin
-
-    training, warned = begin(given), list[str]()
+def run_with_few_locks(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """Ranks may lock few pages, rank 0 of several as many as it likes."""
+    training = begin(given)
     training.checkpointer._copies = Locks(limit=(1 << 40) if rank == 0 and world_size > 1 else 8 * PAGE).copies()
-    logging.Logger.warning = lambda self, text, *a: warned.append(text)  # type: ignore[method-assign, assignment]
     train(training)
-    return warned
 
 
 def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -309,7 +297,7 @@ def sums(save: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", product=["plain"]))
+@pytest.mark.parametrize("name", with_more(["zero1", "tp2"], product=["tp2"]))
 def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     """A save every step, of which each but the first begins while the one before is still written, by copies
     that arrive late; beside ordinary copies, each waited for."""
@@ -331,9 +319,9 @@ def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
     """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
-    warned = run_ranks(warnings_of_limited_run, ranks, values(tmp_path, LAYOUTS["zero1"][1]))[0]
+    warned = run_ranks(warnings_of, ranks, values(tmp_path, LAYOUTS["zero1"][1]), run_with_few_locks)[0]
     [line] = [text for text in warned if "page-locked" in text]
-    assert "of memory could be page-locked for checkpoints (out of memory (2))" in line
+    assert "out of memory (2)" in line
     assert verify(tmp_path / "global_step4") is not None
 
 
@@ -361,3 +349,90 @@ def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     size = sum(leaf.nbytes for leaf in leaves)
     for (_, _, _, ordinary), (_, _, into, new) in zip(amounts["ordinary"], amounts["locked"], strict=True):
         assert into == size and new == ordinary - size and new < size / 10
+
+
+# -- beside the steps ----------------------------------------------------------------------------------------
+
+
+def events_of(
+    rank: int, world_size: int, given: dict[str, Any], held: bool = True, full_disk: tuple[int, int] | None = None
+) -> list[tuple[str, int]]:
+    """For the pool: what happens in a run, in order: (what, iteration of the run). held: no file is written
+    before its save has returned and another step is made, which only a save that does not wait allows.
+    full_disk: (rank, iteration) whose optimizer state does not fit."""
+    training = begin(given)
+    progress, seen = training.progress, list[tuple[str, int]]()
+    save, publish, checkpoint = saving.save_tensors, saving.publish, training.checkpointer.save
+
+    def returned_and_went_on(saved: int) -> bool:
+        return (f"saved {saved}", saved) in seen and (progress.iteration > saved or saved == given["train_iters"])
+
+    def held_write(state: Any, path: Path) -> Any:
+        iteration = int(path.parent.name.removeprefix(".tmp_global_step"))
+        wait_for(lambda: not held or returned_and_went_on(iteration))
+        if (rank, iteration) == full_disk and path.name.startswith("optim_"):
+            raise OSError(28, "No space left on device")
+        return save(state, path)
+
+    def noted_publish(*args: Any) -> Path:
+        seen.append((f"published {args[2]}", progress.iteration))
+        return publish(*args)
+
+    def noted_save(now: Any, **more: Any) -> None:
+        checkpoint(now, **more)
+        seen.append((f"saved {now.iteration}", progress.iteration))
+
+    # This process is the pool's throw-away fork.
+    saving.save_tensors, saving.publish = held_write, noted_publish  # type: ignore[assignment]
+    training.checkpointer.save = noted_save  # type: ignore[assignment, method-assign]
+    train(training)
+    return seen
+
+
+def test_one_copy_at_a_time(tmp_path: Path) -> None:
+    """Steps go on while it is written; a save that comes meanwhile waits for it, and none is left out."""
+    seen = run_ranks(events_of, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0]
+    assert [what for what, _ in seen] == [
+        "saved 2", "published 2", "saved 3", "published 3", "saved 4", "published 4",
+    ]  # fmt: skip
+    assert dict(seen)["published 2"] == 3, "a step was made while it was written"
+
+
+@pytest.mark.parametrize(("name", "rank"), [("zero1", 0), ("tp2", 1)])
+def test_failure_surfaces_at_the_next_step(name: str, rank: int, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    given = values(tmp_path, layout, train_iters=1000, checkpoint_factor=1000, extra_save_iters=[2, 4])
+    with pytest.raises(AssertionError, match=r"No space left.*earlier ones are untouched"):
+        run_ranks(events_of, ranks, given, True, (rank, 4))
+    state = json.loads((tmp_path / "status.json").read_text())
+    assert state["status"] == "failed" and "No space left" in state["reason"]
+    assert 4 < state["iteration"] < 1000, "not at the end of the run, which is also the next save"
+    assert (tmp_path / "latest").read_text() == "global_step2" and verify(tmp_path / "global_step2") is not None
+    assert [path.name for path in tmp_path.glob("*global_step*")] == ["global_step2"]
+
+
+def test_failure_of_the_last_save_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="CheckpointError.*No space left"):
+        run_ranks(events_of, 1, values(tmp_path, train_iters=1), True, (0, 1))
+    assert not (tmp_path / "latest").exists()
+
+
+def run_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> tuple[list[tuple[str, int]], str]:
+    """For the pool: a machine with all its memory taken."""
+    copies_module.free_host_memory = lambda unknown: 1000  # type: ignore[assignment]
+    seen = list[tuple[str, int]]()
+    warned = warnings_of(rank, world_size, given, lambda *run: seen.extend(events_of(*run, held=False)))
+    return seen, "\n".join(warned)
+
+
+def test_no_room_for_a_copy(tmp_path: Path) -> None:
+    """Said, and that save is waited for."""
+    seen, warned = run_ranks(run_without_memory, 1, values(tmp_path, train_iters=2, checkpoint_factor=2))[0]
+    assert seen == [("published 2", 2), ("saved 2", 2)]
+    assert "async_save" in warned and "1.00 kB of memory free" in warned
+    assert verify(tmp_path / "global_step2") is not None
+
+
+def test_key_turns_it_off(tmp_path: Path) -> None:
+    seen = run_ranks(events_of, 1, values(tmp_path, checkpoint_factor=2, async_save=False), held=False)[0]
+    assert seen == [("published 2", 2), ("saved 2", 2), ("published 4", 4), ("saved 4", 4)]
