@@ -8,11 +8,10 @@ import json
 import mmap
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -235,22 +234,25 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def wait_for(event: Callable[[], bool]) -> None:
-    """At most a minute: then the test sees that it did not come."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not event():
-        time.sleep(0.001)
+class Seen(NamedTuple):
+    """Of a run: what happened, in order, as (what, iteration of the run); after each save bytes that are
+    held, tries to lock, bytes copied into memory that was there, and into new memory."""
+
+    events: list[tuple[str, int]]
+    saves: list[tuple[int, int, int, int]]
 
 
-def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tuple[int, int, int, int]]:
-    """For the pool: a run with copies of a `kind`; what is written beside the steps is written after the next
-    one, which changes every tensor in place. After each save: bytes that are held, tries to lock, bytes
-    copied into memory that was there, and into new memory."""
-    training, locks, seen = begin(given), Locks(), list[tuple[int, int, int, int]]()
-    checkpointer, write = training.checkpointer, saving.save_tensors
+def run(
+    rank: int, world_size: int, given: dict[str, Any], kind: str = "ordinary", held: bool = True, full: int = -1
+) -> Seen:
+    """For the pool: a run with copies of a `kind`. held: what is written beside the steps is written after
+    its save has returned and the next step has changed every tensor in place, which only a save that does
+    not wait allows. full: the rank on whose disk the optimizer state of step 4 finds no room."""
+    training, locks, seen, mode = begin(given), Locks(), Seen([], []), Copied()
+    checkpointer, progress = training.checkpointer, training.progress
     if kind != "ordinary":
         checkpointer._copies = LateCopies(locks) if kind == "late" else locks.copies()
-    states, mode = checkpointer._states, Copied()
+    states, write, publish, save = checkpointer._states, saving.save_tensors, saving.publish, checkpointer.save
 
     def watched(*args: Any) -> Any:
         mode.into = mode.new = 0
@@ -261,16 +263,31 @@ def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tu
             if state is None:
                 break
             yield state
-        seen.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
+        seen.saves.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
 
     def held_write(state: Any, path: Path) -> Any:
-        saved, last = int(path.parent.name.removeprefix(".tmp_global_step")), given["train_iters"]
-        wait_for(lambda: not training.args.async_save or training.progress.iteration > saved or saved == last)
+        saved = int(path.parent.name.removeprefix(".tmp_global_step"))
+        until = time.monotonic() + 60  # then the order of events is another
+        while held and training.args.async_save and time.monotonic() < until:
+            went_on = progress.iteration > saved or saved == given["train_iters"]
+            if went_on and (f"saved {saved}", saved) in seen.events:
+                break
+            time.sleep(0.001)
+        if rank == full and saved == 4 and path.name.startswith("optim_"):
+            raise OSError(28, "No space left on device")
         return write(state, path)
 
+    def noted_publish(*args: Any) -> Path:
+        seen.events.append((f"published {args[2]}", progress.iteration))
+        return publish(*args)
+
+    def noted_save(now: Any, **more: Any) -> None:
+        save(now, **more)
+        seen.events.append((f"saved {now.iteration}", progress.iteration))
+
     # This process is the pool's throw-away fork.
-    saving.save_tensors = held_write
-    checkpointer._states = watched  # type: ignore[method-assign]
+    saving.save_tensors, saving.publish = held_write, noted_publish
+    checkpointer._states, checkpointer.save = watched, noted_save  # type: ignore[method-assign]
     train(training)
     return seen
 
@@ -308,12 +325,11 @@ def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
         seen[kind] = run_ranks(run, ranks, given, kind)
     ordinary, late = sums(tmp_path / "ordinary"), sums(tmp_path / "late")
     assert len(ordinary) >= 4 * 8 and ordinary == late
-    for rank in seen["late"]:
-        held, tries = zip(*[numbers[:2] for numbers in rank], strict=True)
-        assert len(set(held)) == len(set(tries)) == 1, "the first save takes all the memory"
+    first = [rank.saves[0] for rank in seen["late"]]
+    for rank, expected in zip(seen["late"], first, strict=True):
+        assert all(save[:2] == expected[:2] for save in rank.saves), "the first save takes all the memory"
     whole = sum(file.stat().st_size for file in (tmp_path / "late/global_step4").glob("*_*.pt"))
-    held = sum(rank[0][0] for rank in seen["late"])
-    assert 0 < held < whole + PAGE * sum(rank[0][1] for rank in seen["late"])
+    assert 0 < sum(save[0] for save in first) < whole + PAGE * sum(save[1] for save in first)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -330,7 +346,7 @@ def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
     held = []
     for layers in (3, 6):
         given = values(tmp_path / str(layers), num_layers=layers, train_iters=2, async_save=False)
-        saves = run_ranks(run, 1, given, "locked")[0]
+        saves = run_ranks(run, 1, given, "locked")[0].saves
         assert len({one[0] for one in saves}) == 1
         held.append(saves[0][0])
     assert held[0] == held[1] > 0
@@ -340,7 +356,7 @@ def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     """Into locked memory, or into new memory where there is none to be had."""
     amounts = {}
     for kind in ("ordinary", "locked"):
-        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0]
+        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves
     files = (tmp_path / "locked/global_step2").glob("[lo]*_*.pt")
     tensors_in = [torch.load(file, weights_only=True) for file in files]
     leaves = itertools.chain.from_iterable(
@@ -351,51 +367,13 @@ def test_every_byte_is_copied_once(tmp_path: Path) -> None:
         assert into == size and new == ordinary - size and new < size / 10
 
 
-# -- beside the steps ----------------------------------------------------------------------------------------
-
-
-def events_of(
-    rank: int, world_size: int, given: dict[str, Any], held: bool = True, full_disk: tuple[int, int] | None = None
-) -> list[tuple[str, int]]:
-    """For the pool: what happens in a run, in order: (what, iteration of the run). held: no file is written
-    before its save has returned and another step is made, which only a save that does not wait allows.
-    full_disk: (rank, iteration) whose optimizer state does not fit."""
-    training = begin(given)
-    progress, seen = training.progress, list[tuple[str, int]]()
-    save, publish, checkpoint = saving.save_tensors, saving.publish, training.checkpointer.save
-
-    def returned_and_went_on(saved: int) -> bool:
-        return (f"saved {saved}", saved) in seen and (progress.iteration > saved or saved == given["train_iters"])
-
-    def held_write(state: Any, path: Path) -> Any:
-        iteration = int(path.parent.name.removeprefix(".tmp_global_step"))
-        wait_for(lambda: not held or returned_and_went_on(iteration))
-        if (rank, iteration) == full_disk and path.name.startswith("optim_"):
-            raise OSError(28, "No space left on device")
-        return save(state, path)
-
-    def noted_publish(*args: Any) -> Path:
-        seen.append((f"published {args[2]}", progress.iteration))
-        return publish(*args)
-
-    def noted_save(now: Any, **more: Any) -> None:
-        checkpoint(now, **more)
-        seen.append((f"saved {now.iteration}", progress.iteration))
-
-    # This process is the pool's throw-away fork.
-    saving.save_tensors, saving.publish = held_write, noted_publish  # type: ignore[assignment]
-    training.checkpointer.save = noted_save  # type: ignore[assignment, method-assign]
-    train(training)
-    return seen
-
-
 def test_one_copy_at_a_time(tmp_path: Path) -> None:
     """Steps go on while it is written; a save that comes meanwhile waits for it, and none is left out."""
-    seen = run_ranks(events_of, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0]
-    assert [what for what, _ in seen] == [
+    events = run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0].events
+    assert [what for what, _ in events] == [
         "saved 2", "published 2", "saved 3", "published 3", "saved 4", "published 4",
     ]  # fmt: skip
-    assert dict(seen)["published 2"] == 3, "a step was made while it was written"
+    assert dict(events)["published 2"] == 3, "a step was made while it was written"
 
 
 @pytest.mark.parametrize(("name", "rank"), [("zero1", 0), ("tp2", 1)])
@@ -403,7 +381,7 @@ def test_failure_surfaces_at_the_next_step(name: str, rank: int, tmp_path: Path)
     ranks, layout = LAYOUTS[name]
     given = values(tmp_path, layout, train_iters=1000, checkpoint_factor=1000, extra_save_iters=[2, 4])
     with pytest.raises(AssertionError, match=r"No space left.*earlier ones are untouched"):
-        run_ranks(events_of, ranks, given, True, (rank, 4))
+        run_ranks(run, ranks, given, full=rank)
     state = json.loads((tmp_path / "status.json").read_text())
     assert state["status"] == "failed" and "No space left" in state["reason"]
     assert 4 < state["iteration"] < 1000, "not at the end of the run, which is also the next save"
@@ -413,26 +391,22 @@ def test_failure_surfaces_at_the_next_step(name: str, rank: int, tmp_path: Path)
 
 def test_failure_of_the_last_save_is_told(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="CheckpointError.*No space left"):
-        run_ranks(events_of, 1, values(tmp_path, train_iters=1), True, (0, 1))
+        run_ranks(run, 1, values(tmp_path, checkpoint_factor=4), full=0)
     assert not (tmp_path / "latest").exists()
 
 
-def run_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> tuple[list[tuple[str, int]], str]:
-    """For the pool: a machine with all its memory taken."""
+def run_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> tuple[Seen, str]:
+    """For the pool: a machine with all its memory taken; what it warns of."""
     copies_module.free_host_memory = lambda unknown: 1000  # type: ignore[assignment]
-    seen = list[tuple[str, int]]()
-    warned = warnings_of(rank, world_size, given, lambda *run: seen.extend(events_of(*run, held=False)))
-    return seen, "\n".join(warned)
+    seen = list[Seen]()
+    warned = warnings_of(rank, world_size, given, lambda *args: seen.append(run(*args, held=False)))
+    return seen[0], "\n".join(warned)
 
 
-def test_no_room_for_a_copy(tmp_path: Path) -> None:
-    """Said, and that save is waited for."""
-    seen, warned = run_ranks(run_without_memory, 1, values(tmp_path, train_iters=2, checkpoint_factor=2))[0]
-    assert seen == [("published 2", 2), ("saved 2", 2)]
+def test_saves_that_are_waited_for(tmp_path: Path) -> None:
+    """By a key; and for want of room for a copy, which is said."""
+    order = [("published 2", 2), ("saved 2", 2), ("published 4", 4), ("saved 4", 4)]
+    assert run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, async_save=False))[0].events == order
+    seen, warned = run_ranks(run_without_memory, 1, values(tmp_path / "full", checkpoint_factor=2))[0]
+    assert seen.events == order and verify(tmp_path / "full" / "global_step4") is not None
     assert "async_save" in warned and "1.00 kB of memory free" in warned
-    assert verify(tmp_path / "global_step2") is not None
-
-
-def test_key_turns_it_off(tmp_path: Path) -> None:
-    seen = run_ranks(events_of, 1, values(tmp_path, checkpoint_factor=2, async_save=False), held=False)[0]
-    assert seen == [("published 2", 2), ("saved 2", 2), ("published 4", 4), ("saved 4", 4)]
