@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 
 from megatron.checkpointing import find_checkpoint, load_tensors
 from megatron.data import IndexedDatasetWriter
@@ -15,10 +14,9 @@ from megatron.data.preferences.preference_sets import preference_samples_per_epo
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import assert_goes_on
+from tests.training.checkpoint.test_resume import assert_goes_on, refusals
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LLAMA, Curve, bit_equal, config, curves, furthest, run_to_end, whole
-from tests.training.test_bad_input import call_train
 
 TP2, PP2 = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -141,19 +139,10 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
         assert 0.012 < float(head.std()) < 0.028, "normal, init_method_std 0.02"
     assert bit_equal(parts[2].weights, trained)
 
-    def told(changes: dict[str, Any]) -> str:
-        file = tmp_path / "bad.yml"
-        file.write_text(yaml.safe_dump({k: v for k, v in {**keys, **changes}.items() if v is not None}))
-        ((code, printed),) = run_ranks(call_train, 1, [str(file)])
-        assert code == 1
-        return printed
-
-    message = told({"finetune": None, "save": None, "save_hf": None})
-    assert str(language) in message and "language model" in message and "reward model" in message
+    bare = {key: value for key, value in keys.items() if key not in ("finetune", "save", "save_hf")}
     plain = config(LLAMA, ADAMW, train_iters=2, load=str(tmp_path / "reward"), finetune=True)
-    dropped = {key: None for key in keys if key not in plain}
-    message = told({**dropped, **plain})
-    assert str(tmp_path / "reward") in message and "reward model" in message
+    for place, message in zip((language, tmp_path / "reward"), run_ranks(refusals, 1, [bare, plain])[0], strict=True):
+        assert str(place) in message and "reward model" in message and "scores" in message
 
 
 REFUSED = [
@@ -193,9 +182,8 @@ def test_changed_margins_are_named(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "margin"), np.float32) as writer:
         for _ in range(24):
             writer.add_document(np.array([2.0], np.float32))
-    (tmp_path / "again.yml").write_text(yaml.safe_dump(keys))
-    ((code, printed),) = run_ranks(call_train, 1, [str(tmp_path / "again.yml"), "--set", "train_iters=3"])
-    assert code == 1 and "train_reward_data_paths: bin_blocks_sha256" in printed, printed
+    ((message,),) = run_ranks(refusals, 1, [{**keys, "train_iters": 3}])
+    assert "train_reward_data_paths: bin_blocks_sha256" in message
     (tmp_path / "margin.bin").write_bytes((tmp_path / "margin.bin").read_bytes()[:-4] + b"\0\0\xc0\x7f")  # NaN
-    ((code, printed),) = run_ranks(call_train, 1, [str(tmp_path / "again.yml"), "--set", "restart=true"])
-    assert code == 1 and "margin.bin: document 23 has no finite reward" in printed, printed
+    ((message,),) = run_ranks(refusals, 1, [{**keys, "restart": True}])
+    assert "margin.bin: document 23" in message and "finite" in message
