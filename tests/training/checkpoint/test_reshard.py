@@ -15,8 +15,9 @@ from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, re
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, config, run_to_end
 from tools.ckpts.reshard import main as reshard_main
 
-TP2, TP4, PP2 = {"model_parallel_size": 2}, {"model_parallel_size": 4}, {"pipe_parallel_size": 2}
-PP4 = {"pipe_parallel_size": 4}
+TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
+# A run goes on with the engine of its checkpoint, and pipelines are DeepSpeed's.
+PP2, PP4 = ({"pipe_parallel_size": size, "engine": "deepspeed"} for size in (2, 4))
 
 
 def zero(stage: int) -> dict[str, Any]:

@@ -42,6 +42,7 @@ MOE: dict[str, Any] = {
 EXPERTS, ADAPTERS = LLAMA | MOE | {"warmup": 0.3}, LLAMA | {"warmup": 0.3}
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+    "ep2": (2, {"expert_parallel_size": 2}),
     "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
     "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
 }
@@ -50,15 +51,15 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tp2", LLAMA | DENSE | FP32),
     "pp2, tied": ("pp2", NEOX | DENSE | FP32 | {"no_weight_tying": False}),
     "zero3, bf16": ("zero3", NEOX | DENSE | BF16),
-    "tp2 pp2, blocks differ": ("tp2 pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "pp2, blocks differ": ("pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
     "zero2, states": ("zero2", STATES),
-    "ep2 zero3, experts": ("ep2 zero3", EXPERTS | BF16),
+    "ep2, experts": ("ep2", EXPERTS | FP32),
     "pp2, adapters and a copy": ("pp2", ADAPTERS | BF16 | {"lora": DORA}),
     # `more`
     "zero1, deepspeed": ("zero1", NEOX | DENSE | BF16 | DEEPSPEED),
     "zero3, deepspeed, states": ("zero3", STATES | DEEPSPEED),
     "tp2, states": ("tp2", STATES),
-    "pp2, experts": ("pp2", EXPERTS | BF16),
+    "ep2 zero3, experts": ("ep2 zero3", EXPERTS | BF16),
     "zero3, adapters and all": ("zero3", ADAPTERS | BF16 | {"lora": {**LORA, "save": "both"}}),
     # `product`
     "plain": ("plain", NEOX | DENSE | FP32),
@@ -71,6 +72,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2, states": ("pp2", STATES | DEEPSPEED),
     "zero1, states": ("zero1", STATES),
     "ep4 zero1, experts": ("ep4 zero1", EXPERTS | FP32),
+    "pp2, experts": ("pp2", EXPERTS | BF16),
+    "tp2 pp2, blocks differ": ("tp2 pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
     "tp2, adapters": ("tp2", ADAPTERS | FP32 | {"lora": LORA}),
     "zero1, adapters, deepspeed": ("zero1", ADAPTERS | FP32 | DEEPSPEED | {"lora": DORA}),
 }

