@@ -49,11 +49,13 @@ MODELS["experts"] = LLAMA | MOE
 # Model, precision; after a step of one process each layout for two steps, the last one to the end.
 CHAINS: dict[str, tuple[str, ...]] = {
     "a pipeline": ("rpe", "fp32", "tp2 x pp2", "one process"),
-    "tied": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
-    "experts": ("experts", "fp32", "ep4 zero1", "ep2 zero3"),
+    "tied": ("llama, tied", "bfloat16", "pp2", "dp2 zero2"),
+    "experts": ("experts", "fp32", "ep2", "one process"),
     "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),  # more
-    "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep2"),
+    "experts and stages": ("experts", "fp32", "ep4 zero1", "ep2 zero3"),
     "more pipelines": ("rpe", "fp32", "pp4", "tp2 x pp2", "dp4"),  # product
+    "tied, more ranks": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
+    "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep2"),
     "back": ("neox", "fp32", "dp4 zero1", "dp4 zero3", "tp2 x pp2"),
     "with tensors": ("neox", "bfloat16", "dp2 zero2", "dp2 x tp2 zero3"),
     "lion": ("lion", "fp32", "tp2 x pp2", "dp2 zero2"),

@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"model_parallel_size": 2}),
     "pp2": (2, {"pipe_parallel_size": 2}),
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
+    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (0, 2, 3)},
     "tp2 deepspeed": (2, {"model_parallel_size": 2, "engine": "deepspeed"}),
     "dp2 zero1 deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
     "dp2 zero3 deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
@@ -133,7 +133,7 @@ LOOKS = {"dpo": "packed", "kto": "padded", "sigmoid": "padded", "unpaired": "pac
 
 @pytest.mark.parametrize("name", with_more(LOOKS, "kto", product=["sigmoid", "unpaired", "orpo"]))
 def test_layouts_agree(name: str, single: dict[tuple[str, bool], Run]) -> None:
-    for size in (2, 4):
+    for size in (2,) if name == "dpo" else (2, 4):
         cells = [(layout, name, LOOK[LOOKS[name]]) for world, layout in LAYOUTS.values() if world == size]
         for ranks in zip(*run_ranks(run, size, cells), strict=True):
             assert_same(list(ranks), single[name, False])  # padded: packing changes nothing either
