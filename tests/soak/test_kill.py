@@ -2,32 +2,94 @@
 again."""
 
 import json
+import os
 import random
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron.checkpointing import verify
+from megatron.checkpointing import publish, verify
+from megatron.training import train
+from megatron.training.checkpoint import writer as saving
+from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.pool import run_ranks
-from tests.soak.kills import (
-    LAYOUTS,
-    SAVE_EVERY,
-    SAVING,
-    STEPS,
-    run_and_die_at,
-    run_and_die_saving,
-    run_and_get_signal,
-    values,
-)
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import run_to_end
+from tests.training.runs import ADAMW, NEOX, begin, config, run_to_end
+from tests.training.runs import LAYOUTS as ALL_LAYOUTS
 
-# Once in `make test`, five times in `make soak`.
-TIMES = [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 6))]
-QUICK = list(zip(("plain", "tp2", "zero1", "pp2", "zero1"), SAVING, strict=True))
+pytestmark = pytest.mark.ends_processes
+
+LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("plain", "tp2", "pp2", "zero1")}
+STEPS, SAVE_EVERY = 6, 2
+SAVING = ("copy", "write", "half a file", "rename", "latest")
+
+
+def values(save: Path, layout: str, **more: Any) -> dict[str, Any]:
+    """A short run with dropout, so that every generator counts."""
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    small = {"num_layers": 2, "train_micro_batch_size_per_gpu": 4, "train_iters": STEPS}
+    where = {"save": str(save), "load": str(save), "checkpoint_factor": SAVE_EVERY}
+    return config(NEOX, ADAMW, dropout, LAYOUTS[layout][1], small, where, more)
+
+
+def run_and_get_signal(rank: int, world_size: int, run: dict[str, Any], number: int, step: int, to: int) -> None:
+    """For the pool: rank `to` gets a signal as step `step` begins."""
+    training = begin(run)
+    train_step = training.engine.train_step
+
+    def step_with_signal(*given: Any) -> Any:
+        if rank == to and training.progress.iteration + 1 == step:
+            os.kill(os.getpid(), number)
+        return train_step(*given)
+
+    training.engine.train_step = step_with_signal  # type: ignore[method-assign]
+    train(training)
+
+
+def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: str | int, to: int = 0) -> int:
+    """For the pool: rank `to` is killed in the second save. moment: as it copies weights (once they are
+    copied), writes files (once the first is written, or half of it), renames the directory, or writes
+    `latest`, the last two by rank 0 only; or before the nth thing that gathers state or changes the disk, 0:
+    never. Returns how many there are."""
+    training, begun, done = begin(run), [0], [0]
+    engine, check = training.engine, training.checkpointer._check_space
+
+    def counted_check(save: Path) -> bool:  # with `async_save` a save begins when the one before is on disk
+        begun[0] += 1
+        return check(save)
+
+    def deadly(work: Callable[..., Any], *moments: str, after: bool = False, counts: Any = None) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            is_here = rank == to and begun[0] == 2
+            done[0] += is_here
+            named = is_here and moment in moments and (counts is None or counts(*args))
+            if (named and not after) or (is_here and moment == done[0]):
+                os.kill(os.getpid(), signal.SIGKILL)
+            result = work(*args, **kwargs)
+            if named and moment == "half a file":
+                os.truncate(args[1], os.path.getsize(args[1]) // 2)
+            if named:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return wrapped
+
+    # This process is the pool's throw-away fork.
+    module, gather = __import__(publish.__module__, fromlist=["replace_file"]), engine.gather_weights
+    training.checkpointer._check_space = counted_check  # type: ignore[method-assign]
+    engine.gather_weights = deadly(lambda *given: iter(list(gather(*given))), "copy", after=True)  # type: ignore
+    saving.save_tensors = deadly(saving.save_tensors, "write", "half a file", after=True)
+    os.rename = deadly(os.rename, "rename", counts=lambda source, target: "global_step" in str(target))
+    module.replace_file = deadly(module.replace_file, "latest", counts=lambda path, data: Path(path).name == "latest")
+    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+    OptimizerParts._collect = deadly(OptimizerParts._collect)  # type: ignore[method-assign]
+    train(training)
+    assert moment == 0, f"the run did not come to: {moment}"
+    return done[0]
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +108,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("time", TIMES)
-def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undisturbed: Any, tmp_path: Path) -> None:
-    ranks, save = LAYOUTS[layout][0], tmp_path / "run"
-    step, to = random.randint(1, STEPS), random.randrange(ranks)
-    what = f"{number.name} to rank {to} in step {step}"
+def goes_on_from_signal(number: signal.Signals, layout: str, step: int, to: int, save: Path, undisturbed: Any) -> None:
+    ranks, what = LAYOUTS[layout][0], f"{number.name} to rank {to} in step {step}"
     start = partial(run_ranks, run_and_get_signal, ranks, values(save, layout), number, step, to)
     if number == signal.SIGTERM:
         start()
@@ -60,6 +117,7 @@ def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undist
         # Other ranks hear of it one step later; then the run may be over already.
         stopped = min(step + (ranks > 1), STEPS)
         assert (state["iteration"], state["status"]) == (stopped, "stopped" if stopped < STEPS else "finished"), what
+        assert stopped == STEPS or number.name in state["reason"]
     else:
         with pytest.raises(AssertionError, match=f"rank {to} of {ranks} failed.*\n.*signal 9"):
             start()
@@ -68,15 +126,34 @@ def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undist
         assert saved in (due, due[:-1]), f"{what}: the last one may not have been written yet"
     run_ranks(run_to_end, ranks, values(save, layout))
     assert losses(save) == undisturbed(layout), what
+    assert json.loads((save / "status.json").read_text())["status"] == "finished"
 
 
-@pytest.mark.parametrize("beside", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["async", "sync"])
 @pytest.mark.parametrize(
-    ("layout", "moment"),
+    ("layout", "number", "step"), [("tp2", signal.SIGTERM, 3), ("zero1", signal.SIGKILL, 5), ("pp2", signal.SIGTERM, 4)]
+)
+def test_at_a_step(layout: str, number: signal.Signals, step: int, undisturbed: Any, tmp_path: Path) -> None:
+    goes_on_from_signal(number, layout, step, LAYOUTS[layout][0] - 1, tmp_path / "run", undisturbed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("time", range(6))
+def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undisturbed: Any, tmp_path: Path) -> None:
+    step, to = random.randint(1, STEPS), random.randrange(LAYOUTS[layout][0])
+    goes_on_from_signal(number, layout, step, to, tmp_path / "run", undisturbed)
+
+
+QUICK = list(zip(("plain", "tp2", "zero1", "plain", "zero1"), SAVING, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("layout", "moment", "beside"),
     [
-        (layout, moment) if (layout, moment) in QUICK else pytest.param(layout, moment, marks=pytest.mark.soak)
-        for layout in LAYOUTS
-        for moment in SAVING
+        pytest.param(*cell, beside, marks=() if beside and cell in QUICK else pytest.mark.soak)
+        for cell in ((layout, moment) for layout in LAYOUTS for moment in SAVING)
+        for beside in (True, False)
     ],
 )
 def test_while_saving(layout: str, moment: str, beside: bool, undisturbed: Any, tmp_path: Path) -> None:
@@ -91,37 +168,21 @@ def test_while_saving(layout: str, moment: str, beside: bool, undisturbed: Any, 
     assert not [path.name for path in save.iterdir() if path.name.startswith(".tmp")]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("beside", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("ten", [pytest.param(False, id="two"), pytest.param(True, id="ten", marks=pytest.mark.soak)])
-def test_at_random_moments_of_a_save(ten: bool, beside: bool, undisturbed: Any, tmp_path: Path) -> None:
+def test_at_random_moments_of_a_save(beside: bool, undisturbed: Any, tmp_path: Path) -> None:
     """Spread over copying, writing and renaming; each time the run goes on from the last whole checkpoint."""
-    given = partial(values, layout="zero1", async_save=beside)
-    count = run_ranks(run_and_die_at, 2, given(tmp_path / "count"), 0)[0]
+    given, draws = partial(values, layout="zero1", async_save=beside), 10
+    count = run_ranks(run_and_die_saving, 2, given(tmp_path / "count"), 0)[0]
     assert count > 20
-    draws = 10 if ten else 2
     for i in range(draws):
         save = tmp_path / str(i)
         nth = random.randint(1 + i * count // draws, (i + 1) * count // draws)
         with pytest.raises(AssertionError, match="rank 0 of 2 failed.*\n.*signal 9"):
-            run_ranks(run_and_die_at, 2, given(save), nth)
+            run_ranks(run_and_die_saving, 2, given(save), nth)
         whole = (save / "latest").read_text()
         assert whole in (f"global_step{SAVE_EVERY}", f"global_step{2 * SAVE_EVERY}"), f"moment {nth} of {count}"
         for path in save.glob("global_step*"):
             assert verify(path) is not None, f"moment {nth} of {count}"
         run_ranks(run_to_end, 2, given(save))
         assert losses(save) == undisturbed("zero1"), f"moment {nth} of {count}"
-
-
-def test_a_killed_fine_tuning_goes_on_instead_of_beginning_again(tmp_path: Path) -> None:
-    """`finetune` and `load` say how a run starts; what it has saved itself since comes first."""
-    base = tmp_path / "base"
-    run_ranks(run_to_end, 1, values(base, "plain", train_iters=2))
-    for name in ("through", "killed"):
-        tuning = values(tmp_path / name, "plain", load=str(base), finetune=True, seed=7, async_save=False)
-        if name == "killed":
-            with pytest.raises(AssertionError, match="signal 9"):
-                run_ranks(run_and_get_signal, 1, tuning, signal.SIGKILL, 4, 0)
-            assert (tmp_path / name / "latest").read_text() == "global_step2"
-        run_ranks(run_to_end, 1, tuning)
-    assert losses(tmp_path / "killed") == losses(tmp_path / "through")
-    assert len(losses(tmp_path / "killed")) == STEPS

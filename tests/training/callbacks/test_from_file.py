@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.callbacks import Callback
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import metrics
 from tests.training.runs import LLAMA, config
 from tests.training.test_bad_input import call_train
 
 RECORDER = '''
 import json
-import os
 from pathlib import Path
 
 from megatron.callbacks import Callback
@@ -91,41 +90,36 @@ def calls(folder: Path, rank: int = 0) -> list[list[Any]]:
     return json.loads((folder / f"calls_{rank}.json").read_text())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_every_method_is_called(ranks: int, tmp_path: Path) -> None:
-    for code, printed in run_ranks(call_train, ranks, arguments(tmp_path), init=False, timeout=120):
+def test_every_method_is_called(tmp_path: Path) -> None:
+    for code, printed in run_ranks(call_train, 2, arguments(tmp_path), init=False):
         assert code == 0, printed
 
     def step(number: int) -> list[list[Any]]:
-        begun = [["on_step_start", number - 1, 4 // ranks], ["gradients"]]
+        begun = [["on_step_start", number - 1, 2], ["gradients"]]
         evaluated = [["on_validation_end", number], ["on_save", number, False]] if number % 2 == 0 else []
         return [*begun, *evaluated, ["on_step_end", number, True]]
 
     expected = [["on_train_start", 0], ["on_validation_end", 0], ["on_step_end", 0, False]]
     expected += [call for number in range(1, 5) for call in step(number)] + [["close"]]
-    for rank in range(ranks):
-        assert calls(tmp_path, rank) == expected
-    rows = [json.loads(line) for line in (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
+    assert calls(tmp_path, 0) == calls(tmp_path, 1) == expected
+    rows = metrics(tmp_path / "run")
     assert [row["mine/doubled"] for row in rows] == [2 * row["validation/lm_loss"] for row in rows] and len(rows) == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_one_rank_asks_for_all(ranks: int, tmp_path: Path) -> None:
-    """To save after step 1, to stop after step 3; the answer comes a step later, over several ranks two."""
-    settings = ("train_iters=20", "checkpoint_factor=100", "eval_interval=100")
-    for asked, request in (("save", 1), ("stop", 3)):
-        part = {asked: request, "rank": ranks - 1}
-        save = f"save={tmp_path}/{asked}"
-        argv = arguments(tmp_path, *settings, save, f"exit_interval={8 if asked == 'save' else 'null'}", part=part)
-        for code, printed in run_ranks(call_train, ranks, argv, init=False, timeout=120):
-            assert code == 0, printed
-        at = request + ranks
-        for rank in range(ranks):
-            saves = [call[1] for call in calls(tmp_path, rank) if call[0] == "on_save"]
-            assert saves == ([at, 8] if asked == "save" else [at])
-    status = json.loads((tmp_path / "stop" / "status.json").read_text())
-    reason = "enough" if ranks == 1 else "a callback of another rank asked for it"
-    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 3 + ranks, reason)
+@pytest.mark.parametrize(("ranks", "request_"), [(1, "stop"), (2, "stop"), (2, "save")])
+def test_one_rank_asks_for_all(ranks: int, request_: str, tmp_path: Path) -> None:
+    """To save or to stop after step 2; the answer comes a step later, over several ranks two."""
+    settings = ("train_iters=20", "checkpoint_factor=100", "eval_interval=100", "exit_interval=6")
+    argv = arguments(tmp_path, *settings, part={request_: 2, "rank": ranks - 1})
+    for code, printed in run_ranks(call_train, ranks, argv, init=False):
+        assert code == 0, printed
+    for rank in range(ranks):
+        saves = [call[1] for call in calls(tmp_path, rank) if call[0] == "on_save"]
+        assert saves == ([2 + ranks, 6] if request_ == "save" else [2 + ranks])
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    if request_ == "stop":
+        assert (status["status"], status["iteration"]) == ("stopped", 2 + ranks)
+        assert ("enough" if ranks == 1 else "callback of another rank") in status["reason"]
 
 
 def fail(rank: int, world_size: int, argv: list[str]) -> None:
@@ -134,10 +128,9 @@ def fail(rank: int, world_size: int, argv: list[str]) -> None:
         call_train(rank, world_size, argv)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_is_told_before_the_end(ranks: int, tmp_path: Path) -> None:
-    run_ranks(fail, ranks, arguments(tmp_path, part={"fail": 3}), init=False, timeout=120)
-    for rank in range(ranks):
+def test_an_error_is_told_before_the_end(tmp_path: Path) -> None:
+    run_ranks(fail, 2, arguments(tmp_path, part={"fail": 3}), init=False)
+    for rank in range(2):
         assert calls(tmp_path, rank)[-3:] == [
             ["on_step_end", 3, True], ["on_error", "ValueError: on purpose"], ["close"]
         ]  # fmt: skip
@@ -145,30 +138,27 @@ def test_an_error_is_told_before_the_end(ranks: int, tmp_path: Path) -> None:
     assert (status["status"], status["reason"]) == ("failed", "ValueError: on purpose")
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("gone.py:Recorder", r"gone\.py:Recorder: {folder}/gone\.py: no such file"),
-        ("mine.py:Gone", r"mine\.py:Gone: the file has no class Gone"),
-        ("mine.py:NoCallback", r"NoCallback is no subclass of megatron\.callbacks\.Callback"),
-        ("mine.py:function", r"function is no subclass of megatron\.callbacks\.Callback"),
-        ("broken.py:Recorder", r"broken\.py cannot be imported \(ModuleNotFoundError: No module named 'nowhere'\)"),
-        ("mine.py:Fails", r"Fails\(\) failed \(OSError: no such board\)"),
-        ("mine.py", r"mine\.py: expected FILE\.py:CLASS"),
-    ],
-)
-def test_what_is_wrong_is_said(entry: str, message: str, tmp_path: Path) -> None:
+def call_each(rank: int, world_size: int, argvs: list[list[str]]) -> list[tuple[int, str]]:
+    """For the pool: train.py with each command line."""
+    return [call_train(rank, world_size, argv) for argv in argvs]
+
+
+def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     """In one line that begins with the key's place; on every rank alike."""
     (tmp_path / "broken.py").write_text("import nowhere\n")
-    argv = arguments(tmp_path, f"callbacks=[{tmp_path}/{entry}]")
-    ranks = 2 if entry.endswith("Gone") else 1
-    for code, printed in run_ranks(call_train, ranks, argv, init=False, timeout=120):
+    wrong = {
+        "mine.py:Gone": r"mine\.py:Gone: .*class Gone",
+        "gone.py:Recorder": rf"gone\.py:Recorder: {re.escape(str(tmp_path))}/gone\.py: .*file",
+        "mine.py:NoCallback": r"NoCallback .*megatron\.callbacks\.Callback",
+        "mine.py:function": r"function .*megatron\.callbacks\.Callback",
+        "broken.py:Recorder": r"broken\.py .*ModuleNotFoundError: No module named 'nowhere'",
+        "mine.py:Fails": r"Fails\(\) .*OSError: no such board",
+        "mine.py": r"mine\.py: .*FILE\.py:CLASS",
+    }
+    argvs = [arguments(tmp_path, f"callbacks=[{tmp_path}/{entry}]") for entry in wrong]
+    told = run_ranks(call_each, 1, argvs, init=False)[0]
+    for (code, printed), message in zip(told, wrong.values(), strict=True):
         assert code == 1 and len(printed.strip().splitlines()) == 1, printed
-        assert "callbacks: " in printed and re.search(message.replace("{folder}", re.escape(str(tmp_path))), printed)
-
-
-def test_nothing_is_done_by_default() -> None:
-    methods = [name for name in vars(Callback) if not name.startswith("_")]
-    assert methods == [
-        "on_train_start", "on_step_start", "on_step_end", "on_validation_end", "on_save", "on_error", "close",
-    ]  # fmt: skip
+        assert "callbacks: " in printed and re.search(message, printed), printed
+    for code, printed in run_ranks(call_train, 2, argvs[0], init=False):
+        assert (code, printed) == told[0]

@@ -1,7 +1,11 @@
-"""The log line is upstream's, byte for byte; metrics.jsonl and TensorBoard hold the same numbers once."""
+"""What a run leaves to be read. The log line is upstream's, byte for byte; metrics.jsonl, TensorBoard and
+history hold the same numbers once; a summary says what the run was, router_load.jsonl where tokens went."""
 
 import json
 import logging
+import math
+import signal
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +13,27 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 from megatron.callbacks import Step, StepResult
+from megatron.distributed import configure_logging
+from megatron.model.moe import RoutingCounts
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import metrics_file
 from megatron.process.metrics_file import JsonlLogger, read_metrics, read_metrics_backwards
+from megatron.training import loop_state, train
+from megatron.training.callbacks import router_load
+from megatron.training.callbacks.history import history, training_time
 from megatron.training.callbacks.log import LogCallback
+from megatron.training.callbacks.router_load import MOST_LINES, RouterLoad, interval
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
+from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import NEOX, config, run_to_end
+from tests.training.callbacks.test_stopping import run_with_signal
+from tests.training.checkpoint.test_resume import metrics
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
 
 
 def upstream_line(
@@ -45,10 +59,8 @@ class Clock(Stopwatch):
         return 2.0
 
 
-@pytest.mark.parametrize("scale", [None, 65536.0])
-@pytest.mark.parametrize("peak", [None, 1e-6])
-def test_line(scale: float | None, peak: float | None) -> None:
-    args = NeoXArgs.from_dict(config(NEOX, log_interval=2, padded_vocab_size=384, peak_theoretical_tflops=peak))
+def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[str, Any]]:
+    """The lines of a log of steps with these results, and the last row."""
     lines: list[str] = []
     training: Any = SimpleNamespace(
         args=args,
@@ -57,13 +69,20 @@ def test_line(scale: float | None, peak: float | None) -> None:
         logger=SimpleNamespace(info=lines.append),
         watchdog=SimpleNamespace(restarts=0),
     )
-    bar: Any = __import__("tqdm").tqdm(disable=True)
-    log = LogCallback(training, bar, Clock())
-    for i, loss in ((1, 3.0), (2, 5.0), (3, 4.0), (4, 8.0)):
-        log.on_step_end(
-            training, step := Step(i, 8 * i, 32, StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale))
-        )
+    log = LogCallback(training, tqdm(disable=True), Clock())
+    for i, result in enumerate(results, 1):
+        log.on_step_end(training, step := Step(i, 8 * i, 32, result))
     log.settle()
+    return lines, step.row
+
+
+@pytest.mark.parametrize("scale", [None, 65536.0])
+@pytest.mark.parametrize("peak", [None, 1e-6])
+def test_line(scale: float | None, peak: float | None) -> None:
+    args = NeoXArgs.from_dict(config(NEOX, log_interval=2, padded_vocab_size=384, peak_theoretical_tflops=peak))
+    losses = {1: 3.0, 2: 5.0, 3: 4.0, 4: 8.0}
+    results = [StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale) for i, loss in losses.items()]
+    lines, row = logged(args, results)
     flops = neox_flops(args, 3)
     share = (100 * flops / (peak * 1e12),) * 2 if peak else None
     common = {"utilization": share, "scale": scale}
@@ -71,8 +90,7 @@ def test_line(scale: float | None, peak: float | None) -> None:
         upstream_line(8.0, 2, 10, 1000.0, 2e-4, readable_flops(flops), 4.0, 0, 0, **common),  # type: ignore[arg-type]
         upstream_line(8.0, 4, 10, 1000.0, 4e-4, readable_flops(flops), 8.0, 1, 0, **common),  # type: ignore[arg-type]
     ]
-    assert step.row["train/lm_loss"] == 8.0 and step.row["train/grad_norm"] == 1.5
-    assert step.row["consumed_tokens"] == 1024
+    assert row["train/lm_loss"] == 8.0 and row["train/grad_norm"] == 1.5 and row["consumed_tokens"] == 1024
 
 
 @pytest.mark.parametrize(
@@ -95,7 +113,7 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
         tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5", log_interval=2,
     )  # fmt: skip
     run_ranks(run_to_end, 1, given)
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
+    rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 2, 4]
     assert rows[1]["consumed_samples"] == 16 and rows[1]["consumed_tokens"] == 512
     assert "train/lm_loss" not in rows[0] and "test/lm_loss" not in rows[1]
@@ -111,45 +129,42 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
 def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
     """Also of steps that save, and of the steps after them."""
     given = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
-    run_ranks(slow_steps, 1, given)
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    times = [row["runtime/iteration_time"] for row in rows[1:]]
-    assert all(0.1 < seconds < 0.6 for seconds in times), times
+    run_ranks(run_by_a_clock, 1, given)
+    assert [row["runtime/iteration_time"] for row in metrics(tmp_path)] == [1.0] * 8
+    assert not (tmp_path / "logs" / "router_load.jsonl").exists(), "a dense model has none"
 
 
-def slow_steps(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """For the pool: steps of a tenth of a second, saves of six."""
-    import time
-
-    from megatron.training import train
-    from tests.training.runs import begin
-
+def run_by_a_clock(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """For the pool: by its clock a step takes a second, a save a hundred."""
+    clock = [0.0]
+    loop_state.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
     training = begin(given)
     train_step, save = training.engine.train_step, training.checkpointer.save
-    training.engine.train_step = lambda *a: (time.sleep(0.1), train_step(*a))[1]  # type: ignore[method-assign]
-    training.checkpointer.save = lambda *a, **more: (time.sleep(0.6), save(*a, **more))[1]  # type: ignore[method-assign]
+
+    def slow_step(*given: Any) -> Any:
+        clock[0] += 1
+        return train_step(*given)
+
+    def slow_save(*given: Any, **more: Any) -> None:
+        clock[0] += 100
+        save(*given, **more)
+
+    training.engine.train_step = slow_step  # type: ignore[method-assign]
+    training.checkpointer.save = slow_save  # type: ignore[method-assign]
     train(training)
 
 
-def test_rows_after_the_restored_step_are_cut(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"iteration": {i}, "run_id": "a"}}\n' for i in range(6)) + '{"iteration": 6, "trai')
-    log = JsonlLogger(path, 3, "a")
-    log.write({"iteration": 4, "train/lm_loss": 1.0})
-    log.close()
-    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [0, 1, 2, 3, 4]
-
-
-def test_damaged_bytes_stay_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no row is no reason not to go on."""
     path = tmp_path / "metrics.jsonl"
-    rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(4)]
+    rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(5)]
     damaged = b'{"iteration": 1, "note": "\xff\xfe", "run_id": "b"}\n\x00\x80\n'
-    path.write_bytes(rows[0] + rows[1] + damaged + rows[2] + rows[3])
+    path.write_bytes(b"".join([*rows[:2], damaged, *rows[2:], b'{"iteration": 5, "trai']))
     log = JsonlLogger(path, 2, "a")
     log.write({"iteration": 3, "train/lm_loss": 1.0})
     log.close()
-    assert path.read_bytes().startswith(rows[0] + rows[1] + damaged + rows[2] + b'{"iteration": 3, "train/lm_loss"')
+    kept = b"".join([*rows[:2], damaged, rows[2]])
+    assert path.read_bytes().startswith(kept + b'{"iteration": 3, "train/lm_loss"')
     assert [row["iteration"] for _, row in read_metrics(path)] == [0, 1, 2, 3]
     for block in (1, 7, 64, 1 << 20):
         monkeypatch.setattr(metrics_file, "_BLOCK", block)
@@ -165,7 +180,8 @@ def test_a_tracker_that_cannot_write_is_said_once() -> None:
     tracker.write({})
     tracker.write({})
     tracker.close()
-    assert messages == ["SimpleNamespace: rows are lost (No space left on device); the run goes on"]
+    (message,) = messages
+    assert "SimpleNamespace" in message and "No space left on device" in message
 
 
 def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
@@ -179,8 +195,6 @@ def test_metrics_of_another_run_are_kept(tmp_path: Path) -> None:
 
 
 def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    from megatron.distributed import configure_logging
-
     try:
         configure_logging(1).info("rank one")
         configure_logging(0).info("rank zero")
@@ -191,8 +205,6 @@ def test_logger_is_quiet_on_other_ranks(capsys: pytest.CaptureFixture[str]) -> N
 
 def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> list[Any]:
     """For the pool: what a run says to Weights & Biases, which is not installed here."""
-    import sys
-
     calls: list[Any] = []
     run = SimpleNamespace(
         log=lambda row, step: calls.append((step, sorted(row))), finish=lambda: calls.append("finish")
@@ -222,22 +234,180 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
 def test_metrics_of_an_objective() -> None:
     """Means over the steps of a line, in the line and in the row; what was never counted is left out."""
     args = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384))
-    lines: list[str] = []
-    training: Any = SimpleNamespace(
-        args=args,
-        groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
-        schedule=lambda step: 1e-4 * step,
-        logger=SimpleNamespace(info=lines.append),
-        watchdog=SimpleNamespace(restarts=0),
-    )
-    bar: Any = __import__("tqdm").tqdm(disable=True)
-    log = LogCallback(training, bar, Clock())
     nan = float("nan")
-    for i, accuracy, kl in ((1, 0.5, nan), (2, nan, nan), (3, 1.0, nan)):
-        metrics = {"rewards/accuracies": torch.tensor(accuracy), "kl": torch.tensor(kl)}
-        log.on_step_end(
-            training, step := Step(i, 8 * i, 32, StepResult(torch.tensor(2.0), 1.5, False, metrics=metrics))
-        )
-    log.settle()
+    means = [{"rewards/accuracies": torch.tensor(value), "kl": torch.tensor(nan)} for value in (0.5, nan, 1.0)]
+    lines, row = logged(args, [StepResult(torch.tensor(2.0), 1.5, False, metrics=values) for values in means])
     assert " lm_loss: 2.000000E+00 | rewards/accuracies: 7.500000E-01 | number of skipped" in lines[0]
-    assert step.row["train/rewards/accuracies"] == 0.75 and "train/kl" not in step.row
+    assert row["train/rewards/accuracies"] == 0.75 and "train/kl" not in row
+
+
+# -- history and summary -------------------------------------------------------------------------------------
+
+NUMBER, TEXT = (int, float), (str,)
+SCHEMA: dict[str, Any] = {
+    "status": TEXT, "reason": (str, type(None)), "run_id": TEXT, "wall_clock_seconds": NUMBER,
+    "world_size": (int,), "precision": TEXT, "objective": TEXT,
+    "layout": dict.fromkeys(("tensor", "pipe", "context", "data", "zero_stage"), (int,)),
+    "effective_batch": dict.fromkeys(
+        ("samples", "rows", "tokens", "micro_batch", "gradient_accumulation_steps"), (int,)
+    ),
+    "learning_rate": {"given": NUMBER, "lr_scaling": TEXT, "effective": NUMBER, "least": NUMBER, "last": NUMBER},
+    "parameters": {"total": (int,), "trainable": (int,), "trainable_share": NUMBER},
+    "iteration": (int,), "train_iters": (int,), "skipped_steps": (int,),
+    "consumed_samples": (int,), "consumed_tokens": (int,), "training_seconds": NUMBER, "tokens_per_sec": NUMBER,
+    "best": (type(None),), "final": {"train/lm_loss": NUMBER, "validation/lm_loss": NUMBER},
+    "start_weights": (type(None),), "versions": dict.fromkeys(("python", "torch", "deepspeed"), TEXT),
+    "git_hash": (str, type(None)),
+}  # fmt: skip
+
+
+def check(found: Any, schema: Any, where: str = "") -> None:
+    """The same keys, each of its type."""
+    if isinstance(schema, tuple):
+        assert isinstance(found, schema) and not isinstance(found, bool), f"{where}: {found!r}"
+        return
+    assert found.keys() == schema.keys(), where
+    for name, inner in schema.items():
+        check(found[name], inner, f"{where}.{name}")
+
+
+def given(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
+    common = {
+        "num_layers": 2, "train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 100,
+        "eval_interval": 2, "eval_iters": 1, "save": str(save), "load": str(save), "log_param_norm": True,
+        "trainable": {"last_layers": 1, "head": True},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}, "lr_scaling": "linear",
+    }  # fmt: skip
+    return config(NEOX, common, *parts, **more)
+
+
+def read(save: Path, name: str) -> Any:
+    return json.loads((save / f"training_{name}.json").read_text())
+
+
+@pytest.mark.parametrize("layout", with_more(["pp2", "zero1"], product=["zero1"]))
+def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None:
+    ranks, keys = LAYOUTS[layout]
+    run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)
+    stopped = read(tmp_path, "summary")
+    assert (stopped["status"], stopped["reason"], stopped["iteration"]) == ("stopped", "signal SIGTERM", 3)
+    assert [record["iteration"] for record in read(tmp_path, "history")] == [0, 1, 2, 3]
+    run_ranks(run_to_end, ranks, given(tmp_path, keys))
+    records, summary = read(tmp_path, "history"), read(tmp_path, "summary")
+    assert [record["iteration"] for record in records] == list(range(7)), "each step once"
+    rows = metrics(tmp_path)
+    for record, row in zip(records, rows, strict=True):
+        share = record.pop("trainable_share")
+        assert record == {k: v for k, v in row.items() if k != "run_id" and not k.startswith("parameter_norms/")}
+        assert share == summary["parameters"]["trainable_share"]
+    wanted = {"train/lm_loss", "validation/lm_loss", "train/learning_rate", "train/grad_norm", "runtime/tokens_per_sec"}
+    assert wanted <= records[6].keys()
+    check(summary, SCHEMA)
+    assert summary["status"] == "finished" and summary["run_id"] == stopped["run_id"]
+    data = 1 if layout == "pp2" else 2
+    assert summary["layout"] == {"tensor": 1, "pipe": 2 // data, "context": 1, "data": data, "zero_stage": 1}
+    assert summary["effective_batch"]["tokens"] == 8 * 32 and summary["consumed_tokens"] == 6 * 8 * 32
+    assert summary["learning_rate"]["effective"] == 1e-3 * data == summary["learning_rate"]["last"]
+    assert 0 < summary["parameters"]["trainable"] < summary["parameters"]["total"]
+    assert summary["final"]["validation/lm_loss"] == rows[6]["validation/lm_loss"]
+    seconds = sum(row["runtime/iteration_time"] for row in rows[1:])
+    assert math.isclose(summary["training_seconds"], seconds)
+    assert math.isclose(summary["tokens_per_sec"], 6 * 8 * 32 / seconds, rel_tol=1e-6)
+
+
+def test_history_of_rows() -> None:
+    rows = [
+        {"iteration": 0, "run_id": "a", "validation/lm_loss": 3.0},
+        {"iteration": 4, "run_id": "a", "train/grad_norm": math.nan, "device/memory_gib_max": 2.5,
+         "weight_norms/x": 1.0, "runtime/iteration_time": 0.5, "runtime/tokens_per_sec": 100.0},
+        {"iteration": 5, "run_id": "a", "runtime/iteration_time": 2.0, "runtime/tokens_per_sec": 25.0},
+    ]  # fmt: skip
+    first, second, _ = history(rows, 0.25)
+    assert first == {"iteration": 0, "validation/lm_loss": 3.0, "trainable_share": 0.25}
+    assert second["train/grad_norm"] is None and second["device/memory_gib_max"] == 2.5
+    assert "weight_norms/x" not in second
+    assert training_time(rows) == (4 * 0.5 + 2.0, 4 * 0.5 * 100 + 2.0 * 25)
+
+
+# -- router_load.jsonl ---------------------------------------------------------------------------------------
+
+MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_layer_freq": [0, 1]}
+
+
+def loads(save: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (save / "logs" / "router_load.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, {}), (2, {"pipe_parallel_size": 2}), pytest.param(2, {"expert_parallel_size": 2}, marks=pytest.mark.more)],
+)
+def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
+    save = tmp_path / "run"
+    values = config(LLAMA, ADAMW, MOE, layout, train_iters=6, checkpoint_factor=3, save=str(save), load=str(save))
+    run_ranks(run_to_end, ranks, values)
+    found, rows = loads(save), metrics(save)
+    assert [line["iteration"] for line in found] == [1, 2, 3, 4, 5, 6]
+    assert {line["run_id"] for line in found} == {rows[-1]["run_id"]}
+    most = {row["iteration"]: row["train/moe_max_load"] for row in rows if "train/moe_max_load" in row}
+    for line in found:
+        assert line["layers"] == [3, 5] and len(line["load"]) == 2
+        assert all(len(layer) == 4 and sum(layer) == pytest.approx(4.0, abs=2e-3) for layer in line["load"])
+        assert max(map(max, line["load"])) == pytest.approx(most[line["iteration"]], abs=6e-4)
+    assert found[0]["load"] != found[-1]["load"]
+    if ranks == 1:
+        (save / "latest").write_text("global_step3")
+        path = save / "logs" / "router_load.jsonl"
+        path.write_text(path.read_text().replace('"iteration": 5', '"iteration": 5, "old": 1') + '{"iteration": 7, "lo')
+        run_ranks(run_to_end, ranks, values)
+        assert loads(save) == found
+
+
+@pytest.mark.parametrize(
+    ("log_interval", "train_iters", "steps"),
+    [(1, 100, 1), (1, 500, 1), (1, 501, 2), (10, 100_000, 200), (100, 1000, 100), (300, 100_000, 300)],
+)
+def test_lines_are_few(log_interval: int, train_iters: int, steps: int) -> None:
+    args = NeoXArgs.from_dict(config(LLAMA, MOE, log_interval=log_interval, train_iters=train_iters))
+    assert interval(args) == steps
+    assert steps % log_interval == 0 and train_iters / steps <= MOST_LINES
+
+
+def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is asked in the step of a line, and waited for in the one after it, or at a save."""
+    events: list[str] = []
+
+    class Reading:
+        def __init__(self, values: torch.Tensor) -> None:
+            self.values = values.tolist()
+            events.append("begin")
+
+        def read(self) -> list[float]:
+            events.append("read")
+            return self.values
+
+    monkeypatch.setattr(router_load, "HostCopy", Reading)
+    routing = RoutingCounts(torch.tensor([[0.5, 1.5], [2.0, 1 / 3]]), {})
+    args = NeoXArgs.from_dict(config(LLAMA, MOE, log_interval=3))
+    training: Any = SimpleNamespace(engine=SimpleNamespace(routing=routing), args=args)
+    file: Any = SimpleNamespace(write=lambda row: events.append(json.dumps(row)), close=lambda: events.append("close"))
+    callback = RouterLoad(training, file, [3, 5])
+    after: dict[int, list[str]] = {}
+    for iteration in range(8):
+        result = StepResult(torch.zeros(()), None, False) if iteration else None
+        step = Step(iteration, 8 * iteration, 32, result)
+        callback.on_step_end(training, step)
+        if iteration == 6:
+            callback.on_save(training, step, False)
+        after[iteration], events[:] = list(events), []
+
+    def line(iteration: int) -> str:
+        return f'{{"iteration": {iteration}, "layers": [3, 5], "load": [[0.5, 1.5], [2.0, 0.333]]}}'
+
+    assert {i: said for i, said in after.items() if said} == {
+        3: ["begin"], 4: ["read", line(3)], 6: ["begin", "read", line(6)],
+    }  # fmt: skip
+    callback.on_step_end(training, Step(9, 72, 32, StepResult(torch.zeros(()), None, False)))
+    callback.on_error(training, RuntimeError())
+    callback.close()
+    assert events == ["begin", "close"], "after a failure nothing is waited for"

@@ -1,9 +1,8 @@
 """The peak of a step by part, against sizes that are known without it: of parameters, of Adam's states, of
 logits by their shape, of a step of a few tensors added up by hand, and torch's profiler."""
 
-import io
 import json
-from contextlib import redirect_stdout
+from contextlib import nullcontext, suppress
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +15,16 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from megatron.model.head import OutputProjection
 from megatron.mpu import ParallelGroups
-from megatron.neox_arguments import ConfigError
 from megatron.training import train
 from megatron.training.callbacks.memory_parts import MemoryParts
 from megatron.training.loop import batches_of
 from megatron.training.metrics.memory_tracker import PARTS, MemoryTimeline, MemoryTracker
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import refusals
 from tests.training.preference.test_reference import FLY, PADDED, preferences
 from tests.training.runs import LAYOUTS, LLAMA, begin, config
 
 BF16 = {"precision": "bfloat16"}
-DEEPSPEED = {"engine": "deepspeed"}
 ROWS = 2 * 32  # tokens of a micro-batch
 
 
@@ -41,16 +39,11 @@ def runs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict
     found = []
     for values in configs:
         training = begin(values)
-        trained = {id(p): p for p in training.engine.stage.parameters() if p.requires_grad}.values()
-        every = {id(p): p for p in training.engine.stage.parameters()}.values()
-        sizes = {
-            "all": sum(p.numel() for p in every),
-            "trained": sum(p.numel() for p in trained),
-            "count": len(trained),
-        }
+        params = list(training.engine.stage.parameters())
+        trained = [param.numel() for param in params if param.requires_grad]
+        found.append({"all": sum(p.numel() for p in params), "trained": sum(trained), "count": len(trained)})
         train(training)
         training.engine.close()
-        found.append(sizes)
     return found
 
 
@@ -67,10 +60,10 @@ def measured(folder: Path) -> list[dict[str, int]]:
 
 
 def test_what_is_kept_has_the_sizes_of_parameters(tmp_path: Path) -> None:
-    cases = {"fp32": {}, "bf16": BF16, "deepspeed": {**BF16, **DEEPSPEED}}
+    cases = {"fp32": {}, "bf16": BF16, "deepspeed": {**BF16, "engine": "deepspeed"}}
     sizes = run_ranks(runs, 1, [tiny(tmp_path / name, keys) for name, keys in cases.items()])[0]
     assert sizes[0]["all"] == sizes[0]["trained"] == 12_288 + 2 * (3 * 32**2 + 3 * 32 * 48 + 2 * 32) + 32
-    for (name, _), size in zip(cases.items(), sizes, strict=True):
+    for name, size in zip(cases, sizes, strict=True):
         (parts,) = measured(tmp_path / name)
         moments = 2 * 4 * size["trained"]
         if name == "fp32":
@@ -102,33 +95,31 @@ def test_logits_and_activations(tmp_path: Path) -> None:
     assert parts["384"]["buffers"] == 2 * 4 * 8 * ROWS, "a table of sines and one of cosines, head_dim wide"
 
 
-@pytest.mark.parametrize("name", ["tp2", "pp2", "zero3"])
-def test_every_rank_its_own(name: str, tmp_path: Path) -> None:
-    ranks, layout = LAYOUTS[name]
-    sizes = run_ranks(runs, ranks, [tiny(tmp_path, layout)])
-    parts = measured(tmp_path)
-    assert len(parts) == 2
-    for (size,), part in zip(sizes, parts, strict=True):
-        local = size["trained"] // 2 if name == "zero3" else size["trained"]  # DTensors say the whole size
-        if name != "pp2":
-            assert part["optimizer states"] == 2 * 4 * local + 4 * size["count"]
-        if name == "zero3":  # and what is gathered: at the peak not all, but the head, which is the embedding's
-            assert 4 * local + 4 * 12_288 <= part["weights"] < 4 * 2 * local
-            assert part["gradients"] >= 4 * local
-        elif name == "tp2":
-            assert part["weights"] == part["gradients"] == 4 * local
-    if name == "pp2":
-        assert parts[0]["logits"] == 0 < parts[1]["logits"]
-        for (size,), part in zip(sizes, parts, strict=True):
-            assert part["weights"] == part["gradients"] == 4 * size["all"]
-            assert 0 < part["optimizer states"] - 3 * 4 * size["all"] <= 4 * size["count"], "DeepSpeed has masters here"
+def test_every_rank_its_own(tmp_path: Path) -> None:
+    names = ("tp2", "pp2", "zero3")
+    found = run_ranks(runs, 2, [tiny(tmp_path / name, LAYOUTS[name][1]) for name in names])
+    for name, *sizes in zip(names, *found, strict=True):
+        parts = measured(tmp_path / name)
+        assert len(parts) == 2
+        for size, part in zip(sizes, parts, strict=True):
+            local = size["trained"] // 2 if name == "zero3" else size["trained"]  # DTensors say the whole size
+            states = part["optimizer states"]
+            if name == "pp2":
+                assert part["weights"] == part["gradients"] == 4 * size["all"]
+                assert 0 < states - 3 * 4 * size["all"] <= 4 * size["count"], "DeepSpeed has masters here"
+                continue
+            assert states == 2 * 4 * local + 4 * size["count"]
+            if name == "tp2":
+                assert part["weights"] == part["gradients"] == 4 * local
+            else:  # and what is gathered: at the peak not all, but the head, which is the embedding's
+                assert 4 * local + 4 * 12_288 <= part["weights"] < 4 * 2 * local
+                assert part["gradients"] >= 4 * local
+        assert name != "pp2" or parts[0]["logits"] == 0 < parts[1]["logits"]
 
 
 def test_adapters_and_a_reference(tmp_path: Path) -> None:
     lora = tiny(tmp_path / "lora", lora={"r": 4, "alpha": 8})
-    tuned = preferences(
-        tmp_path, FLY, PADDED, train_iters=3, profile_memory=3, log_dir=str(tmp_path / "dpo"), eval_iters=0
-    )
+    tuned = preferences(tmp_path, FLY, PADDED, train_iters=3, profile_memory=3, log_dir=str(tmp_path / "dpo"))
     adapted, policy = run_ranks(runs, 1, [lora, tuned])[0]
     (parts,) = measured(tmp_path / "lora")
     assert parts["weights"] == 4 * adapted["all"] and adapted["trained"] < adapted["all"] / 4
@@ -238,66 +229,39 @@ def test_beside_compiled_code_nothing_is_hooked() -> None:
     assert tracker.timeline().parts["activations"] == 80 + 80 + 4, "unseen before: compiled code may have made it"
 
 
-def failing(rank: int, world_size: int, values: dict[str, Any]) -> bool:
-    """For the pool: whether a run whose measured step fails counts on."""
-    training = begin(values)
-    forward, calls = training.engine.train_step, []
-
-    def train_step(*given: Any) -> Any:
-        calls.append(given)
-        if len(calls) == 3:
-            raise RuntimeError("the third")
-        return forward(*given)
-
-    training.engine.train_step = train_step  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="the third"):
-        train(training)
-    return _get_current_dispatch_mode() is None and not (Path(values["log_dir"]) / "memory_parts.json").exists()
-
-
-def test_a_step_that_fails(tmp_path: Path) -> None:
-    assert run_ranks(failing, 1, tiny(tmp_path)) == [True]
-
-
-def refusal(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
-    """For the pool: what is said of each configuration."""
-    said = []
-    for values in configs:
-        training = begin(values)
-        with pytest.raises(ConfigError) as refused, redirect_stdout(io.StringIO()):
-            train(training)
-        said.append(str(refused.value))
-    return said
-
-
-def test_refusals(tmp_path: Path) -> None:
-    nowhere = {key: value for key, value in tiny(tmp_path).items() if key != "log_dir"}
-    configs = [nowhere, tiny(tmp_path, profile_memory=4), tiny(tmp_path, compile="block")]
-    folder, late, compiled = run_ranks(refusal, 1, configs)[0]
-    assert "profile_memory: there is no folder for memory_parts.json; set log_dir or save" in folder
-    assert "profile_memory: 4 is after the last iteration, train_iters 3" in late
-    assert "profile_memory: on a CPU what compiled blocks hold cannot be seen; set compile: false" in compiled
-
-
-def seen_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[bool]]:
-    """For the pool: of each run which steps were counted."""
+def counted_steps(rank: int, world_size: int, configs: list[dict[str, Any]], failing: int) -> list[list[bool]]:
+    """For the pool: of each run which steps were counted; the step `failing` of them fails."""
     found = []
     for values in configs:
-        training, seen = begin(values), []
+        training, seen = begin(values), list[bool]()
         forward = training.engine.train_step
 
         def train_step(*given: Any, forward: Any = forward, seen: list[bool] = seen) -> Any:
             seen.append(_get_current_dispatch_mode() is not None)
+            if len(seen) == failing:
+                raise RuntimeError("on purpose")
             return forward(*given)
 
         training.engine.train_step = train_step  # type: ignore[method-assign]
-        train(training)
+        with suppress(RuntimeError) if failing else nullcontext():
+            train(training)
         training.engine.close()
-        found.append(seen)
+        found.append([*seen, _get_current_dispatch_mode() is not None])
     return found
 
 
 def test_one_step_is_counted(tmp_path: Path) -> None:
     configs = [tiny(tmp_path / "a", train_iters=4), tiny(tmp_path / "b", profile_memory=None)]
-    assert run_ranks(seen_steps, 1, configs) == [[[False, False, True, False], [False] * 3]]
+    assert run_ranks(counted_steps, 1, configs, 0) == [[[False, False, True, False, False], [False] * 4]]
     assert measured(tmp_path / "a") and not (tmp_path / "b" / "memory_parts.json").exists()
+    assert run_ranks(counted_steps, 1, [tiny(tmp_path)], 3) == [[[False, False, True, False]]], "not after a failure"
+    assert not (tmp_path / "memory_parts.json").exists()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    nowhere = {key: value for key, value in tiny(tmp_path).items() if key != "log_dir"}
+    configs = [nowhere, tiny(tmp_path, profile_memory=4), tiny(tmp_path, compile="block")]
+    folder, late, compiled = run_ranks(refusals, 1, configs, trained=True)[0]
+    assert "profile_memory: " in folder and "log_dir" in folder
+    assert "profile_memory: 4" in late and "train_iters 3" in late
+    assert "profile_memory: " in compiled and "compile: false" in compiled

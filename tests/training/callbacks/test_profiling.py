@@ -1,24 +1,38 @@
-"""Traces of a window of steps, one a rank; the line of facts at the start."""
+"""Traces of a window of steps, one a rank; the line of facts at the start; graphs of torch.compile."""
 
 import json
 import logging
 import subprocess
+import time
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.testing import CompileCounter
 
 import megatron
+from megatron.callbacks import Step
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training.callbacks.profiling import StepProfiler
-from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_line
+from megatron.training.callbacks.compiled_graphs import CompiledGraphs
+from megatron.training.callbacks.profiling import StepProfiler, record_memory_history
+from megatron.training.evaluation import evaluate, evaluate_objective
+from megatron.training.loop import batches_of
+from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_line, run_metadata
+from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import LAYOUTS, NEOX, begin, config, run_to_end
+from tests.training.preference.test_reference import FLY, PADDED, preferences
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
 
 
-def no_collectives() -> None:
-    """What a StepProfiler without ranks settles."""
+def profiler_of(**keys: Any) -> StepProfiler:
+    """Of a process without ranks, which has no collectives to settle."""
+    args = NeoXArgs.from_dict(config(NEOX, keys))
+    return StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), lambda: None)
 
 
 def annotated_steps(trace: Path) -> list[str]:
@@ -27,33 +41,10 @@ def annotated_steps(trace: Path) -> list[str]:
     return sorted({e["name"] for e in events if e.get("name", "").startswith("ProfilerStep#") and e.get("ph") == "X"})
 
 
-@pytest.mark.parametrize("name", ["plain", "pp2", "tp2", "zero1"])
-def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
-    ranks, layout = LAYOUTS[name]
-    given = config(
-        NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
-        profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path), log_interval=100,
-    )  # fmt: skip
-    run_ranks(run_to_end, ranks, given)
-    traces = sorted(tmp_path.glob("*.pt.trace.json"))
-    assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
-    for trace in traces:
-        assert len(annotated_steps(trace)) == 2, "iterations 4 and 5"
-        text = trace.read_text()
-        assert "aten::mm" in text and "[memory]" in text and (ranks == 1 or "gloo:all_reduce" in text)
-        assert "python_function" not in text, "hooks into Python crash where gloo's threads enter it"
-
-
 def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any]) -> list[bool]:
     """For the pool: whether each collective begun in the background was done when the trace ended; rank 1
     comes late to them."""
-    import time
-
-    import torch
-    import torch.distributed as dist
-
-    begun: list[dist.Work] = []
-    done: list[bool] = []
+    begun, done = list[dist.Work](), list[bool]()
     reduce, stop = dist.all_reduce, torch.profiler.profile.stop_trace
 
     def all_reduce(*given: Any, async_op: bool = False, **more: Any) -> dist.Work | None:
@@ -73,59 +64,53 @@ def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any])
     return done
 
 
-def test_nothing_is_under_way_when_the_trace_ends(tmp_path: Path) -> None:
-    """torch frees the records that gloo's threads still write to then: it corrupted the heap."""
+@pytest.mark.parametrize("name", with_more(["tp2", "plain", "pp2", "zero1"], product=["plain", "pp2", "zero1"]))
+def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
+    """Nothing is under way when it ends: torch frees the records that gloo's threads still write to then."""
+    ranks, layout = LAYOUTS[name]
     given = config(
-        NEOX, num_layers=2, train_micro_batch_size_per_gpu=4, train_iters=5, profile=True, profile_step_start=1,
-        profile_step_stop=3, tensorboard_dir=str(tmp_path), log_interval=100,
+        NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
+        profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path), log_interval=100,
     )  # fmt: skip
-    for done in run_ranks(profile_with_a_late_rank, 2, given):
-        assert len(done) >= 3 and all(done)
+    for done in run_ranks(profile_with_a_late_rank, ranks, given):
+        assert (ranks == 1 or len(done) >= 3) and all(done)
+    traces = sorted(tmp_path.glob("*.pt.trace.json"))
+    assert [path.name.split(".")[0] for path in traces] == [f"rank{rank}" for rank in range(ranks)]
+    for trace in traces:
+        assert len(annotated_steps(trace)) == 2, "iterations 4 and 5"
+        text = trace.read_text()
+        assert "aten::mm" in text and "[memory]" in text and (ranks == 1 or "gloo:all_reduce" in text)
+        assert "python_function" not in text, "hooks into Python crash where gloo's threads enter it"
 
 
-@pytest.mark.parametrize(("start", "steps"), [(1, 2), (3, 2), (4, 1), (5, 0)])
-def test_window_of_a_resumed_run(start: int, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start", "end", "steps"), [(1, 8, 2), (3, 8, 2), (4, 8, 1), (5, 8, 0), (1, 4, 1)])
+def test_window_of_a_resumed_run(start: int, end: int, steps: int, tmp_path: Path) -> None:
     """Also one that starts within it, or after it, or ends within it."""
-    keys: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path)}
-    args = NeoXArgs.from_dict(config(NEOX, keys, profile_step_start=3, profile_step_stop=5))
-    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
-    for iteration in range(start, 8):
+    where: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path / "profile")}
+    if end == 4:
+        where = {"profile": True, "log_dir": str(tmp_path)}
+    profiler = profiler_of(**where, profile_step_start=3, profile_step_stop=5)
+    for iteration in range(start, end):
         profiler.before_step(iteration)
     profiler.close()
-    traces = list(tmp_path.glob("rank0.*.pt.trace.json"))
+    traces = list((tmp_path / "profile").glob("rank0.*.pt.trace.json"))
     assert len(traces) == (steps > 0) and all(len(annotated_steps(trace)) == steps for trace in traces)
-
-
-def test_run_that_ends_within_the_window(tmp_path: Path) -> None:
-    args = NeoXArgs.from_dict(
-        config(NEOX, profile=True, profile_step_start=1, profile_step_stop=9, log_dir=str(tmp_path))
-    )
-    profiler = StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
-    for iteration in range(4):
-        profiler.before_step(iteration)
-    profiler.close()
-    (trace,) = (tmp_path / "profile").iterdir()
-    assert len(annotated_steps(trace)) == 3 and "python_function" in trace.read_text()
+    assert all("python_function" in trace.read_text() for trace in traces)
 
 
 @pytest.mark.parametrize("key", ["profile", "memory_profiling"])
 def test_nowhere_to_write(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: there is no folder for its files"):
-        args = NeoXArgs.from_dict(config(NEOX, {key: True}))
-        StepProfiler(args, ParallelGroups.single(), logging.getLogger("test"), no_collectives)
+    with pytest.raises(ConfigError, match=rf"{key}: .*folder"):
+        profiler_of(**{key: True})
 
 
 @pytest.mark.gpu
 def test_memory_snapshot(tmp_path: Path) -> None:
-    import torch
-
-    from megatron.training.callbacks.profiling import record_memory_history
-
     args = NeoXArgs.from_dict(config(NEOX, memory_profiling=True, memory_profiling_path=str(tmp_path)))
     groups = ParallelGroups.single("cuda:0")
     record_memory_history(args, groups)
     held = torch.zeros(2**20, device="cuda:0")
-    profiler = StepProfiler(args, groups, logging.getLogger("test"), no_collectives)
+    profiler = StepProfiler(args, groups, logging.getLogger("test"), lambda: None)
     profiler.before_step(12)
     assert (tmp_path / "mem_snapshot_rank0.pickle").stat().st_size > 0 and held.is_cuda
 
@@ -147,38 +132,83 @@ def test_git_hash(tmp_path: Path) -> None:
     assert Path(megatron.__file__).parent == PACKAGE, "else no run knows its commit"
 
 
-def facts(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, Any]:
-    """For the pool: the facts of a model, one norm of it frozen."""
-    from megatron.training.metrics.run_metadata import run_metadata
+def facts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For the pool: the facts of each model, one norm of it frozen."""
+    found = []
+    for given in configs:
+        training = begin(given)
+        for name, param in training.engine.stage.named_parameters():
+            if "post_attention_layernorm.weight" in name:
+                param.requires_grad_(False)
+        found.append(run_metadata(training.args, training.groups, training.engine.stage))
+        training.engine.close()
+    return found
 
-    training = begin(given)
-    for name, param in training.engine.stage.named_parameters():
-        if "post_attention_layernorm.weight" in name:
-            param.requires_grad_(False)
-    metadata = run_metadata(training.args, training.groups, training.engine.stage)
-    training.engine.close()
-    return metadata
 
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_parameter_counts(name: str) -> None:
-    ranks, layout = LAYOUTS[name]
-    given = config(NEOX, layout, num_layers=2, no_weight_tying=False, train_micro_batch_size_per_gpu=4, git_hash="f00")
-    everyone = run_ranks(facts, ranks, given)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameter_counts(ranks: int) -> None:
+    common = {"num_layers": 2, "no_weight_tying": False, "train_micro_batch_size_per_gpu": 4, "git_hash": "f00"}
+    configs = [config(NEOX, layout, common) for size, layout in LAYOUTS.values() if size == ranks]
     hidden, vocabulary = 32, 384
     block = 4 * hidden * hidden + 4 * hidden + 8 * hidden * hidden + 5 * hidden + 4 * hidden
     total = vocabulary * hidden + 2 * block + 2 * hidden
     trainable = total - 2 * hidden
-    assert (
-        everyone
-        == [
-            {
-                "git_hash": "f00",
-                "total_params": total,
-                "trainable_params": trainable,
-                "trainable_share": trainable / total,
-            }
-        ]
-        * ranks
-    )
-    assert metadata_line(everyone[0]).startswith(f" > total params: {total:,} | trainable: {trainable:,} (99.")
+    expected: dict[str, Any] = {"git_hash": "f00", "total_params": total, "trainable_params": trainable}
+    expected["trainable_share"] = trainable / total
+    everyone = run_ranks(facts, ranks, configs)
+    assert everyone == [[expected] * len(configs)] * ranks
+    assert metadata_line(expected).startswith(f" > total params: {total:,} | trainable: {trainable:,} (99.")
+
+
+# -- graphs of torch.compile ---------------------------------------------------------------------------------
+
+
+def test_metric_and_one_warning_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    double = torch.compile(lambda x: 2 * x, backend=CompileCounter(), dynamic=False)
+    run: Any = SimpleNamespace(args=SimpleNamespace(log_interval=2), logger=logging.getLogger("graphs"))
+    callback, rows = CompiledGraphs(), []
+    for iteration in range(1, 14):
+        double(torch.ones(iteration // 2 + 1))
+        step = Step(iteration, 0, 0, SimpleNamespace())  # type: ignore[arg-type]
+        callback.on_step_end(run, step)
+        rows.append({name: step.row[name] for name in step.row if name.startswith("runtime/")})
+    assert rows[0] == rows[2] == {}
+    assert rows[1] == {"runtime/compiled_graphs": 2, "runtime/recompilations": 0}
+    assert rows[9] == {"runtime/compiled_graphs": 6, "runtime/recompilations": 4}
+    (record,) = caplog.records
+    assert "torch.compile" in record.message and "5 graphs" in record.message
+    assert "size mismatch at index 0. expected" in record.message
+    torch._dynamo.reset()
+
+
+def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
+    """For the pool: how many graphs there are after the second step, after a validation, whose last batch is
+    smaller, and after another step."""
+    from torch._dynamo.utils import counters
+
+    torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits
+    training = begin(values)
+    batches, found = batches_of(training), []
+    for part in ("steps", "validation", "steps"):
+        if part == "steps":
+            for _ in range(2):
+                training.engine.train_step(next(batches), 1e-4)
+        else:
+            assert training.datasets.train is not None
+            validate: Any = evaluate_objective if "train_impl" in values else evaluate
+            validate(training.engine, training.datasets.train, 3, training.tokenizer.eod)
+        found.append(counters["stats"]["unique_graphs"])
+    return found
+
+
+@pytest.mark.parametrize("kind", with_more(["language modelling", "DPO"], "DPO"))
+def test_validation_makes_no_graphs(kind: str, tmp_path: Path) -> None:
+    """Steps have one of blocks and one of logits; those of DPO two of logits, and one of the blocks of the
+    reference, without gradients."""
+    if kind == "DPO":
+        values, graphs = preferences(tmp_path, FLY, PADDED, compile="block"), 4
+    else:
+        values, graphs = config(LLAMA, compile="block", train_micro_batch_size_per_gpu=2), 2
+    assert run_ranks(graphs_of, 1, values) == [[graphs, graphs, graphs]]

@@ -1,15 +1,17 @@
-"""Copies for checkpoints in page-locked memory: what they hold, when their memory is used again, how much
-there is, and what happens without it. Locking is counted here, not done."""
+"""Saves beside the steps: their copies in page-locked memory, when that is used again, how much there is, and
+what happens without it (locking is counted here, not done); steps that go on meanwhile, and failures that are
+told."""
 
 import io
 import itertools
 import json
 import mmap
 import random
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,11 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
+from megatron.training import train
+from megatron.training.checkpoint import host_copies as copies_module
+from megatron.training.checkpoint import writer as saving
 from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, RankMemory, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, NEOX, config
+from tests.training.checkpoint.test_resume import warnings_of
+from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -120,21 +126,6 @@ def test_copies_are_saved_as_the_same_bytes() -> None:
         tensor.detach().zero_()
     assert saved(copied) == saved(plain), "steps change the tensors, not the copies"
     assert ordinary.held == 0
-
-
-def test_memory_is_used_again() -> None:
-    locks, sources = Locks(), tensors()
-    copies = locks.copies()
-    places = []
-    for _ in range(3):
-        copied = [copies.copy(tensor) for tensor in sources.values()]
-        places.append({one.data_ptr() for one in copied if one.numel()})
-        assert all(torch.equal(one, tensor) for one, tensor in zip(copied, sources.values(), strict=True))
-        del copied
-    assert places[0] == places[1] == places[2] == set(locks.sizes) and locks.tries == len(sources) - 1
-    # Each rounded up to a page, not to a power of two.
-    exact = sum(tensor.numel() * tensor.itemsize for tensor in sources.values())
-    assert copies.held == sum(locks.sizes.values()) < exact + PAGE * len(sources)
 
 
 @pytest.mark.parametrize("keep", [lambda t: t, lambda t: t[1], lambda t: t.view(torch.int32), lambda t: t.numpy()])
@@ -243,20 +234,25 @@ class Copied(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tuple[int, int, int, int]]:
-    """For the pool: a run whose files take a while to write, with copies of a `kind`. After each save: bytes
-    that are held, tries to lock, bytes copied into memory that was there, and into new memory."""
-    import time
+class Seen(NamedTuple):
+    """Of a run: what happened, in order, as (what, iteration of the run); after each save bytes that are
+    held, tries to lock, bytes copied into memory that was there, and into new memory."""
 
-    from megatron.training import train
-    from megatron.training.checkpoint import writer as saving
-    from tests.training.runs import begin
+    events: list[tuple[str, int]]
+    saves: list[tuple[int, int, int, int]]
 
-    training, locks, seen = begin(given), Locks(), list[tuple[int, int, int, int]]()
-    checkpointer, write = training.checkpointer, saving.save_tensors
+
+def run(
+    rank: int, world_size: int, given: dict[str, Any], kind: str = "ordinary", held: bool = True, full: int = -1
+) -> Seen:
+    """For the pool: a run with copies of a `kind`. held: what is written beside the steps is written after
+    its save has returned and the next step has changed every tensor in place, which only a save that does
+    not wait allows. full: the rank on whose disk the optimizer state of step 4 finds no room."""
+    training, locks, seen, mode = begin(given), Locks(), Seen([], []), Copied()
+    checkpointer, progress = training.checkpointer, training.progress
     if kind != "ordinary":
         checkpointer._copies = LateCopies(locks) if kind == "late" else locks.copies()
-    states, mode = checkpointer._states, Copied()
+    states, write, publish, save = checkpointer._states, saving.save_tensors, saving.publish, checkpointer.save
 
     def watched(*args: Any) -> Any:
         mode.into = mode.new = 0
@@ -267,31 +263,40 @@ def run(rank: int, world_size: int, given: dict[str, Any], kind: str) -> list[tu
             if state is None:
                 break
             yield state
-        seen.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
+        seen.saves.append((checkpointer._copies.held, locks.tries, mode.into, mode.new))
 
-    def slow(*args: Any) -> Any:
-        time.sleep(0.01)
-        return write(*args)
+    def held_write(state: Any, path: Path) -> Any:
+        saved = int(path.parent.name.removeprefix(".tmp_global_step"))
+        until = time.monotonic() + 60  # then the order of events is another
+        while held and training.args.async_save and time.monotonic() < until:
+            went_on = progress.iteration > saved or saved == given["train_iters"]
+            if went_on and (f"saved {saved}", saved) in seen.events:
+                break
+            time.sleep(0.001)
+        if rank == full and saved == 4 and path.name.startswith("optim_"):
+            raise OSError(28, "No space left on device")
+        return write(state, path)
+
+    def noted_publish(*args: Any) -> Path:
+        seen.events.append((f"published {args[2]}", progress.iteration))
+        return publish(*args)
+
+    def noted_save(now: Any, **more: Any) -> None:
+        save(now, **more)
+        seen.events.append((f"saved {now.iteration}", progress.iteration))
 
     # This process is the pool's throw-away fork.
-    saving.save_tensors = slow
-    checkpointer._states = watched  # type: ignore[method-assign]
+    saving.save_tensors, saving.publish = held_write, noted_publish
+    checkpointer._states, checkpointer.save = watched, noted_save  # type: ignore[method-assign]
     train(training)
     return seen
 
 
-def warnings_of_limited_run(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
-    """For the pool: what a run warns of whose ranks may lock few pages, rank 0 as many as it likes."""
-    import logging
-
-    from megatron.training import train
-    from tests.training.runs import begin
-
-    training, warned = begin(given), list[str]()
+def run_with_few_locks(rank: int, world_size: int, given: dict[str, Any]) -> None:
+    """Ranks may lock few pages, rank 0 of several as many as it likes."""
+    training = begin(given)
     training.checkpointer._copies = Locks(limit=(1 << 40) if rank == 0 and world_size > 1 else 8 * PAGE).copies()
-    logging.Logger.warning = lambda self, text, *a: warned.append(text)  # type: ignore[method-assign, assignment]
     train(training)
-    return warned
 
 
 def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -309,7 +314,7 @@ def sums(save: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("name", with_more(["plain", "zero1", "tp2"], "zero1", product=["plain"]))
+@pytest.mark.parametrize("name", with_more(["zero1", "tp2"], product=["tp2"]))
 def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
     """A save every step, of which each but the first begins while the one before is still written, by copies
     that arrive late; beside ordinary copies, each waited for."""
@@ -320,20 +325,19 @@ def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
         seen[kind] = run_ranks(run, ranks, given, kind)
     ordinary, late = sums(tmp_path / "ordinary"), sums(tmp_path / "late")
     assert len(ordinary) >= 4 * 8 and ordinary == late
-    for rank in seen["late"]:
-        held, tries = zip(*[numbers[:2] for numbers in rank], strict=True)
-        assert len(set(held)) == len(set(tries)) == 1, "the first save takes all the memory"
+    first = [rank.saves[0] for rank in seen["late"]]
+    for rank, expected in zip(seen["late"], first, strict=True):
+        assert all(save[:2] == expected[:2] for save in rank.saves), "the first save takes all the memory"
     whole = sum(file.stat().st_size for file in (tmp_path / "late/global_step4").glob("*_*.pt"))
-    held = sum(rank[0][0] for rank in seen["late"])
-    assert 0 < held < whole + PAGE * sum(rank[0][1] for rank in seen["late"])
+    assert 0 < sum(save[0] for save in first) < whole + PAGE * sum(save[1] for save in first)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
     """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
-    warned = run_ranks(warnings_of_limited_run, ranks, values(tmp_path, LAYOUTS["zero1"][1]))[0]
+    warned = run_ranks(warnings_of, ranks, values(tmp_path, LAYOUTS["zero1"][1]), run_with_few_locks)[0]
     [line] = [text for text in warned if "page-locked" in text]
-    assert "of memory could be page-locked for checkpoints (out of memory (2))" in line
+    assert "out of memory (2)" in line
     assert verify(tmp_path / "global_step4") is not None
 
 
@@ -342,7 +346,7 @@ def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
     held = []
     for layers in (3, 6):
         given = values(tmp_path / str(layers), num_layers=layers, train_iters=2, async_save=False)
-        saves = run_ranks(run, 1, given, "locked")[0]
+        saves = run_ranks(run, 1, given, "locked")[0].saves
         assert len({one[0] for one in saves}) == 1
         held.append(saves[0][0])
     assert held[0] == held[1] > 0
@@ -352,7 +356,7 @@ def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     """Into locked memory, or into new memory where there is none to be had."""
     amounts = {}
     for kind in ("ordinary", "locked"):
-        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0]
+        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves
     files = (tmp_path / "locked/global_step2").glob("[lo]*_*.pt")
     tensors_in = [torch.load(file, weights_only=True) for file in files]
     leaves = itertools.chain.from_iterable(
@@ -361,3 +365,48 @@ def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     size = sum(leaf.nbytes for leaf in leaves)
     for (_, _, _, ordinary), (_, _, into, new) in zip(amounts["ordinary"], amounts["locked"], strict=True):
         assert into == size and new == ordinary - size and new < size / 10
+
+
+def test_one_copy_at_a_time(tmp_path: Path) -> None:
+    """Steps go on while it is written; a save that comes meanwhile waits for it, and none is left out."""
+    events = run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0].events
+    assert [what for what, _ in events] == [
+        "saved 2", "published 2", "saved 3", "published 3", "saved 4", "published 4",
+    ]  # fmt: skip
+    assert dict(events)["published 2"] == 3, "a step was made while it was written"
+
+
+@pytest.mark.parametrize(("name", "rank"), [("zero1", 0), ("tp2", 1)])
+def test_failure_surfaces_at_the_next_step(name: str, rank: int, tmp_path: Path) -> None:
+    ranks, layout = LAYOUTS[name]
+    given = values(tmp_path, layout, train_iters=1000, checkpoint_factor=1000, extra_save_iters=[2, 4])
+    with pytest.raises(AssertionError, match=r"No space left.*earlier ones are untouched"):
+        run_ranks(run, ranks, given, full=rank)
+    state = json.loads((tmp_path / "status.json").read_text())
+    assert state["status"] == "failed" and "No space left" in state["reason"]
+    assert 4 < state["iteration"] < 1000, "not at the end of the run, which is also the next save"
+    assert (tmp_path / "latest").read_text() == "global_step2" and verify(tmp_path / "global_step2") is not None
+    assert [path.name for path in tmp_path.glob("*global_step*")] == ["global_step2"]
+
+
+def test_failure_of_the_last_save_is_told(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="CheckpointError.*No space left"):
+        run_ranks(run, 1, values(tmp_path, checkpoint_factor=4), full=0)
+    assert not (tmp_path / "latest").exists()
+
+
+def run_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> tuple[Seen, str]:
+    """For the pool: a machine with all its memory taken; what it warns of."""
+    copies_module.free_host_memory = lambda unknown: 1000  # type: ignore[assignment]
+    seen = list[Seen]()
+    warned = warnings_of(rank, world_size, given, lambda *args: seen.append(run(*args, held=False)))
+    return seen[0], "\n".join(warned)
+
+
+def test_saves_that_are_waited_for(tmp_path: Path) -> None:
+    """By a key; and for want of room for a copy, which is said."""
+    order = [("published 2", 2), ("saved 2", 2), ("published 4", 4), ("saved 4", 4)]
+    assert run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, async_save=False))[0].events == order
+    seen, warned = run_ranks(run_without_memory, 1, values(tmp_path / "full", checkpoint_factor=2))[0]
+    assert seen.events == order and verify(tmp_path / "full" / "global_step4") is not None
+    assert "async_save" in warned and "1.00 kB of memory free" in warned

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Iterator
@@ -17,8 +18,9 @@ from moto.server import ThreadedMotoServer
 from megatron.checkpointing import CheckpointError, verify
 from megatron.checkpointing.object_store import ObjectStore, fetch_checkpoint
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.training import train
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, NEOX, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config, run_to_end
 from tools.ckpts import average, convert_hf_to_neox, convert_neox_to_hf, inspect_checkpoints, reshard
 from tools.ckpts import verify as verify_tool
 
@@ -85,22 +87,25 @@ def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> t
     return folder / "run", run(values(folder / "run", folder), server)
 
 
-def killed_while_sending(rank: int, world_size: int, given: dict[str, Any], nth: int) -> None:
-    """For the pool: rank 0 is killed before its nth object of the second save."""
-    from megatron.checkpointing import object_store
-    from megatron.training import train
-    from tests.training.runs import begin
+def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], killed: bool) -> int:
+    """For the pool: as a save after the first one is sent, rank 0 is killed with half of it there, or the
+    network of rank 1 goes. How far the run came."""
+    training, upload, nobody = begin(given), ObjectStore.upload, socket.socket()
+    nobody.bind(("127.0.0.1", 0))  # and does not listen
 
-    training, sent, save = begin(given), [0], object_store.ObjectStore.upload
-
-    def upload(self: object_store.ObjectStore, file: Path, name: str) -> None:
-        sent[0] += rank == 0 and "global_step4" in name
-        if sent[0] == nth:
+    def disturbed(self: ObjectStore, file: Path, name: str) -> None:
+        if killed and rank == 0 and name.startswith("global_step4/optim"):
             os.kill(os.getpid(), signal.SIGKILL)
-        save(self, file, name)
+        if not killed and rank == 1 and "global_step2/" not in name:
+            os.environ["AWS_ENDPOINT_URL"] = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+            self = ObjectStore(self.url)
+        upload(self, file, name)
 
-    object_store.ObjectStore.upload = upload  # type: ignore[method-assign] # this process is the pool's throw-away fork
-    train(training)
+    ObjectStore.upload = disturbed  # type: ignore[method-assign] # this process is the pool's throw-away fork
+    with pytest.raises(CheckpointError, match="earlier ones are untouched") as problem:
+        train(training)
+    assert given["save"] in str(problem.value)
+    return training.progress.iteration
 
 
 def test_a_run_in_a_bucket(
@@ -110,13 +115,13 @@ def test_a_run_in_a_bucket(
     was there before, bit for bit as with a folder. Files are the same, older ones are deleted as they are
     there, nothing large stays here."""
     more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
-    with pytest.raises(AssertionError):
-        run(values(bucket.url, tmp_path / "one", async_save=False), server, killed_while_sending, 3)
+    with pytest.raises(AssertionError, match="signal 9"):
+        run(values(bucket.url, tmp_path / "one", async_save=False), server, disturbed_while_sending, True)
     assert bucket.tags() == {"global_step2", "global_step4"} and bucket.get("latest") == b"global_step2"
     assert ".unfinished_global_step4" in bucket.keys()
     assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"}
     assert not [path for path in (tmp_path / "one" / "s3").rglob("*.pt") if "global_step2" in path.parts]
-    with pytest.raises(CheckpointError, match="global_step4: is not there, or was not finished"):
+    with pytest.raises(CheckpointError, match="global_step4: .*not finished"):
         fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "x")
 
     here, through = saved
@@ -132,33 +137,9 @@ def test_a_run_in_a_bucket(
     assert verify(tmp_path / "global_step4") is not None
 
 
-def fails_while_sending(rank: int, world_size: int, given: dict[str, Any]) -> int:
-    """For the pool: the network of rank 1 goes after the first save. How far the run came."""
-    from megatron.checkpointing import object_store
-    from megatron.training import train
-    from tests.training.runs import begin
-
-    training, save = begin(given), object_store.ObjectStore.upload
-
-    def upload(self: object_store.ObjectStore, file: Path, name: str) -> None:
-        if rank == 1 and "global_step2/" not in name:
-            os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
-            self = object_store.ObjectStore(self.url)
-        save(self, file, name)
-
-    object_store.ObjectStore.upload = upload  # type: ignore[method-assign]
-    try:
-        train(training)
-    except CheckpointError as problem:
-        assert "could not be written" in str(problem) and "earlier ones are untouched" in str(problem), problem
-        return training.progress.iteration
-    raise AssertionError("nothing was told")
-
-
 def test_a_lost_network_is_told_at_the_next_step(bucket: Bucket, server: dict[str, str], tmp_path: Path) -> None:
-    given = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=2, lr_decay_iters=4000)
-    given |= {"checkpoint_factor": 4000, "extra_save_iters": [2, 4], "allow_changed_data": True}
-    came = run(given, server, fails_while_sending)
+    given = values(bucket.url, tmp_path, train_iters=4000, checkpoint_factor=4000, extra_save_iters=[2, 4])
+    came = run(given, server, disturbed_while_sending, False)
     assert 4 < came[0] < 4000 and came[0] == came[1]
     assert ObjectStore(bucket.url).whole() == {"global_step2", "latest"} and bucket.get("latest") == b"global_step2"
 
@@ -215,13 +196,13 @@ def test_tools(
 
 def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, message in (
-        ("s3x://bucket/run", "fsspec knows no s3x://; did you mean s3://"),
-        ("s3://", "names no bucket; write s3://BUCKET/FOLDER"),
-        ("hf://a/b", "hf:// is a model on the Hub"),
+        ("s3x://bucket/run", "s3x://.* s3://"),
+        ("s3://", "s3://BUCKET/FOLDER"),
+        ("hf://a/b", "hf://.* Hub"),
     ):
         with pytest.raises(ConfigError, match=message):
             NeoXArgs.from_dict(values(place, Path("x")))
-    with pytest.raises(CheckpointError, match="there is no bucket elsewhere"):
+    with pytest.raises(CheckpointError, match="bucket elsewhere"):
         ObjectStore("s3://elsewhere/run").check_writable()
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")

@@ -1,17 +1,23 @@
 """A run saved in one layout goes on in another, optimizer state included, as if nothing had happened."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from megatron.checkpointing import OptimizerFiles, load_tensors
+from megatron.checkpointing import OptimizerFiles, layer_file, load_tensors
+from megatron.training.checkpoint import writer as saving
+from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import losses, stop_after
-from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, bit_equal, config, run_to_end
+from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, refusals, stop_after
+from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, config, run_to_end
+from tools.ckpts.reshard import main as reshard_main
 
-TP2, TP4, PP2 = {"model_parallel_size": 2}, {"model_parallel_size": 4}, {"pipe_parallel_size": 2}
-PP4 = {"pipe_parallel_size": 4}
+TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
+# A run goes on with the engine of its checkpoint, and pipelines are DeepSpeed's.
+PP2, PP4 = ({"pipe_parallel_size": size, "engine": "deepspeed"} for size in (2, 4))
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -29,30 +35,35 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pp4": (4, PP4),
     "dp2 x tp2 zero1": (4, TP2 | zero(1)),
     "dp2 x tp2 zero3": (4, TP2 | zero(3)),
+    "ep2": (2, {"expert_parallel_size": 2}),
+    "ep2 zero3": (4, {"expert_parallel_size": 2, **zero(3)}),
+    "ep4 zero1": (4, {"expert_parallel_size": 4, **zero(1)}),
+    "ep2 tp2": (4, {"expert_parallel_size": 2, "engine": "native", **TP2, **zero(2)}),
+    "pp2": (2, PP2),
+    "cut": (2, TP2 | {"moe_expert_tensor_parallel": "cut"}),
+    "whole": (2, TP2),
 }
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 MODELS = {"neox": NEOX | {"no_weight_tying": True}, "llama, tied": LLAMA, "rpe": RPE, "lion": NEOX | LION}
-# from, to, model, precision; tp2 x pp2 goes everywhere, every ZeRO stage comes from and goes to another.
-CELLS = [
-    ("tp2 x pp2", "dp4 zero1", "llama, tied", "bfloat16"),
-    ("tp2 x pp2", "one process", "rpe", "fp32"),
-    pytest.param("dp4 zero3", "dp4 zero1", "neox", "fp32", marks=pytest.mark.more),
-    pytest.param("tp2 x pp2", "tp4", "neox", "fp32", marks=pytest.mark.more),
-    pytest.param("dp4 zero1", "dp4 zero3", "neox", "fp32", marks=pytest.mark.product),
-    pytest.param("tp2 x pp2", "dp4", "neox", "fp32", marks=pytest.mark.more),
-    pytest.param("tp2 x pp2", "pp4", "rpe", "fp32", marks=pytest.mark.more),
-    *(
-        pytest.param(*cell, marks=pytest.mark.product)
-        for cell in (
-            ("dp4 zero3", "tp2 x pp2", "neox", "fp32"),
-            ("dp2 zero2", "dp2 x tp2 zero3", "neox", "bfloat16"),
-            ("pp4", "dp2 x tp2 zero1", "neox", "fp32"),
-            ("one process", "tp2 x pp2", "rpe", "fp32"),
-            ("tp2 x pp2", "dp2 zero2", "lion", "fp32"),
-            ("dp4 zero3", "dp2 x tp2 zero1", "lion", "bfloat16"),
-        )
-    ),
-]
+MODELS["experts"] = LLAMA | MOE
+# Model, precision; after a step of one process each layout for two steps, the last one to the end.
+CHAINS: dict[str, tuple[str, ...]] = {
+    "a pipeline": ("rpe", "fp32", "tp2 x pp2", "one process"),
+    "tied": ("llama, tied", "bfloat16", "pp2", "dp2 zero2"),
+    "experts": ("experts", "fp32", "ep2", "one process"),
+    "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),  # more
+    "experts and stages": ("experts", "fp32", "ep4 zero1", "ep2 zero3"),
+    "more pipelines": ("rpe", "fp32", "pp4", "tp2 x pp2", "dp4"),  # product
+    "tied, more ranks": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
+    "experts and tensors": ("experts", "fp32", "ep2 tp2", "ep2"),
+    "back": ("neox", "fp32", "dp4 zero1", "dp4 zero3", "tp2 x pp2"),
+    "with tensors": ("neox", "bfloat16", "dp2 zero2", "dp2 x tp2 zero3"),
+    "lion": ("lion", "fp32", "tp2 x pp2", "dp2 zero2"),
+    "lion, bf16": ("lion", "bfloat16", "dp4 zero3", "dp2 x tp2 zero1"),
+    "sliced experts": ("experts", "fp32", "cut", "cut"),
+    "pipeline of experts": ("experts", "fp32", "pp2", "ep2 tp2"),
+}
+NAMES = list(CHAINS)
 STEPS, SAVED = 6, 3
 # fp32: sums in another order. bf16: rounded to 8 bits in every layout, so that one process against two shows
 # as much.
@@ -60,59 +71,65 @@ TOLERANCE = {"fp32": 1e-5, "bfloat16": 1e-3}
 
 
 def values(save: Path, layout: str, model: str, precision: str, **more: Any) -> dict[str, Any]:
-    kv = {"num_kv_heads": 4} if "llama" in model else {}
+    kv = {"num_kv_heads": 4} if model == "llama, tied" else {}
     common = {"precision": precision, "train_micro_batch_size_per_gpu": 2, "train_iters": STEPS}
     schedule = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "checkpoint_factor": SAVED}
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **more})
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A run in one layout that went on to its end; it also left a checkpoint half way."""
-    known: dict[tuple[str, str, str], Path] = {}
-
-    def run(layout: str, model: str, precision: str) -> Path:
-        key = (layout, model, precision)
-        if key not in known:
-            known[key] = tmp_path_factory.mktemp("run") / "run"
-            run_ranks(run_to_end, LAYOUTS[layout][0], values(known[key], *key), timeout=120)
-        return known[key]
-
-    return run
-
-
-@pytest.mark.parametrize(("before", "after", "model", "precision"), CELLS)
-def test_goes_on(
-    before: str, after: str, model: str, precision: str, saved: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = saved(before, model, precision)
-    given = values(tmp_path / "on", after, model, precision, load=str(source), iteration=SAVED)
-    run_ranks(run_to_end, LAYOUTS[after][0], given, timeout=120)
-    through, on = losses(source), losses(tmp_path / "on")
-    assert sorted(on) == list(range(SAVED + 1, STEPS + 1)), "it went on from the checkpoint"
-    worst = max(abs(on[step] - through[step]) / through[step] for step in on)
+@pytest.mark.parametrize("name", with_more(NAMES, *NAMES[3:5], product=NAMES[5:]))
+def test_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, precision, *layouts = CHAINS[name]
+    through, save = tmp_path / "through", tmp_path / "run"
+    run_ranks(run_to_end, 1, values(through, "one process", model, precision, extra_save_iters=[1]))
+    as_stopped_at(1, through, save)
+    for stop, layout in zip((3, 5), layouts[:-1], strict=False):
+        given = values(save, layout, model, precision, checkpoint_factor=1)
+        run_ranks(stop_after, LAYOUTS[layout][0], given, stop)
+    ranks, expected = LAYOUTS[layouts[-1]][0], losses(through)
+    if name == "a pipeline":
+        fresh = values(tmp_path / "fresh", layouts[-1], model, precision, load=str(save), no_load_optim=True)
+        run_ranks(run_to_end, ranks, fresh)
+        assert differences(losses(tmp_path / "fresh"), expected) > 1e-4, "or it proves little"
+    run_ranks(run_to_end, ranks, values(save, layouts[-1], model, precision))
+    assert sorted(losses(save)) == list(range(2, STEPS + 1)), "it went on from the checkpoint"
+    worst = differences(losses(save), expected)
     with capsys.disabled():
-        print(f"\n  {before:16s} -> {after:16s} {model:12s} {precision:9s} loss {worst:.1e}", end=" ")
+        print(f"\n  {' -> '.join(layouts)} {model} {precision} loss {worst:.1e}", end=" ")
     assert worst <= TOLERANCE[precision]
-    fresh = values(tmp_path / "fresh", after, model, precision, load=str(source), iteration=SAVED, no_load_optim=True)
-    if precision == "fp32" and after in ("dp4", "one process", "pp4"):
-        run_ranks(run_to_end, LAYOUTS[after][0], fresh, timeout=120)
-        without = losses(tmp_path / "fresh")
-        assert max(abs(without[step] - through[step]) / through[step] for step in on) > 1e-4, "or it proves little"
 
 
-def test_files_are_the_same_from_any_zero_stage(tmp_path: Path) -> None:
-    """After the first step: same gradients, so the same moments whoever kept them."""
-    states_by_stage = []
-    for stage in (0, 1, 2, 3):
-        save = tmp_path / str(stage)
-        given = values(save, "dp4", "neox", "fp32", **zero(stage), train_micro_batch_size_per_gpu=4)
-        run_ranks(stop_after, 2, {**given, "checkpoint_factor": 1}, 1)
-        files = OptimizerFiles(save / "global_step1").files
-        states_by_stage.append({key: load_tensors(path) for key, path in sorted(files.items())})
-    for other in states_by_stage[1:]:
-        assert other.keys() == states_by_stage[0].keys()
-        for key, states in states_by_stage[0].items():
+def differences(ours: dict[int, float], theirs: dict[int, float]) -> float:
+    """The largest one, relative."""
+    return max(abs(loss - theirs[step]) / theirs[step] for step, loss in ours.items())
+
+
+@pytest.fixture(scope="module")
+def first_steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Checkpoints after the first step, by ZeRO stage."""
+    folders = [tmp_path_factory.mktemp(f"zero{stage}") for stage in range(4)]
+    more = {"train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 1}
+    runs = [values(folder, "dp4", "neox", "fp32", **zero(stage), **more) for stage, folder in enumerate(folders)]
+    run_ranks(stop_after_one, 2, runs)
+    return [folder / "global_step1" for folder in folders]
+
+
+def stop_after_one(rank: int, world_size: int, runs: list[dict[str, Any]]) -> None:
+    """For the pool."""
+    for given in runs:
+        stop_after(rank, world_size, given, 1)
+
+
+def states_of(step: Path) -> dict[Any, Any]:
+    return {key: load_tensors(path) for key, path in sorted(OptimizerFiles(step).files.items())}
+
+
+def test_files_are_the_same_from_any_zero_stage(first_steps: list[Path]) -> None:
+    """Same gradients, so the same moments whoever kept them."""
+    expected, *others = map(states_of, first_steps)
+    for other in others:
+        assert other.keys() == expected.keys()
+        for key, states in expected.items():
             assert states.keys() == other[key].keys()
             for name, state in states.items():
                 assert set(state) == {"step", "exp_avg", "exp_avg_sq"} and state["step"] == 1.0
@@ -121,56 +138,75 @@ def test_files_are_the_same_from_any_zero_stage(tmp_path: Path) -> None:
                     assert value.allclose(other[key][name][what], rtol=1e-4, atol=1e-9), (key, name, what)
 
 
-def test_there_and_back_is_bit_equal(saved: Any, tmp_path: Path) -> None:
+def test_there_and_back_is_bit_equal(first_steps: list[Path], tmp_path: Path) -> None:
     """Loaded at ZeRO 3 and saved again at once, the state is the one that a same-layout resume would have
     had."""
-    source = saved("dp4 zero1", "neox", "fp32")
-    again = values(tmp_path / "z3", "dp4 zero3", "neox", "fp32", load=str(source), iteration=SAVED)
-    run_ranks(save_at_once, 4, again)
-    for key, path in OptimizerFiles(source / f"global_step{SAVED}").files.items():
-        ours = load_tensors(OptimizerFiles(tmp_path / "z3" / f"global_step{SAVED}").files[key])
-        theirs = load_tensors(path)
-        assert ours.keys() == theirs.keys()
-        assert all(bit_equal({0: ours[name]}, {0: theirs[name]}) for name in theirs)
+    run_ranks(save_at_once, 2, values(tmp_path, "dp4", "neox", "fp32", **zero(3), load=str(first_steps[1].parent)))
+    ours, theirs = states_of(tmp_path / "global_step1"), states_of(first_steps[1])
+    assert ours.keys() == theirs.keys() and all(bit_equal(ours[key], theirs[key]) for key in theirs)
 
 
 def save_at_once(rank: int, world_size: int, given: dict[str, Any]) -> None:
     """For the pool: load, and write what was loaded."""
-    from tests.training.runs import begin
-
     training = begin(given)
     training.checkpointer.save(training.progress)
     training.checkpointer.wait()
 
 
 def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
-    """For the pool: three steps that write their state as DeepSpeed keeps it."""
-    from megatron.training.checkpoint import writer as saving
-
+    """For the pool: a run that writes its state as DeepSpeed keeps it."""
     saving._by_parameter = lambda args: False
-    stop_after(rank, world_size, given, SAVED)
+    run_to_end(rank, world_size, given)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param("one process", marks=pytest.mark.more),
-        "dp2 zero2",
-        pytest.param("dp4 zero3", marks=pytest.mark.more),
-    ],
-)
+OLD = ["dp2 zero2", "one process", "dp4 zero3"]
+
+
+@pytest.mark.parametrize("layout", with_more(OLD, product=OLD[1:]))
 def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     """Earlier checkpoints, and those of 8-bit Adam: the layout that wrote them goes on, another is told why
     not."""
-    ranks = LAYOUTS[layout][0]
-    given = values(tmp_path / "run", layout, "neox", "fp32", engine="deepspeed")
+    ranks, through, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"
+    given = values(through, layout, "neox", "fp32", engine="deepspeed")
     run_ranks(old_run, ranks, given)
-    assert not list((tmp_path / "run" / f"global_step{SAVED}").glob("optim_*"))
-    with pytest.raises(AssertionError, match=r"pipe_parallel_size: 2 \(program\), but the run of \S+ had 1"):
-        run_ranks(run_to_end, 4, values(tmp_path / "on", "tp2 x pp2", "neox", "fp32", load=str(tmp_path / "run")))
-    with pytest.raises(AssertionError, match="DeepSpeed's, of one layout; go on with engine: deepspeed"):
-        run_ranks(run_to_end, ranks, {**given, "engine": "native"})
+    as_stopped_at(SAVED, through, save)
+    assert not list((save / f"global_step{SAVED}").glob("optim_*"))
+    pipeline = values(tmp_path / "on", "one process", "neox", "fp32", **PP2, load=str(save))
+    ((message,), _) = run_ranks(refusals, 2, [pipeline])
+    assert re.search(r"pipe_parallel_size: 2 \(program\), .* 1", message)
+    given = {**given, "save": str(save)}
+    (message,) = run_ranks(refusals, ranks, [{**given, "engine": "native"}])[0]
+    assert "layout" in message and "engine: deepspeed" in message
     run_ranks(run_to_end, ranks, given)
-    through = {**given, "save": str(tmp_path / "through")}
-    run_ranks(run_to_end, ranks, through)
-    assert losses(tmp_path / "run") == losses(tmp_path / "through")
+    expected = losses(through)
+    assert losses(save) == {step: expected[step] for step in range(SAVED + 1, STEPS + 1)}
+
+
+def test_a_bias_that_balances_can_come_later_and_stay(tmp_path: Path) -> None:
+    """It begins with zeros; a run without it does not read over it."""
+    one, without = ("one process", "experts", "fp32"), {"moe_router_bias_update_rate": None}
+    first, second = tmp_path / "first", tmp_path / "second"
+    run_ranks(run_to_end, 1, values(first, *one, **without, train_iters=1))
+    tuned = values(second, *one, load=str(first), finetune=True, train_iters=2)
+    weights = run_ranks(run_to_end, 1, tuned)[0][1]
+    steps = weights[2]["mlp.router.expert_bias"] / 0.01
+    assert 0.5 < steps.abs().max() < 2.5 and torch.allclose(steps, steps.round(), atol=1e-4)
+    ((message,),) = run_ranks(refusals, 1, [{**tuned, **without, "load": str(second), "save": None}])
+    assert "mlp.router.expert_bias" in message and "moe_router_bias_update_rate: 0" in message
+
+
+def test_slices_and_whole_experts_are_not_mixed_up(tmp_path: Path) -> None:
+    run_ranks(run_to_end, 2, values(tmp_path, "cut", "experts", "fp32", train_iters=1))
+    for (told,) in run_ranks(refusals, 2, [values(tmp_path, "whole", "experts", "fp32")]):
+        assert "moe_expert_tensor_parallel" in told and "cut" in told
+    assert load_tensors(tmp_path / "global_step1" / layer_file(2, 0))["mlp.experts.mlp.w1"].shape == (4 * 24, 32)
+
+
+@pytest.mark.product
+def test_slices_become_whole_experts_by_way_of_one_rank(tmp_path: Path) -> None:
+    cut, one, on = tmp_path / "cut", tmp_path / "one", tmp_path / "on"
+    run_ranks(run_to_end, 2, values(cut, "cut", "experts", "fp32"))
+    argv = ["--input_dir", str(cut), "--iteration", str(SAVED), "--output_dir", str(one), "--tp", "1"]
+    reshard_main(argv)
+    run_ranks(run_to_end, 2, values(on, "whole", "experts", "fp32", load=str(one)))
+    assert list(losses(on)) == [4, 5, 6] and differences(losses(on), losses(cut)) < 1e-5

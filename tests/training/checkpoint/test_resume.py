@@ -1,110 +1,126 @@
-"""A run that stopped goes on bit for bit: saved at step 3, a new process, on to 6."""
+"""A run that stopped goes on bit for bit: saved at step 3, a new process, on to 6. Also what other tests of
+checkpoints share."""
 
 import json
+import logging
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from megatron.checkpointing import read_manifest, save_tensors
+from megatron.neox_arguments import UserError
+from megatron.training import train
+from megatron.training.callbacks.saving import SaveCallback
+from tests.marks import with_more
 from tests.model.runs import MIXED
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
 
-AT_ONCE = {("tp2", "fp32"), ("pp2", "fp32"), ("zero3", "bfloat16")}
-MORE = {("plain", "fp32"), ("zero1", "bfloat16"), ("zero2", "fp32"), ("pp2", "bfloat16")}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
+SCHEDULE = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
+FP32, BF16 = {"precision": "fp32"}, {"precision": "bfloat16"}
+DEEPSPEED = {"engine": "deepspeed"}
+# Mamba's blocks, packed rows, A_log and D in fp32 beside bf16.
+STATES = BF16 | {
+    "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_head_dim": 8,
+    "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 8, "norm": "rmsnorm", "pos_emb": "rotary",
+    "reset_attention_mask": True, "reset_position_ids": True,
+}  # fmt: skip
+DENSE = DROPOUT | SCHEDULE
+LORA = {"r": 4, "alpha": 8, "dropout": 0.1}
+DORA = {**LORA, "dora": True, "modules_to_save": ["embed_tokens"]}
+MOE: dict[str, Any] = {
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+    "moe_aux_loss_scope": "sequence", "moe_router_bias_update_rate": 0.01, "moe_router_score_function": "sigmoid",
+    "num_layers": 2,
+}  # fmt: skip
+EXPERTS, ADAPTERS = LLAMA | MOE | {"warmup": 0.3}, LLAMA | {"warmup": 0.3}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
+    "ep2": (2, {"expert_parallel_size": 2}),
+    "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
+    "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
+}
+# Layout and model. The engine is the native one, of pipelines DeepSpeed's, unless it is named.
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "tp2": ("tp2", LLAMA | DENSE | FP32),
+    "pp2, tied": ("pp2", NEOX | DENSE | FP32 | {"no_weight_tying": False}),
+    "zero3, bf16": ("zero3", NEOX | DENSE | BF16),
+    "pp2, blocks differ": ("pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "zero2, states": ("zero2", STATES),
+    "ep2, experts": ("ep2", EXPERTS | FP32),
+    "pp2, adapters and a copy": ("pp2", ADAPTERS | BF16 | {"lora": DORA}),
+    # `more`
+    "zero1, deepspeed": ("zero1", NEOX | DENSE | BF16 | DEEPSPEED),
+    "zero3, deepspeed, states": ("zero3", STATES | DEEPSPEED),
+    "tp2, states": ("tp2", STATES),
+    "ep2 zero3, experts": ("ep2 zero3", EXPERTS | BF16),
+    "zero3, adapters and all": ("zero3", ADAPTERS | BF16 | {"lora": {**LORA, "save": "both"}}),
+    # `product`
+    "plain": ("plain", NEOX | DENSE | FP32),
+    "tp2, bf16": ("tp2", LLAMA | DENSE | BF16),
+    "pp2, bf16": ("pp2", NEOX | DENSE | BF16),
+    "zero1, bf16": ("zero1", NEOX | DENSE | BF16),
+    "zero2": ("zero2", NEOX | DENSE | FP32),
+    "tp2, deepspeed": ("tp2", LLAMA | DENSE | FP32 | DEEPSPEED),
+    "zero2, deepspeed": ("zero2", NEOX | DENSE | BF16 | DEEPSPEED),
+    "pp2, states": ("pp2", STATES | DEEPSPEED),
+    "zero1, states": ("zero1", STATES),
+    "ep4 zero1, experts": ("ep4 zero1", EXPERTS | FP32),
+    "pp2, experts": ("pp2", EXPERTS | BF16),
+    "tp2 pp2, blocks differ": ("tp2 pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "tp2, adapters": ("tp2", ADAPTERS | FP32 | {"lora": LORA}),
+    "zero1, adapters, deepspeed": ("zero1", ADAPTERS | FP32 | DEEPSPEED | {"lora": DORA}),
+}
+NAMES = list(RUNS)
+
+
+@pytest.mark.parametrize("name", with_more(NAMES, *NAMES[7:12], product=NAMES[12:]))
+def test_bit_equal(name: str, tmp_path: Path) -> None:
+    ranks, layout = {**LAYOUTS, **MORE_LAYOUTS}[RUNS[name][0]]
+    small = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3}
+    assert_goes_on(ranks, config(ADAMW, layout, small, RUNS[name][1]), tmp_path)
+
+
+def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
+    """A run of six steps that saves at 3, in `through`; from there another goes on, in `resumed`."""
+    through, resumed = tmp_path / "through", tmp_path / "resumed"
+    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
+    as_stopped_at(3, through, resumed)
+    went_on = run_ranks(run_to_end, ranks, {**common, "save": str(resumed), "load": str(resumed)})
+    step_losses = losses(through)
+    assert len(step_losses) == 6
+    assert losses(resumed) == {step: loss for step, loss in step_losses.items() if step > 3}
+    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
+
+
+def as_stopped_at(iteration: int, run: Path, folder: Path) -> None:
+    """A copy of a run's folder as if the run had ended after its save there; without its logs."""
+    tags = [path.name for path in run.glob("global_step*") if path.name != f"global_step{iteration}"]
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("logs", *tags))
+    (folder / "latest").write_text(f"global_step{iteration}")
+
+
+def metrics(save: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(save: Path) -> dict[int, float]:
     """train/lm_loss by iteration; each step stands once."""
-    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
-    step_losses = [(row["iteration"], row["train/lm_loss"]) for row in rows if "train/lm_loss" in row]
+    step_losses = [(row["iteration"], row["train/lm_loss"]) for row in metrics(save) if "train/lm_loss" in row]
     assert len(step_losses) == len(dict(step_losses))
     return dict(step_losses)
 
 
-RESUMED = [
-    pytest.param(
-        name, precision, "auto",
-        marks=() if (name, precision) in AT_ONCE else pytest.mark.more if (name, precision) in MORE else
-        pytest.mark.product,
-    )
-    for name in LAYOUTS if name != "dp2" for precision in ("fp32", "bfloat16")
-]  # fmt: skip
-BY_DEEPSPEED = [  # pipelines run on it above, the others on the native engine
-    pytest.param(
-        name, precision, "deepspeed",
-        marks=pytest.mark.product if name == "plain" else pytest.mark.more,
-    )
-    for name, precision in (("plain", "fp32"), ("tp2", "fp32"), *((f"zero{i}", "bfloat16") for i in (1, 2, 3)))
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "precision", "engine"), RESUMED + BY_DEEPSPEED)
-def test_bit_equal(name: str, precision: str, engine: str, tmp_path: Path) -> None:
-    ranks, layout = LAYOUTS[name]
-    layout = {**layout, "engine": engine}
-    model = LLAMA if name == "tp2" else NEOX
-    common = config(
-        model, ADAMW, DROPOUT, layout, precision=precision, train_micro_batch_size_per_gpu=2, train_iters=6,
-        lr_decay_style="cosine", warmup=0.3, min_lr=1e-5, no_weight_tying=name != "pp2", checkpoint_factor=3,
-    )  # fmt: skip
-    assert_goes_on(ranks, common, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "pipe"), [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((2, 1), (1, 2)))]
-)
-def test_bit_equal_where_blocks_differ(tensor: int, pipe: int, tmp_path: Path) -> None:
-    common = config(
-        MIXED, ADAMW, pos_emb="rotary", precision="bfloat16", train_micro_batch_size_per_gpu=2, train_iters=6,
-        checkpoint_factor=3, model_parallel_size=tensor, pipe_parallel_size=pipe,
-    )  # fmt: skip
-    assert_goes_on(tensor * pipe, common, tmp_path)
-
-
-HYBRID = {
-    "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_head_dim": 8,
-    "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 8, "norm": "rmsnorm",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("layout", "engine"),
-    [
-        ("zero2", "native"),
-        pytest.param("plain", "native", marks=pytest.mark.product),
-        *(pytest.param(name, "native", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2")),
-        *(pytest.param(name, "deepspeed", marks=pytest.mark.more) for name in ("zero1", "zero3", "tp2", "pp2")),
-    ],
-)
-def test_bit_equal_with_states(layout: str, engine: str, tmp_path: Path) -> None:
-    """Mamba's blocks, packed rows, A_log and D in fp32 beside bf16."""
-    ranks, keys = LAYOUTS[layout]
-    common = config(
-        HYBRID, ADAMW, keys, pos_emb="rotary", precision="bfloat16", train_micro_batch_size_per_gpu=2, train_iters=6,
-        checkpoint_factor=3, engine=engine, reset_attention_mask=True, reset_position_ids=True,
-    )  # fmt: skip
-    assert_goes_on(ranks, common, tmp_path)
-
-
-def assert_goes_on(ranks: int, common: dict[str, Any], tmp_path: Path) -> None:
-    through, resumed = tmp_path / "through", tmp_path / "resumed"
-    whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
-    stopped = {**common, "save": str(resumed), "load": str(resumed)}
-    run_ranks(stop_after, ranks, stopped, 3)
-    assert sorted(p.name for p in resumed.glob("global_step*")) == ["global_step3"]
-    went_on = run_ranks(run_to_end, ranks, stopped)
-    assert losses(resumed) == losses(through)
-    assert len(losses(resumed)) == 6
-    assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
-
-
 def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -> None:
     """For the pool: the run ends without warning right after the save at `steps`."""
-    from megatron.training import train
-    from megatron.training.callbacks.saving import SaveCallback
-    from tests.training.runs import begin
 
     class Stop(Exception):
         pass
@@ -118,9 +134,39 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
             training.checkpointer.wait()
             raise Stop
 
-    SaveCallback.save = save_and_stop  # type: ignore[method-assign] # this process is the pool's throw-away fork
-    try:
+    with mock.patch.object(SaveCallback, "save", save_and_stop), pytest.raises(Stop):
         train(training)
-    except Stop:
-        return
-    raise AssertionError("the run did not come to the step")
+    training.engine.close()
+
+
+def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained: bool = False) -> list[str]:
+    """For the pool: why each run cannot start, or be trained; "" for one that can."""
+    messages = []
+    for values in configs:
+        try:
+            training = begin(values)
+            if trained:
+                train(training)
+            training.engine.close()
+            messages.append("")
+        except UserError as problem:
+            messages.append(str(problem))
+    return messages
+
+
+def warnings_of(rank: int, world_size: int, values: dict[str, Any], fn: Any = run_to_end) -> list[str]:
+    """For the pool: what a run warns of."""
+    warnings: list[str] = []
+    logging.Logger.warning = lambda self, text, *a: warnings.append(text)  # type: ignore[method-assign, assignment]
+    fn(rank, world_size, values)
+    return warnings
+
+
+def change_file(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the tensors of one file, checksums and all."""
+    state = torch.load(checkpoint / name, weights_only=True)  # not mapped from the file that is written
+    change(state)
+    record, manifest = save_tensors(state, checkpoint / name), read_manifest(checkpoint)
+    assert manifest is not None
+    changed = replace(manifest, files={**manifest.files, name: record})
+    (checkpoint / "manifest.json").write_text(changed.to_json())

@@ -14,8 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron.checkpointing import CheckpointError
-from megatron.data import DataError, IndexedDatasetWriter
 from megatron.data.preferences.reference_scores import SCORES
 from megatron.launch import process_info
 from megatron.model import layer_params
@@ -31,7 +29,8 @@ from megatron.training.preference.reference_cache import _OTHERWISE, add_scores,
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.stand_ins import installed
-from tests.training.checkpoint.test_resume import losses, stop_after
+from tests.training.checkpoint.test_resume import as_stopped_at, losses, refusals
+from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
@@ -39,34 +38,17 @@ FLY = {"dpo_reference": "on_the_fly"}
 BOTH = {"model_parallel_size": 2, "pipe_parallel_size": 2}
 
 
-def pairs(folder: Path, count: int = 40) -> dict[str, Any]:
-    """More of them only add to the first ones."""
-    random, rows = np.random.default_rng(0), []
-    for _ in range(count):
-        prompt, *answers = (random.integers(1, 300, random.integers(2, 9)) for _ in range(3))
-        rows.append((prompt, answers))
-    paths = {}
-    for which, side in enumerate(("pos", "neg")):
-        for kind in ("", "_label"):
-            name = str(folder / f"{side}{kind}_{count}")
-            with IndexedDatasetWriter(name, np.int32) as writer:
-                for prompt, answers in rows:
-                    masked = np.full_like(prompt, -100) if kind else prompt
-                    writer.add_document(np.concatenate([masked, answers[which]]).astype(np.int32))
-            paths[f"{side}_train{kind}_data_paths"] = [name]
-    return paths
-
-
 def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: Any) -> dict[str, Any]:
-    values = config(
-        LLAMA, ADAMW, pairs(folder, count), {"train_impl": "dpo", "dataset_impl": "pairwise", "num_layers": 2},
-        {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "train_iters": 12, "eval_interval": 12},
-        {"reference_cache_dir": str(folder / "references"), "index_cache_dir": str(folder / "index_cache")},
-        *parts, **more,
-    )  # fmt: skip
+    """More pairs only add to the first ones."""
+    sets = folder / f"{count} pairs"
+    sets.mkdir(exist_ok=True)
+    paths = {key: value for key, value in pairs(sets, count).items() if "train" in key}
+    common = {"train_micro_batch_size_per_gpu": 2, "train_iters": 12, "eval_interval": 12, "num_layers": 2}
+    common["index_cache_dir"] = str(folder / "index_cache")
+    values = pairwise(paths, common, {"reference_cache_dir": str(folder / "references")}, *parts, **more)
     if values.get("dpo_reference") == "on_the_fly":
         del values["reference_cache_dir"]
-    return {key: value for key, value in values.items() if key not in ("data_path", "split", "eod_mask_loss")}
+    return values
 
 
 def begin(values: dict[str, Any]) -> tuple[Training, str]:
@@ -100,22 +82,26 @@ def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list
 
 
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
+    """And 0.5 of KTO, with the KL of answers to other prompts, which is 0 then."""
     layouts = {**LAYOUTS, "tp2 pp2": (4, BOTH)}
-    single = [(*LAYOUTS["plain"], more, 1e-6) for more in (PADDED, PACKED | FLY, PADDED | FLY)]
-    single += [(1, {"precision": "bfloat16"}, more | FLY, 1e-6) for more in (PADDED, PACKED)]
-    single += [(1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, PADDED, 1e-6)]  # which the policy leaves out
-    looks = [(ranks, layout, more, 1e-6) for ranks, layout in layouts.values() for more in (PADDED, PACKED | FLY)]
-    looks = single + [look for look in looks if look[0] > 1]
+    ways = {"plain": PADDED, "dp2": PADDED, "tp2": PACKED | FLY, "pp2": PADDED, "zero1": PACKED | FLY}
+    ways |= {"zero2": PADDED, "zero3": PACKED | FLY, "tp2 pp2": PADDED}
+    looks = [(*layouts[name], more, 1e-6) for name, more in ways.items()]
+    looks += [(*LAYOUTS["plain"], PACKED | FLY, 1e-6), (*LAYOUTS["pp2"], PACKED | FLY, 1e-6)]
+    looks += [(1, {"precision": "bfloat16"}, more | FLY, 1e-6) for more in (PADDED, PACKED)]
+    looks += [(1, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, PADDED, 1e-6)]  # which the policy leaves out
     looks += [(*LAYOUTS[name], PACKED, 2e-5) for name in ("plain", "zero3")]  # rows are packed otherwise there
+    kto = {"train_impl": "kto", "kto_desirable_weight": 1.0}
+    looks += [(2, kto, more, 2e-5) for more in (PADDED, PACKED, PADDED | FLY)]
     for size in (1, 2, 4):
         size_looks = [look for look in looks if look[0] == size]
         runs = [
             preferences(tmp_path, layout, more, reference_cache_dir=str(tmp_path / f"{size} {i}"))
             for i, (_, layout, more, _) in enumerate(size_looks)
         ]
-        for rank_losses in run_ranks(first_losses, size, runs, timeout=120):
+        for rank_losses in run_ranks(first_losses, size, runs):
             for loss, (_, layout, more, within) in zip(rank_losses, size_looks, strict=True):
-                assert loss == pytest.approx(math.log(2), abs=within), (layout, more)
+                assert loss == pytest.approx(0.5 if layout is kto else math.log(2), abs=within), (layout, more)
 
 
 def losses_with_other_norms(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
@@ -135,24 +121,17 @@ def test_a_copy_has_the_norms_of_the_policy(tmp_path: Path) -> None:
 def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED | FLY, LAYOUTS["zero3"][1], hidden_size=1024, no_weight_tying=True)
     log = run_ranks(what_it_says, 2, [values])[0][0]
-    match = re.search(r"on_the_fly\): ([\d.]+) GiB on this rank, which ZeRO 3 does not cut; dpo_reference: cache", log)
+    match = re.search(r"on_the_fly\): ([\d.]+) GiB .*ZeRO 3.*dpo_reference: cache", log)
     args = NeoXArgs.from_dict({**values, "padded_vocab_size": 320})
     count = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
     assert match and 0 < float(match[1]) == pytest.approx(4 * count / 2**30, abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout"])
-def test_dropout_where_it_is_asked_for(name: str, tmp_path: Path) -> None:
-    values = preferences(tmp_path, PADDED, {name: 0.3, "disable_dropout": False})
-    assert abs(run_ranks(first_losses, 1, [values])[0][0] - math.log(2)) > 1e-4
-
-
-@pytest.mark.parametrize("more", [PADDED, PACKED, PADDED | FLY], ids=str)
-def test_kto_at_the_first_step(more: dict[str, Any], tmp_path: Path) -> None:
-    """With the KL of answers to other prompts, which is 0 then."""
-    values = preferences(tmp_path, more, train_impl="kto", kto_desirable_weight=1.0)
-    for rank_losses in run_ranks(first_losses, 2, [values]):
-        assert rank_losses == pytest.approx([0.5], abs=2e-5)
+def test_dropout_where_it_is_asked_for(tmp_path: Path) -> None:
+    names = ("hidden_dropout", "attention_dropout")
+    runs = [preferences(tmp_path, PADDED, {name: 0.3, "disable_dropout": False}) for name in names]
+    for loss in run_ranks(first_losses, 1, runs)[0]:
+        assert abs(loss - math.log(2)) > 1e-4
 
 
 def test_only_new_rows_are_computed(tmp_path: Path) -> None:
@@ -191,7 +170,7 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
 
     assert start_again() == (1, (80, 0))
     assert start_again() == (0, (0, 80)) == start_again()
-    tokens = tmp_path / "pos_40.bin"
+    tokens = tmp_path / "40 pairs" / "pos.bin"
     content = bytearray(tokens.read_bytes())
     content[-4] ^= 1  # the last token of the last answer
     tokens.write_bytes(content)
@@ -202,35 +181,34 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     assert read == 1 and computed > 0 and computed + cached == 80, "rows that are lost are made again"
 
 
-def damage(rank: int, world_size: int, values: dict[str, Any]) -> str:
-    """For the pool."""
-    try:
-        begin(values)
-    except (DataError, CheckpointError) as problem:
-        return str(problem)
-    return ""
+def refused(*configs: dict[str, Any]) -> list[str]:
+    return run_ranks(refusals, 1, list(configs))[0]
+
+
+def spoil(folder: Path, by: float) -> np.ndarray:
+    """The rows of a cache, in one file, with other log-probabilities."""
+    rows = read_scores(folder)
+    for file in folder.glob("rows-*"):
+        file.unlink()
+    rows["sum"] -= by * rows["count"]
+    add_scores(folder, {}, rows)
+    return rows
 
 
 def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     values = preferences(tmp_path, PACKED)
     run_ranks(first_losses, 1, [values])
     (folder,) = (tmp_path / "references").iterdir()
-    rows = read_scores(folder)
-    assert len(rows) == 80 and rows["count"].min() >= 2
-    for file in folder.glob("rows-*"):
-        file.unlink()
-    rows["sum"] -= 0.01 * rows["count"]
-    add_scores(folder, {}, rows)
-    (message,) = run_ranks(damage, 1, values)
-    assert re.search(r"a row of \d+ trained tokens has the log-probability -[\d.]+ there, the model gives", message)
+    rows = spoil(folder, 0.01)
+    assert len(rows) == 80 and rows["count"].min() >= 2 and rows.dtype == SCORES
+    (message,) = refused(values)
+    assert re.search(r"row of \d+ trained tokens .*log-probability -[\d.]+ ", message)
     (file,) = folder.glob("rows-*")
-    file.write_bytes(file.read_bytes()[:-8])
-    (message,) = run_ranks(damage, 1, values)
-    assert f"{file}: damaged" in message
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-8])
+    assert all(f"{file}: damaged" in message for message in refused(values))
     np.save(file, rows[:1])
-    (message,) = run_ranks(damage, 1, values)
-    assert f"{file}: damaged; delete it" in message
-    assert rows.dtype == SCORES
+    assert all(f"{file}: damaged" in message for message in refused(values))
 
 
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
@@ -266,53 +244,46 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", with_more(RUNS, "cache lost", "on the fly"))
+@pytest.mark.parametrize("name", with_more(RUNS, "on the fly", product=["cache lost"]))
 def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
     ranks, changes = RUNS[name]
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, num_layers=2, train_iters=2, checkpoint_factor=2, save=str(earlier)))
-    paths = pairs(tmp_path)
-    valid = {key.replace("train", "valid"): value for key, value in paths.items()}
+    valid = {key: value for key, value in pairs(tmp_path).items() if "valid" in key}
     common = preferences(
         tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3, eval_iters=1,
         eval_interval=6,
     )  # fmt: skip
     whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
-    stopped = {**common, "save": str(resumed)}
-    run_ranks(stop_after, ranks, stopped, 3)
+    as_stopped_at(3, through, resumed)
     if name == "cache lost":
         shutil.rmtree(tmp_path / "references")
+    stopped = {**common, "save": str(resumed)}
     went_on = run_ranks(run_to_end, ranks, stopped)
-    assert losses(resumed) == losses(through) and len(losses(through)) == 6
-    assert losses(through)[1] == pytest.approx(math.log(2), abs=2e-5) != losses(through)[6]
+    expected = losses(through)
+    assert len(expected) == 6 and losses(resumed) == {step: expected[step] for step in (4, 5, 6)}
+    assert expected[1] == pytest.approx(math.log(2), abs=2e-5) != expected[6]
     assert all(bit_equal(a[1], b[1]) for a, b in zip(whole, went_on, strict=True))
     if name == "cache":
         again = {**stopped, "train_iters": 8}
-        message = run_ranks(damage, ranks, {**again, "load": None})[0]
-        assert re.search(
-            r"load: null \(default\), but the reference of \S+reference.json had other weights; the", message
-        )
-        message = run_ranks(damage, ranks, {**again, "sliding_window_width": 3})[0]
-        assert re.search(r"sliding_window_width: 3 \(program\), but the reference of \S+ had null; the run be", message)
+        base, window = refused({**again, "load": None}, {**again, "sliding_window_width": 3})
+        assert re.search(r"load: null \(default\), .*reference.json", base)
+        assert re.search(r"sliding_window_width: 3 \(program\), .* null", window)
         (folder,) = (tmp_path / "references").iterdir()
-        rows = np.concatenate([np.load(file) for file in folder.glob("rows-*")])
-        for file in folder.glob("rows-*"):
-            file.unlink()
-        rows["sum"] -= rows["count"]
-        add_scores(folder, {}, rows)
-        assert "trained tokens has the log-probability" in run_ranks(damage, ranks, again)[0], "checked here too"
+        spoil(folder, 1)
+        assert "log-probability" in refused(again)[0], "checked here too"
         (resumed / "reference.json").unlink()
-        assert "not known which weights the run in `save` began with" in run_ranks(damage, ranks, again)[0]
+        assert f"{resumed}" in refused(again)[0] and "log-probability" not in refused(again)[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: is for log-probabilities of a reference, but no reference"),
-        ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*but precompute_model_name has them"),
-        ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: only dpo_reference: cache reads it"),
-        ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated makes answers of each micro-batch"),
-        ({"load": "s3://bucket/run", "save": "out"}, "load: is the reference"),
+        ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: "),
+        ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*precompute_model_name"),
+        ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: .*dpo_reference: cache"),
+        ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated "),
+        ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
     ],
 )
 def test_keys_that_contradict_each_other(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
