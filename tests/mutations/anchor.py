@@ -1,0 +1,151 @@
+"""Finds the place of a mistake by function and expression, wherever the function stands now.
+
+Source is compared as syntax trees, so that whitespace, comments and line breaks do not matter.
+"""
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from tests.mutations.mistakes import Mistake
+
+FOLDERS = ("megatron", "tools")
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+class NoLongerApplies(Exception):
+    """The code has no such place, or several."""
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where source text stands in a file: lines from 1, columns in bytes of UTF-8."""
+
+    path: Path
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+
+
+@cache
+def _parsed(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def _dump(node: ast.AST) -> str:
+    """Equal for equal code, whether it is read or assigned to."""
+    return ast.dump(node).replace("ctx=Store()", "ctx=Load()").replace("ctx=Del()", "ctx=Load()")
+
+
+def _expression(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _scopes(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, ast.AST]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, SCOPES):
+            yield prefix + node.name, node
+            yield from _scopes(node, f"{prefix}{node.name}.")
+        else:
+            yield from _scopes(node, prefix)
+
+
+def _statement_lists(tree: ast.AST) -> Iterator[list[ast.stmt]]:
+    for node in ast.walk(tree):
+        for _, value in ast.iter_fields(node):
+            if isinstance(value, list) and value and isinstance(value[0], ast.stmt):
+                yield value
+
+
+def _matches(tree: ast.AST, mistake: Mistake) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """First and last node of each place of `before`."""
+    sought = _expression(mistake.before)
+    if sought is not None and _expression(mistake.after) is not None:
+        form = _dump(sought)
+        yield from ((node, node) for node in ast.walk(tree) if type(node) is type(sought) and _dump(node) == form)
+        return
+    forms = [_dump(statement) for statement in ast.parse(textwrap.dedent(mistake.before)).body]
+    for statements in _statement_lists(tree):
+        for start in range(len(statements) - len(forms) + 1):
+            candidates = statements[start : start + len(forms)]
+            if all(_dump(node) == form for node, form in zip(candidates, forms, strict=True)):
+                yield candidates[0], candidates[-1]
+
+
+def _places(path: Path, tree: ast.AST, mistake: Mistake) -> list[Place]:
+    found = {
+        Place(path, first.lineno, first.col_offset, last.end_lineno, last.end_col_offset)  # type: ignore[attr-defined]
+        for first, last in _matches(tree, mistake)
+    }
+    return sorted(found)
+
+
+def _named(root: Path, mistake: Mistake) -> list[list[Place]]:
+    """Places in each function of the mistake's name that holds any."""
+    own_name = mistake.function.rpartition(".")[2]
+    found = []
+    for path, text in _sources(root):
+        if own_name in text:
+            for name, scope in _scopes(_parsed(text)):
+                if name == mistake.function and (places := _places(path, scope, mistake)):
+                    found.append(places)
+    return found
+
+
+def _sources(root: Path) -> Iterator[tuple[Path, str]]:
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*.py")):
+            yield path, path.read_text(encoding="utf-8")
+
+
+def find(root: Path, mistake: Mistake) -> Place:
+    """Where the mistake is made in the tree at `root`.
+
+    In the one function of its name that holds `before`; where none does, in the one place of the whole tree that
+    does. Raises NoLongerApplies.
+    """
+    functions = _named(root, mistake) if mistake.function else []
+    if len(functions) > 1:
+        files = ", ".join(str(places[0].path.relative_to(root)) for places in functions)
+        raise NoLongerApplies(f"{mistake.name}: {mistake.function} of {files} all hold {mistake.before!r}")
+    if functions:
+        places = functions[0]
+        if mistake.occurrence:
+            places = places[mistake.occurrence - 1 : mistake.occurrence]
+    else:
+        places = [place for path, text in _sources(root) for place in _places(path, _parsed(text), mistake)]
+    if len(places) != 1:
+        where = mistake.function if functions else "the whole tree"
+        raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {where} are {mistake.before!r}")
+    return places[0]
+
+
+def changed(text: str, place: Place, mistake: Mistake) -> str:
+    """The text of the place's file with the mistake made. Raises NoLongerApplies where the result is no Python,
+    or the place is inside an f-string, whose parts have no exact places."""
+    lines = text.encode().splitlines(keepends=True)
+    head = b"".join(lines[: place.line - 1]) + lines[place.line - 1][: place.column]
+    tail = lines[place.end_line - 1][place.end_column :] + b"".join(lines[place.end_line :])
+    old = text.encode()[len(head) : len(text.encode()) - len(tail)].decode()
+    if (_expression(mistake.before), _expression(mistake.after)).count(None) == 0:
+        same = (parsed := _expression(f"({old})")) is not None and _dump(parsed) == _dump(_expression(mistake.before))
+        new = f"({mistake.after.strip()})"
+    else:
+        indent = " " * place.column
+        same = True
+        new = textwrap.indent(textwrap.dedent(mistake.after).strip() or "pass", indent).lstrip()
+    result = head.decode() + new + tail.decode()
+    try:
+        same = same and _dump(ast.parse(result)) != _dump(_parsed(text))
+    except SyntaxError as error:
+        raise NoLongerApplies(f"{mistake.name}: {error} once it is made") from error
+    if not same:
+        raise NoLongerApplies(f"{mistake.name}: {mistake.before!r} cannot be replaced in {place.path}:{place.line}")
+    return result

@@ -1,0 +1,136 @@
+"""Runs the tests for one mistake, nearest first, until one fails."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from tests.mutations.copies import Copy
+from tests.mutations.ledger import ALIVE, CAUGHT, NEAR, Row
+from tests.mutations.mistakes import Mistake
+from tests.mutations.nearest import select
+
+CHUNKS = (8, 24)  # files of the first processes of pytest; the rest is one
+LIMIT = 7200.0  # seconds of one process of pytest, in which every test has a limit of its own
+TOLD = "NEOX_MUTATION_TRIAL"  # environment variable by which processes that a test left behind are known
+FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
+PASSED = re.compile(r"\b(\d+) passed\b")
+NO_TESTS = 5  # pytest's exit code
+
+
+@dataclass(frozen=True)
+class Run:
+    """One process of pytest. code: its exit code, None where the time was up. failure: what pytest names: a
+    test, or a file that could not be collected."""
+
+    code: int | None
+    passed: int
+    failure: str
+    output: str
+
+
+@dataclass
+class Runner:
+    """limit: seconds of one process of pytest. near: leave out all but the nearest files."""
+
+    copy: Copy
+    commit: str
+    limit: float = LIMIT
+    near: bool = False
+
+    def try_out(self, mistake: Mistake) -> Row:
+        """What becomes of a mistake. Raises NoLongerApplies, and RuntimeError where pytest itself fails.
+
+        A test that fails as well without the mistake counts for nothing: it is left out, and the others go on.
+        """
+        begin, passed = time.monotonic(), 0
+        excluded: list[str] = []
+        selection = select(self.copy.root, [_file(self.copy, mistake)])
+        result, test, how = NEAR if self.near else ALIVE, "", ""
+        chunks = list(_chunks(selection.files))[: len(CHUNKS) if self.near else None]
+        waiting = chunks[::-1]
+        while waiting:
+            chunk = waiting.pop()
+            with self.copy.with_mistake(mistake):
+                run = self._pytest([*chunk, *selection.arguments, *(f"--deselect={name}" for name in excluded)])
+            if run.code in (0, NO_TESTS):
+                passed += run.passed
+                continue
+            test, how = _ending(run, chunk)
+            if how in ("failed", "not collected") and not self._passes_without(test, selection.arguments):
+                excluded.append(test)
+                if how == "not collected":
+                    chunk = [file for file in chunk if file != test]
+                waiting.append(chunk)
+                continue
+            result, passed = CAUGHT, passed + run.passed
+            break
+        else:
+            test = how = ""
+        seconds = round(time.monotonic() - begin)
+        return Row(mistake.name, result, test, how, passed, seconds, self.commit, mistake.digest)
+
+    def _passes_without(self, test: str, arguments: Sequence[str]) -> bool:
+        self.copy.restore()
+        return self._pytest([test, *arguments]).code in (0, NO_TESTS)
+
+    def _pytest(self, arguments: Sequence[str]) -> Run:
+        told = str(uuid.uuid4())
+        environment = {**os.environ, "PYTHONPATH": str(self.copy.root), "COLUMNS": "400", TOLD: told}
+        words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
+        process = subprocess.Popen(
+            words, cwd=self.copy.root, env=environment, start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        )  # fmt: skip
+        code: int | None
+        try:
+            output, _ = process.communicate(timeout=self.limit)
+            code = process.returncode
+        except subprocess.TimeoutExpired:
+            output, code = "", None
+        finally:
+            _end_all(told)
+        process.wait()
+        failure, passed = FAILURE.search(output), PASSED.findall(output)
+        return Run(code, int(passed[-1]) if passed else 0, failure.group(2) if failure else "", output)
+
+
+def _file(copy: Copy, mistake: Mistake) -> str:
+    with copy.with_mistake(mistake) as path:
+        return path
+
+
+def _chunks(files: Sequence[str]) -> Iterator[list[str]]:
+    remaining = iter(files)
+    for size in (*CHUNKS, len(files)):
+        if chunk := list(islice(remaining, size)):
+            yield chunk
+
+
+def _ending(run: Run, chunk: Sequence[str]) -> tuple[str, str]:
+    """The test that ended a run, and how. Raises RuntimeError where it was none."""
+    if run.code is None:
+        return chunk[0], "hung"
+    if run.code < 0:
+        return chunk[0], "crashed"
+    if not run.failure:
+        raise RuntimeError(f"pytest ended with {run.code}:\n{run.output[-2000:]}")
+    return run.failure, "failed" if "::" in run.failure else "not collected"
+
+
+def _end_all(told: str) -> None:
+    """Kills what a run of pytest started and did not end: ranks and servers are in sessions of their own."""
+    word = f"{TOLD}={told}".encode()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                if word in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
