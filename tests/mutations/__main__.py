@@ -1,7 +1,7 @@
 """Makes each seeded mistake in a copy of the tree and runs the tests that CI would run for that change.
 
-Prints for each which test caught it, or that it is alive, and keeps that in ledger.json, from which a later run goes
-on. Exit status: 1 where a mistake no longer applies or pytest itself failed, else 0.
+Prints for each which test caught it, or that it is alive, and keeps that in ledger.json, from which a later
+run goes on. Exit status: 1 where a mistake no longer applies or pytest itself failed, else 0.
 """
 
 import argparse

@@ -4,6 +4,7 @@ Source is compared as syntax trees, so that whitespace, comments and line breaks
 """
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,20 @@ class Place:
 @cache
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
+
+
+@cache
+def _read(path: Path, _changed_at: int) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@cache
+def _functions(text: str) -> dict[str, list[ast.AST]]:
+    """Functions and classes of a file by qualified name, of which a file may have several."""
+    found: dict[str, list[ast.AST]] = {}
+    for name, scope in _scopes(_parsed(text)):
+        found.setdefault(name, []).append(scope)
+    return found
 
 
 def _dump(node: ast.AST) -> str:
@@ -71,7 +86,10 @@ def _matches(tree: ast.AST, mistake: Mistake) -> Iterator[tuple[ast.AST, ast.AST
         form = _dump(sought)
         yield from ((node, node) for node in ast.walk(tree) if type(node) is type(sought) and _dump(node) == form)
         return
-    forms = [_dump(statement) for statement in ast.parse(textwrap.dedent(mistake.before)).body]
+    try:
+        forms = [_dump(statement) for statement in ast.parse(textwrap.dedent(mistake.before)).body]
+    except SyntaxError as error:
+        raise NoLongerApplies(f"{mistake.name}: {mistake.before!r} is no Python") from error
     for statements in _statement_lists(tree):
         for start in range(len(statements) - len(forms) + 1):
             candidates = statements[start : start + len(forms)]
@@ -91,25 +109,29 @@ def _named(root: Path, mistake: Mistake) -> list[list[Place]]:
     """Places in each function of the mistake's name that holds any."""
     own_name = mistake.function.rpartition(".")[2]
     found = []
-    for path, text in _sources(root):
+    for path, text in _sources(root, mistake.before):
         if own_name in text:
-            for name, scope in _scopes(_parsed(text)):
-                if name == mistake.function and (places := _places(path, scope, mistake)):
+            for scope in _functions(text).get(mistake.function, ()):
+                if places := _places(path, scope, mistake):
                     found.append(places)
     return found
 
 
-def _sources(root: Path) -> Iterator[tuple[Path, str]]:
+def _sources(root: Path, before: str) -> Iterator[tuple[Path, str]]:
+    """Files in which all words of `before` stand."""
+    words = set(re.findall(r"[^\W\d]\w+", before))
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
-            yield path, path.read_text(encoding="utf-8")
+            text = _read(path, path.stat().st_mtime_ns)
+            if all(word in text for word in words):
+                yield path, text
 
 
 def find(root: Path, mistake: Mistake) -> Place:
     """Where the mistake is made in the tree at `root`.
 
-    In the one function of its name that holds `before`; where none does, in the one place of the whole tree that
-    does. Raises NoLongerApplies.
+    In the one function of its name that holds `before`; where none does, in the one place of the whole tree
+    that does. Raises NoLongerApplies.
     """
     functions = _named(root, mistake) if mistake.function else []
     if len(functions) > 1:
@@ -120,7 +142,9 @@ def find(root: Path, mistake: Mistake) -> Place:
         if mistake.occurrence:
             places = places[mistake.occurrence - 1 : mistake.occurrence]
     else:
-        places = [place for path, text in _sources(root) for place in _places(path, _parsed(text), mistake)]
+        places = [
+            place for path, text in _sources(root, mistake.before) for place in _places(path, _parsed(text), mistake)
+        ]
     if len(places) != 1:
         where = mistake.function if functions else "the whole tree"
         raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {where} are {mistake.before!r}")
@@ -128,24 +152,27 @@ def find(root: Path, mistake: Mistake) -> Place:
 
 
 def changed(text: str, place: Place, mistake: Mistake) -> str:
-    """The text of the place's file with the mistake made. Raises NoLongerApplies where the result is no Python,
-    or the place is inside an f-string, whose parts have no exact places."""
+    """The text of the place's file with the mistake made.
+
+    Raises NoLongerApplies where the result is no Python or the same, or the place is inside an f-string, whose
+    parts have no exact places.
+    """
     lines = text.encode().splitlines(keepends=True)
     head = b"".join(lines[: place.line - 1]) + lines[place.line - 1][: place.column]
     tail = lines[place.end_line - 1][place.end_column :] + b"".join(lines[place.end_line :])
     old = text.encode()[len(head) : len(text.encode()) - len(tail)].decode()
     if (_expression(mistake.before), _expression(mistake.after)).count(None) == 0:
-        same = (parsed := _expression(f"({old})")) is not None and _dump(parsed) == _dump(_expression(mistake.before))
+        found, sought = (_expression(f"({part})") for part in (old, mistake.before))
+        exact = found is not None and sought is not None and _dump(found) == _dump(sought)
         new = f"({mistake.after.strip()})"
     else:
-        indent = " " * place.column
-        same = True
+        indent, exact = " " * place.column, True
         new = textwrap.indent(textwrap.dedent(mistake.after).strip() or "pass", indent).lstrip()
     result = head.decode() + new + tail.decode()
     try:
-        same = same and _dump(ast.parse(result)) != _dump(_parsed(text))
+        exact = exact and _dump(ast.parse(result)) != _dump(_parsed(text))
     except SyntaxError as error:
         raise NoLongerApplies(f"{mistake.name}: {error} once it is made") from error
-    if not same:
+    if not exact:
         raise NoLongerApplies(f"{mistake.name}: {mistake.before!r} cannot be replaced in {place.path}:{place.line}")
     return result

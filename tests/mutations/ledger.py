@@ -14,8 +14,8 @@ CAUGHT, ALIVE, NEAR = "caught", "alive", "alive among near tests"
 
 @dataclass(frozen=True)
 class Row:
-    """One mistake's outcome. test: the first that failed; how: "failed", "not collected", "hung" or "crashed";
-    tests: how many passed before the end; digest: of the mistake it was."""
+    """One mistake's outcome. test: the first that failed; how: "failed", "not collected", "hung" or
+    "crashed"; tests: how many passed before the end; digest: of the mistake it was."""
 
     name: str
     result: str

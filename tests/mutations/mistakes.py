@@ -14,10 +14,11 @@ KINDS = ("slip", "generated")
 class Mistake:
     """One change of the code that some test must notice.
 
-    room: the stem of its table. kind: "slip", as a colleague would make it, or "generated". wrong: what a user
-    would see go wrong. function: qualified name of the function or class that holds `before`, within its module;
-    empty for a module's top level. before, after: source text of an expression or of whole statements; an empty
-    `after` deletes the statements. occurrence: which one, counted from 1, where the function holds several.
+    room: the stem of its table. kind: "slip", as a colleague would make it, or "generated". wrong: what a
+    user would see go wrong. function: qualified name of the function or class that holds `before`, within its
+    module; empty for the top level of some module. before, after: source text of an expression or of whole
+    statements; an empty `after` deletes the statements. occurrence: which one, counted from 1, where the
+    function holds several.
     """
 
     room: str
@@ -39,7 +40,8 @@ class Mistake:
 def read_mistakes(folder: Path = FOLDER, rooms: Iterable[str] = (), names: Iterable[str] = ()) -> list[Mistake]:
     """Those of the tables, in their order, slips first; of `rooms` and `names` alone where given.
 
-    Raises ValueError for an unknown room or name, for a kind that is none, and for a name that two mistakes have.
+    Raises ValueError for an unknown room or name, for a kind that is none, and for a name that two mistakes
+    have.
     """
     mistakes = [
         Mistake(path.stem, name, **table)

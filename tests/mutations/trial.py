@@ -49,7 +49,8 @@ class Runner:
     def try_out(self, mistake: Mistake) -> Row:
         """What becomes of a mistake. Raises NoLongerApplies, and RuntimeError where pytest itself fails.
 
-        A test that fails as well without the mistake counts for nothing: it is left out, and the others go on.
+        A test that fails as well without the mistake counts for nothing: it is left out, and the others go
+        on.
         """
         begin, passed = time.monotonic(), 0
         excluded: list[str] = []
