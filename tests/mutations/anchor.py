@@ -6,7 +6,7 @@ Source is compared as syntax trees, so that whitespace, comments and line breaks
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,11 +35,6 @@ class Place:
 @cache
 def _parsed(text: str) -> ast.Module:
     return ast.parse(text)
-
-
-@cache
-def _read(path: Path, _changed_at: int) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 @cache
@@ -105,57 +100,58 @@ def _places(path: Path, tree: ast.AST, mistake: Mistake) -> list[Place]:
     return sorted(found)
 
 
-def _named(root: Path, mistake: Mistake) -> list[list[Place]]:
-    """Places in each function of the mistake's name that holds any."""
-    own_name = mistake.function.rpartition(".")[2]
-    found = []
-    for path, text in _sources(root, mistake.before):
-        if own_name in text:
-            for scope in _functions(text).get(mistake.function, ()):
-                if places := _places(path, scope, mistake):
-                    found.append(places)
-    return found
+class Tree:
+    """The source of a tree as it is now, in which places are looked for."""
 
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        files = (path for folder in FOLDERS for path in sorted((root / folder).rglob("*.py")))
+        self.texts = {path: path.read_text(encoding="utf-8") for path in files}
 
-def _sources(root: Path, before: str) -> Iterator[tuple[Path, str]]:
-    """Files in which all words of `before` stand."""
-    words = set(re.findall(r"[^\W\d]\w+", before))
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            text = _read(path, path.stat().st_mtime_ns)
-            if all(word in text for word in words):
-                yield path, text
+    def find(self, mistake: Mistake) -> Place:
+        """Where the mistake is made.
 
+        In the one function of its name that holds `before`; where none does, in the one place of the whole
+        tree that does. Raises NoLongerApplies.
+        """
+        words = set(re.findall(r"[^\W\d]\w+", mistake.before))
+        files = {path: text for path, text in self.texts.items() if all(word in text for word in words)}
+        functions = self._named(files, mistake) if mistake.function else []
+        if len(functions) > 1:
+            names = ", ".join(str(places[0].path.relative_to(self.root)) for places in functions)
+            raise NoLongerApplies(f"{mistake.name}: {mistake.function} of {names} all hold {mistake.before!r}")
+        if functions:
+            places = functions[0]
+            if mistake.occurrence:
+                places = places[mistake.occurrence - 1 : mistake.occurrence]
+        else:
+            places = [place for path, text in files.items() for place in _places(path, _parsed(text), mistake)]
+        if len(places) != 1:
+            where = mistake.function if functions else "the whole tree"
+            raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {where} are {mistake.before!r}")
+        return places[0]
 
-def find(root: Path, mistake: Mistake) -> Place:
-    """Where the mistake is made in the tree at `root`.
+    def _named(self, files: Mapping[Path, str], mistake: Mistake) -> list[list[Place]]:
+        """Places in each function of the mistake's name that holds any."""
+        own_name, found = mistake.function.rpartition(".")[2], []
+        for path, text in files.items():
+            if own_name in text:
+                for scope in _functions(text).get(mistake.function, ()):
+                    if places := _places(path, scope, mistake):
+                        found.append(places)
+        return found
 
-    In the one function of its name that holds `before`; where none does, in the one place of the whole tree
-    that does. Raises NoLongerApplies.
-    """
-    functions = _named(root, mistake) if mistake.function else []
-    if len(functions) > 1:
-        files = ", ".join(str(places[0].path.relative_to(root)) for places in functions)
-        raise NoLongerApplies(f"{mistake.name}: {mistake.function} of {files} all hold {mistake.before!r}")
-    if functions:
-        places = functions[0]
-        if mistake.occurrence:
-            places = places[mistake.occurrence - 1 : mistake.occurrence]
-    else:
-        places = [
-            place for path, text in _sources(root, mistake.before) for place in _places(path, _parsed(text), mistake)
-        ]
-    if len(places) != 1:
-        where = mistake.function if functions else "the whole tree"
-        raise NoLongerApplies(f"{mistake.name}: {len(places)} places in {where} are {mistake.before!r}")
-    return places[0]
+    def changed(self, mistake: Mistake) -> tuple[Path, str]:
+        """The file of a mistake, and its text with it. Raises NoLongerApplies."""
+        place = self.find(mistake)
+        return place.path, changed(self.texts[place.path], place, mistake)
 
 
 def changed(text: str, place: Place, mistake: Mistake) -> str:
     """The text of the place's file with the mistake made.
 
-    Raises NoLongerApplies where the result is no Python or the same, or the place is inside an f-string, whose
-    parts have no exact places.
+    Raises NoLongerApplies where the result is no Python or the same, or the place is inside an f-string,
+    whose parts have no exact places.
     """
     lines = text.encode().splitlines(keepends=True)
     head = b"".join(lines[: place.line - 1]) + lines[place.line - 1][: place.column]

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.mutations.anchor import changed, find
+from tests.mutations.anchor import Tree
 from tests.mutations.mistakes import Mistake
 
 
@@ -37,13 +37,12 @@ class Copy:
     def with_mistake(self, mistake: Mistake) -> Iterator[str]:
         """The changed file's path, relative to the root. Raises NoLongerApplies."""
         self.restore()
-        place = find(self.root, mistake)
-        text = place.path.read_text(encoding="utf-8")
-        compiled = Path(importlib.util.cache_from_source(str(place.path)))
-        place.path.write_text(changed(text, place, mistake), encoding="utf-8")
+        path, text = Tree(self.root).changed(mistake)
+        compiled = Path(importlib.util.cache_from_source(str(path)))
+        path.write_text(text, encoding="utf-8")
         compiled.unlink(missing_ok=True)  # it is dated in seconds, within which a file may change twice
         try:
-            yield str(place.path.relative_to(self.root))
+            yield str(path.relative_to(self.root))
         finally:
             self.restore()
             compiled.unlink(missing_ok=True)

@@ -3,9 +3,9 @@
     pip install cosmic-ray coverage; python -m tests.mutations.generate
 
 Each function gets at most one, so that they spread; the seed decides which. What stands in a table above
-`MARK` is kept, what is below is made anew. Left out is what changes nothing that a user sees: raised and logged
-texts, asserts, annotations, docstrings, representations; and by name what was looked at and found to change
-nothing (`SAME`).
+`MARK` is kept, what is below is made anew. Left out is what changes nothing that a user sees: raised and
+logged texts, asserts, annotations, docstrings, representations; and by name what was looked at and found to
+change nothing (`SAME`).
 """
 
 import argparse
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.mutations.anchor import changed, find
+from tests.mutations.anchor import NoLongerApplies, Tree
 from tests.mutations.mistakes import FOLDER, Mistake
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,15 +163,19 @@ def _mistake(room: str, name: str, function: ast.AST, operator: str, before: str
     return Mistake(room, slug, "generated", wrong, name, before, after, occurrence)
 
 
-def _applies(one: Mistake) -> bool:
-    place = find(ROOT, one)
-    compile(changed(place.path.read_text(encoding="utf-8"), place, one), str(place.path), "exec")
+def _applies(one: Mistake, tree: Tree) -> bool:
+    """Not for a name that several modules have, nor for a place within an f-string."""
+    try:
+        path, text = tree.changed(one)
+        compile(text, str(path), "exec")
+    except (NoLongerApplies, SyntaxError):
+        return False
     return True
 
 
 def sample(lines: dict[Path, set[int]]) -> dict[str, list[Mistake]]:
     """Mistakes by room, each of another function."""
-    generator, by_room = random.Random(SEED), dict[str, list[Mistake]]()
+    generator, by_room, tree = random.Random(SEED), dict[str, list[Mistake]](), Tree(ROOT)
     for room, wanted in ROOMS.items():
         by_function: dict[str, list[Mistake]] = defaultdict(list)
         for path in sorted(path for path in lines if path.relative_to(ROOT / "megatron").parts[0] == room):
@@ -180,11 +184,8 @@ def sample(lines: dict[Path, set[int]]) -> dict[str, list[Mistake]]:
         chosen: list[Mistake] = []
         for function in generator.sample(sorted(by_function), len(by_function)):
             one = generator.choice(by_function[function])
-            try:
-                if len(chosen) < wanted and one.name not in {other.name for other in chosen} and _applies(one):
-                    chosen.append(one)
-            except Exception:  # a name that several modules have, or a place within an f-string
-                continue
+            if len(chosen) < wanted and one.name not in {other.name for other in chosen} and _applies(one, tree):
+                chosen.append(one)
         by_room[room] = chosen
     return by_room
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.__main__ import ROOT, main
-from tests.mutations.anchor import NoLongerApplies, changed, find
+from tests.mutations.anchor import NoLongerApplies, Tree
 from tests.mutations.ledger import Ledger
 from tests.mutations.mistakes import Mistake, read_mistakes
 
@@ -69,14 +69,17 @@ def table(folder: Path, **mistakes: dict[str, object]) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def repository() -> Tree:
+    return Tree(ROOT)
+
+
 @pytest.mark.parametrize("room", sorted({mistake.room for mistake in read_mistakes()}))
-def test_mistakes_apply(room: str) -> None:
+def test_mistakes_apply(repository: Tree, room: str) -> None:
     for one in read_mistakes(rooms=[room]):
-        place = find(ROOT, one)
-        text = place.path.read_text(encoding="utf-8")
-        wrong = changed(text, place, one)
-        assert wrong != text
-        compile(wrong, str(place.path), "exec")
+        path, wrong = repository.changed(one)
+        assert wrong != repository.texts[path]
+        compile(wrong, str(path), "exec")
 
 
 def test_there_are_enough_of_each_kind() -> None:
@@ -98,7 +101,7 @@ def test_there_are_enough_of_each_kind() -> None:
 )
 def test_places_are_found_whatever_their_lines(tree: Path, fields: dict[str, object], expected: str) -> None:
     one = mistake(**fields)
-    assert expected in changed(MODULE, find(tree, one), one)
+    assert expected in Tree(tree).changed(one)[1]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +119,7 @@ def test_places_are_found_whatever_their_lines(tree: Path, fields: dict[str, obj
 def test_what_no_longer_applies_is_an_error(tree: Path, fields: dict[str, object], fact: str) -> None:
     one = mistake(**fields)
     with pytest.raises(NoLongerApplies, match=f"m: .*{fact}"):
-        changed(MODULE, find(tree, one), one)
+        Tree(tree).changed(one)
 
 
 def test_a_moved_function_keeps_its_mistake(tree: Path) -> None:
@@ -124,10 +127,10 @@ def test_a_moved_function_keeps_its_mistake(tree: Path) -> None:
     moved = tree / "megatron" / "sub" / "other.py"
     moved.parent.mkdir()
     (tree / "megatron" / "module.py").rename(moved)
-    assert find(tree, one).path == moved
+    assert Tree(tree).find(one).path == moved
     (tree / "megatron" / "again.py").write_text(MODULE)
     with pytest.raises(NoLongerApplies, match=r"again\.py, .*other\.py"):
-        find(tree, one)
+        Tree(tree).find(one)
 
 
 def run(tree: Path, tmp_path: Path, *words: str) -> int:
