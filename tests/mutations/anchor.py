@@ -158,17 +158,24 @@ def changed(text: str, place: Place, mistake: Mistake) -> str:
     tail = lines[place.end_line - 1][place.end_column :] + b"".join(lines[place.end_line :])
     old = text.encode()[len(head) : len(text.encode()) - len(tail)].decode()
     if (_expression(mistake.before), _expression(mistake.after)).count(None) == 0:
-        found, sought = (_expression(f"({part})") for part in (old, mistake.before))
-        exact = found is not None and sought is not None and _dump(found) == _dump(sought)
+        exact = _form(f"({old})") == _form(mistake.before) != _form(mistake.after)
         new = f"({mistake.after.strip()})"
     else:
-        indent, exact = " " * place.column, True
-        new = textwrap.indent(textwrap.dedent(mistake.after).strip() or "pass", indent).lstrip()
+        exact = _form(mistake.before) != _form(mistake.after)
+        new = textwrap.indent(textwrap.dedent(mistake.after).strip() or "pass", " " * place.column).lstrip()
     result = head.decode() + new + tail.decode()
     try:
-        exact = exact and _dump(ast.parse(result)) != _dump(_parsed(text))
+        compile(result, str(place.path), "exec")
     except SyntaxError as error:
         raise NoLongerApplies(f"{mistake.name}: {error} once it is made") from error
     if not exact:
         raise NoLongerApplies(f"{mistake.name}: {mistake.before!r} cannot be replaced in {place.path}:{place.line}")
     return result
+
+
+def _form(source: str) -> str:
+    """Equal for equal code; that which is no Python by itself equals nothing."""
+    try:
+        return _dump(ast.parse(textwrap.dedent(source).strip()))
+    except SyntaxError:
+        return source

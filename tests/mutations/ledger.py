@@ -1,8 +1,8 @@
 """What became of each mistake, kept after each, so that a run goes on where the last one ended."""
 
+import fcntl
 import json
 import os
-import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,14 +35,16 @@ class Row:
 
 
 class Ledger:
-    """Rows by name, in a file with a line for each."""
+    """Rows by name, in a file with a line for each, to which several processes may add."""
 
     def __init__(self, path: Path = LEDGER) -> None:
         self.path = path
-        self.rows: dict[str, Row] = {}
-        self._lock = threading.Lock()
-        if path.exists():
-            self.rows = {name: Row(name, **row) for name, row in json.loads(path.read_text()).items()}
+        self.rows = self._read()
+
+    def _read(self) -> dict[str, Row]:
+        if not self.path.exists():
+            return {}
+        return {name: Row(name, **row) for name, row in json.loads(self.path.read_text()).items()}
 
     def row(self, mistake: Mistake) -> Row | None:
         """Of this very mistake: a row from before its text was changed does not count."""
@@ -51,8 +53,10 @@ class Ledger:
 
     def add(self, row: Row) -> None:
         """Writes the whole file under another name, then renames."""
-        with self._lock:
-            self.rows[row.name] = row
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            self.rows = {**self._read(), row.name: row}
             lines = []
             for name, kept in sorted(self.rows.items()):
                 fields = {key: value for key, value in asdict(kept).items() if key != "name"}
@@ -60,3 +64,5 @@ class Ledger:
             temporary = self.path.with_suffix(".new")
             temporary.write_text("{\n" + ",\n".join(lines) + "\n}\n")
             os.replace(temporary, self.path)
+        finally:
+            os.close(folder)
