@@ -11,6 +11,8 @@ from pathlib import Path
 from tests.mutations.anchor import Tree
 from tests.mutations.mistakes import Mistake
 
+COMPILED = ("__pycache__", "fake_cuda")
+
 
 class Copy:
     """A repository of its own, since tests ask git for the tree's files. Removed on `close`."""
@@ -29,9 +31,9 @@ class Copy:
 
     def restore(self) -> None:
         """Every file as it was; what tests left behind goes, above all cached index maps, which would hide or
-        keep a mistake."""
+        keep a mistake. What is compiled is named by its content, and stays."""
         _git(self.root, "checkout", "--quiet", "--force", ".")
-        _git(self.root, "clean", "-dxfq", "--exclude=__pycache__")
+        _git(self.root, "clean", "-dxfq", *(f"--exclude={name}" for name in COMPILED))
 
     @contextlib.contextmanager
     def with_mistake(self, mistake: Mistake) -> Iterator[str]:
