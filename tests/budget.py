@@ -1,117 +1,95 @@
-"""What `make test` and `make test-all` may cost: tests and processes started, per package of tests, in
-budget.toml.
+"""How long the tests of each room take, beside the last full pass and a budget: tests/budget.toml.
 
-A plugin of pytest, loaded by tests/conftest.py. At the end of a run it prints what each package took beside
-its budget. Only counts fail a run, and only where a whole target was run: minutes depend on the machine.
+A plugin of pytest, loaded by tests/conftest.py. At the end of a run of `make test` or `make test-all` it
+prints seconds of a worker per kind of test and room. A room above its budget is a warning, since seconds
+depend on the machine. `--record` (make test-all) writes tests/last_full_run.json where all passed.
 """
 
-import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.last_run import RECORD, ROOT, FullRun, clean_commit, read_record, write_record
+
 BUDGET = Path(__file__).with_name("budget.toml")
-TARGETS = {"": "test", "more": "test-more"}  # by what was given as -m
-RANKS_STARTED = "tests.pool.ranks"  # audit event of the worker pool's client, with the number of ranks
+TESTS = BUDGET.parent
+ROOM_OF_TOP = "."  # the files of tests/ itself
+KINDS = ("product", "more")  # marks; a test with neither is ordinary
+
+Seconds = dict[str, dict[str, float]]
+"""By kind of test, then by room."""
 
 
-@dataclass
-class Cost:
-    """What the tests of one package took. processes: ranks of the worker pool, and what tests started
-    themselves."""
-
-    minutes: float = 0.0
-    tests: int = 0
-    processes: int = 0
+def room_of(nodeid: str) -> str:
+    folders = Path(nodeid.partition("::")[0]).parts[1:-1]
+    return folders[0] if folders else ROOM_OF_TOP
 
 
-def over_budget(costs: dict[str, Cost], budget: dict[str, dict[str, float]]) -> list[str]:
-    """One line for each count of a package that is above its budget; a package that has no budget may have
-    none."""
-    lines = []
-    for package, cost in sorted(costs.items()):
-        for count in ("tests", "processes"):
-            allowed = budget.get(package, {}).get(count, 0)
-            if getattr(cost, count) > allowed:
-                lines.append(f"tests/{package}: {getattr(cost, count)} {count}, budget {allowed}")
-    return lines
+def over_budget(seconds: Seconds, budget: Seconds) -> list[str]:
+    """One line for each room above its budget; a room without one may take nothing."""
+    return [
+        f"tests/{room}, {kind}: {spent:.0f} s, budget {allowed:g} s"
+        for kind, rooms in sorted(seconds.items())
+        for room, spent in sorted(rooms.items())
+        if spent > (allowed := budget.get(kind, {}).get(room, 0))
+    ]
 
 
-def table(costs: dict[str, Cost], budget: dict[str, dict[str, float]]) -> list[str]:
-    """Each package's cost beside its budget, and the sum of all."""
-    rows = sorted(costs.items(), key=lambda item: -item[1].minutes)
-    total = Cost(*(sum(getattr(cost, name) for cost in costs.values()) for name in vars(Cost())))
-    allowed = {name: sum(row.get(name, 0) for row in budget.values()) for name in vars(Cost())}
-    lines = [f"{'package':<18}{'minutes of a worker':>24}{'tests':>16}{'processes':>16}   (each / budget)"]
-    for package, cost, row in [*((name, cost, budget.get(name, {})) for name, cost in rows), ("all", total, allowed)]:
-        minutes = f"{cost.minutes:.1f} / {row.get('minutes', 0):.1f}"
-        tests, processes = (f"{getattr(cost, name)} / {row.get(name, 0)}" for name in ("tests", "processes"))
-        lines.append(f"{package:<18}{minutes:>24}{tests:>16}{processes:>16}")
+def table(seconds: Seconds, last: Seconds, budget: Seconds) -> list[str]:
+    """Seconds of a worker: this run, the last full pass, the budget; the longest first, then all of it."""
+    lines = [f"{'':<28}{'seconds':>10}{'last full':>12}{'budget':>10}"]
+    for kind, rooms in sorted(seconds.items()):
+        columns = [rooms, last.get(kind, {}), budget.get(kind, {})]
+        rows = {f"{kind} {room}": [column.get(room, 0) for column in columns] for room in sorted(rooms, key=rooms.get)}
+        rows = dict(reversed(rows.items())) | {f"{kind}, all": [sum(column.values()) for column in columns]}
+        lines += [f"{name:<28}{now:>10.0f}{then:>12.0f}{allowed:>10.0f}" for name, (now, then, allowed) in rows.items()]
     return lines
 
 
 class BudgetPlugin:
-    """Counts where tests run, and adds up and judges where their reports arrive, which with pytest-xdist are
-    different processes: the reports carry the counts."""
+    """Adds up where reports arrive, which with pytest-xdist is the process that hands out the tests."""
 
-    def __init__(self, budget_file: Path = BUDGET) -> None:
-        self.budget_file = budget_file
-        self.costs: defaultdict[str, Cost] = defaultdict(Cost)
-        self.excess: list[str] = []
-        self.started = 0  # processes since the last report
-        sys.addaudithook(self._on_audit_event)
-
-    def _on_audit_event(self, event: str, args: tuple[Any, ...]) -> None:
-        if event == "subprocess.Popen":
-            self.started += 1
-        elif event == RANKS_STARTED:
-            self.started += args[0]
-
-    def pytest_runtest_logstart(self) -> None:
-        self.started = 0  # what collecting started, or pytest-xdist, is no test's
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self) -> Iterator[None]:
-        outcome = yield
-        outcome.get_result().processes = self.started  # type: ignore[attr-defined]
-        self.started = 0
+    def __init__(self, budget_file: Path = BUDGET, record: Path = RECORD, root: Path = ROOT) -> None:
+        self.budget_file, self.record = budget_file, record
+        self.seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self.functions: defaultdict[str, float] = defaultdict(float)
+        self.commit = clean_commit(Path(root))  # before the tests, of which none may write into the tree
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        folders = Path(report.nodeid.partition("::")[0]).parts[1:-1]
-        cost = self.costs[folders[0] if folders else "."]
-        cost.minutes += report.duration / 60
-        cost.tests += report.when == "setup"
-        cost.processes += getattr(report, "processes", 0)  # none where a worker of pytest-xdist crashed
+        kind = next((mark for mark in KINDS if mark in report.keywords), "ordinary")
+        self.seconds[kind][room_of(report.nodeid)] += report.duration
+        self.functions[report.nodeid.partition("[")[0]] += report.duration if kind == "ordinary" else 0
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if hasattr(session.config, "workerinput"):  # a worker of pytest-xdist: its reports are judged elsewhere
+    def pytest_terminal_summary(
+        self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
+    ) -> None:
+        if not is_whole(config):
             return
-        if target := whole_target(session.config):
-            self.excess = over_budget(self.costs, self._budget(target))
-        if self.excess and session.exitstatus == pytest.ExitCode.OK:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        budget, last = tomllib.loads(self.budget_file.read_text()), read_record(self.record).seconds
+        terminalreporter.section("seconds of a worker, and budgets (tests/budget.toml)")
+        terminalreporter.write("".join(f"{line}\n" for line in table(self.seconds, last, budget)))
+        for line in over_budget(self.seconds, budget):
+            terminalreporter.write_line(f"over budget: {line}", yellow=True)
+        if config.getoption("record"):
+            terminalreporter.write_line(self._write_record(exitstatus))
 
-    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-        if target := whole_target(config):
-            terminalreporter.section(f"budget of make {target}")
-            terminalreporter.write("".join(f"{line}\n" for line in table(self.costs, self._budget(target))))
-        for line in self.excess:
-            terminalreporter.write_line(f"OVER BUDGET (tests/budget.toml, [{target}]): {line}", red=True)
+    def _write_record(self, exitstatus: int) -> str:
+        if exitstatus != pytest.ExitCode.OK:
+            return f"{self.record.name} is as it was: not all tests passed"
+        if self.commit is None:
+            return f"{self.record.name} is as it was: files differed from the commit that was tested"
+        seconds = {kind: dict(rooms) for kind, rooms in self.seconds.items()}
+        write_record(FullRun(self.commit, seconds, dict(self.functions)), self.record)
+        return f"{self.record.name}: a full pass of {self.commit[:12]}; commit it"
 
-    def _budget(self, target: str) -> dict[str, dict[str, float]]:
-        return tomllib.loads(self.budget_file.read_text()).get(target, {})
 
-
-def whole_target(config: pytest.Config) -> str | None:
-    """`test` or `test-more` where all tests of that target were asked for, else None."""
+def is_whole(config: pytest.Config) -> bool:
+    """Whether all tests of a target were asked for."""
     option = config.option
     narrowed = option.keyword or option.deselect or option.ignore or option.ignore_glob or option.collectonly
-    paths = {Path(argument).resolve() for argument in config.args}
-    if narrowed or option.maxfail or getattr(option, "lf", False) or paths != {BUDGET.parent.resolve()}:
-        return None
-    return TARGETS.get(option.markexpr)
+    changed = config.getoption("changed", False)
+    if narrowed or changed or option.maxfail or getattr(option, "lf", False):
+        return False
+    return {Path(argument).resolve() for argument in config.args} == {TESTS.resolve()}

@@ -8,12 +8,20 @@ from pathlib import Path
 import pytest
 
 from tests.budget import BudgetPlugin
+from tests.last_run import read_record
 from tests.pool.client import start_server, stop_server
 from tests.pool.protocol import ADDRESS_VARIABLE
 from tests.retry import RetryPlugin
+from tests.selection import SelectionPlugin
 
 ON_REQUEST = ("more", "product", "soak", "real", "slurm", "browser", "install")
 SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("suite")
+    group.addoption("--changed", action="store_true", help="leave out what no change since the last full pass touches")
+    group.addoption("--record", action="store_true", help="write tests/last_full_run.json where all tests pass")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,6 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.fsync = lambda fd: None  # each waits for the disk, thousands of times; no test takes the power away
     config.pluginmanager.register(BudgetPlugin(), "budget")
     config.pluginmanager.register(RetryPlugin(), "retry")
+    if config.getoption("changed"):
+        config.pluginmanager.register(SelectionPlugin(read_record()), "selection")
     # With pytest-xdist every worker has its own pool, and the process that hands out the tests none. Tests on
     # GPUs alone have no use for ranks on CPUs.
     alone = not config.getoption("numprocesses", None) and config.option.markexpr != "gpu"
@@ -54,8 +64,8 @@ def _environment_is_put_back() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, those of
-    `ON_REQUEST` unless asked for."""
+    """Every test without the gpu mark gets cpu; gpu tests are left out where there is no CUDA device, those
+    of `ON_REQUEST` unless asked for."""
     for mark in ON_REQUEST:
         marked = [item for item in items if item.get_closest_marker(mark)]
         if marked and mark not in config.option.markexpr:

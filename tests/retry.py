@@ -1,8 +1,8 @@
 """A second run of tests that end processes, where the first failed.
 
 Loaded by tests/conftest.py. A test with the mark `ends_processes` sends signals, and on a busy machine the
-process that gets one may be elsewhere than the test means. It is run again once; the end of a run lists each test that
-needed this, with its first failure. One that needs it twice in ten runs is to be mended.
+process that gets one may be elsewhere than the test means. It is run again once; the end of a run lists each
+test that needed this, with its first failure. One that needs it twice in ten runs is to be mended.
 """
 
 from collections.abc import Iterator
