@@ -14,9 +14,9 @@ from pathlib import Path
 
 from tests.mutations.anchor import NoLongerApplies
 from tests.mutations.copies import Copy
-from tests.mutations.ledger import ALIVE, CAUGHT, LEDGER, NEAR, Ledger, Row
+from tests.mutations.ledger import ALIVE, CAUGHT, LEDGER, NEAR, Ledger
 from tests.mutations.mistakes import FOLDER, Mistake, read_mistakes
-from tests.mutations.trial import Runner
+from tests.mutations.trial import PytestError, Runner
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -40,30 +40,33 @@ def table(mistakes: Sequence[Mistake], ledger: Ledger) -> list[str]:
 def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, near: bool, root: Path = ROOT) -> int:
     """Number of those that no longer apply, or whose tests could not be run."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True).stdout
-    copies: queue.Queue[Copy] = queue.Queue()
+    free: queue.Queue[Runner] = queue.Queue()
 
     def one(mistake: Mistake) -> bool:
-        copy = copies.get()
+        runner = free.get()
         try:
-            row: Row = Runner(copy, commit.strip(), limit, near).try_out(mistake)
-        except (NoLongerApplies, RuntimeError) as error:
+            row = runner.try_out(mistake)
+        except (NoLongerApplies, PytestError) as error:
             print(f"{mistake.room}/{mistake.name}: ERROR: {error}", flush=True)
             return False
         finally:
-            copies.put(copy)
+            free.put(runner)
         ledger.add(row)
         print(f"{mistake.room}/{mistake.name}: {row.line}", flush=True)
         return True
 
-    made = [Copy(root) for _ in range(min(jobs, len(mistakes)))]
-    for copy in made:
-        copies.put(copy)
+    runners = [Runner(Copy(root), commit.strip(), limit, near) for _ in range(min(jobs, len(mistakes)))]
+    for runner in runners:
+        free.put(runner)
+    pool = ThreadPoolExecutor(jobs)
     try:
-        with ThreadPoolExecutor(jobs) as pool:
-            return list(pool.map(one, mistakes)).count(False)
-    finally:
-        for copy in made:
-            copy.close()
+        return list(pool.map(one, mistakes)).count(False)
+    finally:  # where it is interrupted, what runs is ended and counts for nothing
+        for runner in runners:
+            runner.end()
+        pool.shutdown(cancel_futures=True)
+        for runner in runners:
+            runner.copy.close()
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
