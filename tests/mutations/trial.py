@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Sequence
@@ -73,7 +74,8 @@ class Runner:
         chunks = list(_chunks(self._tests(mistake)))[: len(CHUNKS) if self.near else None]
         waiting = chunks[::-1]
         while waiting:
-            chunk = waiting.pop()
+            if not (chunk := waiting.pop()):
+                continue
             with self.copy.with_mistake(mistake):
                 run = self._pytest([*chunk, *ARGUMENTS, *(f"--deselect={name}" for name in excluded)])
             if run.code in (0, NO_TESTS):
@@ -113,19 +115,20 @@ class Runner:
         self._told = str(uuid.uuid4())
         environment = {**os.environ, "PYTHONPATH": str(self.copy.root), "COLUMNS": "400", TOLD: self._told}
         words = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider", *arguments]
-        process = subprocess.Popen(
-            words, cwd=self.copy.root, env=environment, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
-        code: int | None
-        try:
-            output, _ = process.communicate(timeout=self.limit)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            output, code = "", None
-        finally:
-            _end_all(self._told)
-        process.wait()
+        with tempfile.TemporaryFile() as file:  # a pipe would stay open as long as what pytest started
+            process = subprocess.Popen(
+                words, cwd=self.copy.root, env=environment, start_new_session=True, stdout=file, stderr=file
+            )
+            code: int | None = None
+            try:
+                code = process.wait(self.limit)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                _end_all(self._told)
+                process.wait()
+            file.seek(0)
+            output = file.read().decode(errors="replace")
         if self.ended:
             raise PytestError("it was interrupted")
         failure, passed = FAILURE.search(output), PASSED.findall(output)
