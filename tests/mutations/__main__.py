@@ -45,7 +45,8 @@ def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, ne
     def one(mistake: Mistake) -> bool:
         runner = free.get()
         try:
-            row = runner.try_out(mistake)
+            before = ledger.rows.get(mistake.name)
+            row = runner.try_out(mistake, [before.test] if before is not None and before.test else ())
         except (NoLongerApplies, PytestError) as error:
             print(f"{mistake.room}/{mistake.name}: ERROR: {error}", flush=True)
             return False
@@ -75,7 +76,7 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--name", action="append", default=[], help="one mistake's name; may be given again")
     parser.add_argument("--jobs", type=int, default=2, help="mistakes at a time, each in a copy of its own (default 2)")
     parser.add_argument("--again", action="store_true", help="those that the ledger has already, too")
-    parser.add_argument("--near", action="store_true", help="only the nearest test files; no mistake is then alive yet")
+    parser.add_argument("--near", action="store_true", help="only short tests of near files; none is then alive yet")
     parser.add_argument("--limit", type=float, default=7200, help="seconds for one run of pytest (default 7200)")
     parser.add_argument("--list", action="store_true", help="print all with their state, and run nothing")
     parser.add_argument("--ledger", type=Path, default=LEDGER, help=argparse.SUPPRESS)

@@ -9,10 +9,9 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from tests.import_graph import ImportGraph
@@ -21,13 +20,13 @@ from tests.mutations.ledger import ALIVE, CAUGHT, NEAR, Row
 from tests.mutations.mistakes import Mistake
 from tests.selection import TEST_FILE
 
-ARGUMENTS = ("-m", "cpu or more")  # as .ci/run
-CHUNKS = (8, 24)  # files of the first processes of pytest; the rest is one
+ORDINARY, LONGER, ALL = "cpu and not more", "more", "cpu or more"  # the last as .ci/run
+NEAREST, NEAR_FILES = 8, 32
 LIMIT = 7200.0  # seconds of one process of pytest, in which every test has a limit of its own
 TOLD = "NEOX_MUTATION_TRIAL"  # environment variable by which processes that a test left behind are known
 FAILURE = re.compile(r"^(FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 PASSED = re.compile(r"\b(\d+) passed\b")
-NO_TESTS = 5  # pytest's exit code
+NOT_FOUND, NO_TESTS = 4, 5  # pytest's exit codes
 
 
 class PytestError(Exception):
@@ -62,23 +61,24 @@ class Runner:
         if self._told:
             _end_all(self._told)
 
-    def try_out(self, mistake: Mistake) -> Row:
+    def try_out(self, mistake: Mistake, first: Sequence[str] = ()) -> Row:
         """What becomes of a mistake. Raises NoLongerApplies, and PytestError where pytest itself fails.
 
-        A test that fails as well without the mistake counts for nothing: it is left out, and the others go
-        on.
+        first: tests or files to begin with, where they are still there: what caught it the last time. A test
+        that fails as well without the mistake counts for nothing: it is left out, and the others go on.
         """
         begin, passed = time.monotonic(), 0
         excluded: list[str] = []
         result, test, how = NEAR if self.near else ALIVE, "", ""
-        chunks = list(_chunks(self._tests(mistake)))[: len(CHUNKS) if self.near else None]
-        waiting = chunks[::-1]
+        known = [name for name in first if (self.copy.root / name.partition("::")[0]).exists()]
+        waiting = [(known, ALL), *_chunks(self._tests(mistake), self.near)][::-1]
         while waiting:
-            if not (chunk := waiting.pop()):
+            chunk, marks = waiting.pop()
+            if not chunk:
                 continue
             with self.copy.with_mistake(mistake):
-                run = self._pytest([*chunk, *ARGUMENTS, *(f"--deselect={name}" for name in excluded)])
-            if run.code in (0, NO_TESTS):
+                run = self._pytest([*chunk, "-m", marks, *(f"--deselect={name}" for name in excluded)])
+            if run.code in (0, NO_TESTS) or (chunk is known and run.code == NOT_FOUND):
                 passed += run.passed
                 continue
             test, how = _ending(run, chunk)
@@ -86,7 +86,7 @@ class Runner:
                 excluded.append(test)
                 if how == "not collected":
                     chunk = [file for file in chunk if file != test]
-                waiting.append(chunk)
+                waiting.append((chunk, marks))
                 continue
             result, passed = CAUGHT, passed + run.passed
             break
@@ -109,7 +109,7 @@ class Runner:
 
     def _passes_without(self, test: str) -> bool:
         self.copy.restore()
-        return self._pytest([test, *ARGUMENTS]).code in (0, NO_TESTS)
+        return self._pytest([test, "-m", ALL]).code in (0, NO_TESTS)
 
     def _pytest(self, arguments: Sequence[str]) -> Run:
         self._told = str(uuid.uuid4())
@@ -140,11 +140,11 @@ def _file(copy: Copy, mistake: Mistake) -> str:
         return path
 
 
-def _chunks(files: Sequence[str]) -> Iterator[list[str]]:
-    remaining = iter(files)
-    for size in (*CHUNKS, len(files)):
-        if chunk := list(islice(remaining, size)):
-            yield chunk
+def _chunks(files: Sequence[str], near: bool) -> list[tuple[list[str], str]]:
+    """Files and marks of each process of pytest: what is near and short first."""
+    closest, others, rest = list(files[:NEAREST]), list(files[NEAREST:NEAR_FILES]), list(files[NEAR_FILES:])
+    first = [(closest, ORDINARY), (others, ORDINARY)]
+    return first if near else [*first, ([*closest, *others], LONGER), (rest, ALL)]
 
 
 def _ending(run: Run, chunk: Sequence[str]) -> tuple[str, str]:
