@@ -29,7 +29,7 @@ def train_and_convert(folder: Path) -> None:
     for number, changes in enumerate(RUNS):
         save = folder / str(number)
         values = config(
-            changes, num_layers=2, train_iters=STEPS, save=str(save), save_interval=STEPS // 2, eval_iters=1,
+            changes, num_layers=2, train_iters=STEPS, save=str(save), checkpoint_factor=STEPS // 2, eval_iters=1,
             eval_interval=2, train_batch_size=4, gradient_accumulation_steps=2, load=str(save),
             index_cache_dir=str(folder / "maps"), exit_interval=STEPS // 2,
         )  # fmt: skip
