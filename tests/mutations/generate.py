@@ -16,6 +16,7 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -128,28 +129,50 @@ def _form(node: Any) -> str:
     return ast.dump(node) if isinstance(node, ast.AST) else repr(node)
 
 
-def _candidates(path: Path, lines: set[int]) -> Iterator[Mistake]:
-    _, (ast_nodes, get_ast), mutate_code, get_operator = _library()
+@dataclass(frozen=True)
+class _Spot:
+    """The place `number` at which an operator can change a file, in a function."""
+
+    path: Path
+    operator: str
+    number: int
+    name: str
+    function: ast.AST = field(repr=False)
+
+
+def _spots(path: Path, lines: set[int]) -> Iterator[_Spot]:
+    _, (ast_nodes, get_ast), _, get_operator = _library()
     text = path.read_text(encoding="utf-8")
-    tree = ast.parse(text)
-    functions = list(_wanted(tree))
-    room = path.relative_to(ROOT / "megatron").parts[0]
-    parsed = get_ast(text)
+    functions = list(_wanted(ast.parse(text)))
+    silent = {line for _, function in functions for line in _left_out_lines(function)}
+    nodes = list(ast_nodes(get_ast(text)))
     for operator_name in OPERATORS:
         operator = get_operator(operator_name)()
-        positions = [place for node in ast_nodes(parsed) for place in operator.mutation_positions(node)]
-        for number, ((line, _), _) in enumerate(positions):
-            owners = [(name, f) for name, f in functions if f.lineno < line <= f.end_lineno]  # type: ignore[attr-defined]
-            if not owners or line not in lines or line in _left_out_lines(owners[-1][1]):
-                continue
-            wrong = mutate_code(text, operator, number)
-            pair = _difference(tree, ast.parse(wrong)) if wrong else None
-            if pair is None:
-                continue
-            before, after = (ast.get_source_segment(t, n) for t, n in zip((text, wrong), pair, strict=True))
-            name, function = owners[-1]
-            if before and after and (name, before) not in SAME and "annotation" not in before:
-                yield _mistake(room, name, function, operator_name, before, after, pair[0])
+        places = (place for node in nodes for place in operator.mutation_positions(node))
+        for number, ((line, _), _) in enumerate(places):
+            owners = [(n, f) for n, f in functions if f.lineno < line <= f.end_lineno]  # type: ignore[attr-defined]
+            if owners and line in lines and line not in silent:
+                yield _Spot(path, operator_name, number, *owners[-1])
+
+
+def _made(spot: _Spot) -> Mistake | None:
+    """The mistake at a spot; None where the operator makes no Python of it, or what is the same."""
+    _, _, mutate_code, get_operator = _library()
+    text = spot.path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    wrong = mutate_code(text, get_operator(spot.operator)(), spot.number)
+    try:
+        pair = _difference(tree, ast.parse(wrong)) if wrong else None
+    except SyntaxError:
+        return None
+    if pair is None:
+        return None
+    before, after = (ast.get_source_segment(t, n) for t, n in zip((text, wrong), pair, strict=True))
+    if not before or not after or (spot.name, before) in SAME:
+        return None
+    function = dict(_wanted(tree))[spot.name]
+    room = spot.path.relative_to(ROOT / "megatron").parts[0]
+    return _mistake(room, spot.name, function, spot.operator, before, after, pair[0])
 
 
 def _mistake(room: str, name: str, function: ast.AST, operator: str, before: str, after: str, node: ast.AST) -> Mistake:
@@ -177,16 +200,18 @@ def sample(lines: dict[Path, set[int]]) -> dict[str, list[Mistake]]:
     """Mistakes by room, each of another function."""
     generator, by_room, tree = random.Random(SEED), dict[str, list[Mistake]](), Tree(ROOT)
     for room, wanted in ROOMS.items():
-        by_function: dict[str, list[Mistake]] = defaultdict(list)
+        by_function: dict[tuple[Path, str], list[_Spot]] = defaultdict(list)
         for path in sorted(path for path in lines if path.relative_to(ROOT / "megatron").parts[0] == room):
-            for one in _candidates(path, lines[path]):
-                by_function[f"{path}:{one.function}"].append(one)
-        chosen: list[Mistake] = []
+            for spot in _spots(path, lines[path]):
+                by_function[path, spot.name].append(spot)
+        chosen: dict[str, Mistake] = {}
         for function in generator.sample(sorted(by_function), len(by_function)):
-            one = generator.choice(by_function[function])
-            if len(chosen) < wanted and one.name not in {other.name for other in chosen} and _applies(one, tree):
-                chosen.append(one)
-        by_room[room] = chosen
+            if len(chosen) == wanted:
+                break
+            one = _made(generator.choice(by_function[function]))
+            if one is not None and one.name not in chosen and _applies(one, tree):
+                chosen[one.name] = one
+        by_room[room] = list(chosen.values())
     return by_room
 
 
