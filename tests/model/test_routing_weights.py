@@ -20,7 +20,7 @@ GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("choice", [GROUPS, {"moe_router_bias_update_rate": 0.1}, {"moe_router_type": "sinkhorn"}])
 def test_weights_are_scores_of_the_chosen(scores: str, choice: dict[str, Any]) -> None:
-    args = small(**{**SPEC, "router_scores": scores, **choice})
+    args = small(**{**SPEC, "moe_router_score_function": scores, **choice})
     router = Router(moe_spec(args, 0).router, ParallelGroups.single()).train()  # type: ignore[union-attr]
     generator = torch.Generator().manual_seed(0)
     router.layer.weight.data = torch.randn(8, 32, generator=generator)
