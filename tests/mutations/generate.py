@@ -48,7 +48,15 @@ OPERATORS = (
 # Of no consequence to what a run computes, saves or says in its results.
 _SILENT = re.compile(r"log|warn|say|describe|note|report|progress|readable|repr|message|error|problem|explain|word")
 # (function, text): what it is that changes nothing there.
-SAME: dict[tuple[str, str], str] = {}
+SAME = {
+    ("PartialSum.__init__", "True"): "whether a sum is made in place is seen in memory alone",
+    ("Block.__init__", "0"): "other seeds of dropout are as good, where all ranks have the same",
+    ("_row_sums", "logits.amax(-1).float() / temperature"): "a shift of logits, which cancels",
+    ("WholeWeights.publish", "self._has_masters and self.trained"): "copies weights onto themselves",
+    ("CheckpointWriter.lock", "self._store is not None"): "removes leftovers that the next save removes too",
+    ("validate", "0"): "without eval_iters there is no set",
+    ("_changed", "isinstance(before, Mapping)"): "words of the log",
+}
 
 
 class Missing(Exception):

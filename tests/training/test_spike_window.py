@@ -26,8 +26,8 @@ def windows(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[fl
 @pytest.mark.parametrize("engine", ["native", "deepspeed"])
 def test_a_resumed_run_compares_with_the_losses_before(engine: str, tmp_path: Path) -> None:
     values = config(
-        LLAMA, engine=engine, num_layers=2, train_iters=6, exit_interval=3, skip_step_above_sigma=6.0,
-        load=str(tmp_path), save=str(tmp_path),
+        LLAMA, engine=engine, num_layers=2, train_iters=6, checkpoint_factor=3, exit_interval=3,
+        skip_step_above_sigma=6.0, load=str(tmp_path), save=str(tmp_path),
     )  # fmt: skip
     [(before, after)] = run_ranks(windows, 1, values)
     assert len(before) == 3 and after == before
