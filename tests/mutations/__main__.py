@@ -46,7 +46,7 @@ def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, ne
         runner = free.get()
         try:
             before = ledger.rows.get(mistake.name)
-            row = runner.try_out(mistake, [before.test] if before is not None and before.test else ())
+            row = runner.try_out(mistake, [before.test] if before is not None and before.test else mistake.tests)
         except (NoLongerApplies, PytestError) as error:
             print(f"{mistake.room}/{mistake.name}: ERROR: {error}", flush=True)
             return False

@@ -18,7 +18,7 @@ class Mistake:
     user would see go wrong. function: qualified name of the function or class that holds `before`, within its
     module; empty for the top level of some module. before, after: source text of an expression or of whole
     statements; an empty `after` deletes the statements. occurrence: which one, counted from 1, where the
-    function holds several.
+    function holds several. tests: files that should notice it, which run first where they are there.
     """
 
     room: str
@@ -29,6 +29,7 @@ class Mistake:
     before: str
     after: str
     occurrence: int = 0
+    tests: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -44,7 +45,7 @@ def read_mistakes(folder: Path = FOLDER, rooms: Iterable[str] = (), names: Itera
     have.
     """
     mistakes = [
-        Mistake(path.stem, name, **table)
+        Mistake(path.stem, name, **{**table, "tests": tuple(table.get("tests", ()))})
         for path in sorted(folder.glob("*.toml"))
         for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items()
     ]
