@@ -57,7 +57,7 @@ def references(families: tuple[str, ...]) -> dict[str, Reference]:
 
     by_family = {}
     for family in families:
-        # A tied head likes to say the last token again; transformers limits no steps of Mamba 2 with a cache.
+        # A tied head likes to say the last token again; transformers' cached steps of Mamba 2 have no limits.
         own: dict[str, Any] = {"time_step_limit": (0.0, math.inf)} if family == "mamba 2" else {}
         model = random_model(family, max_position_embeddings=POSITIONS, tie_word_embeddings=False, **own)
         with torch.no_grad():  # so that the next token depends on more than what all texts have in common

@@ -167,7 +167,7 @@ def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
         opening(prompt, said)
 
 
-@pytest.mark.more
+@pytest.mark.product
 def test_both_turns_are_learned(tmp_path: Path) -> None:
     """The control is the same run before it has learned: one right turn is half a point."""
     keys = {"seq_length": 16, "rollout.num_generations": 8, "rollout.max_completion_length": 8, "train_iters": 120}
