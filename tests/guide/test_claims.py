@@ -1,0 +1,64 @@
+"""tests/claims.toml: what the documentation claims to be equal to something else has its test, in the target
+that it names."""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from tests.guide.page import ROOT
+
+CLAIMS: list[dict[str, Any]] = tomllib.loads((ROOT / "tests" / "claims.toml").read_text())["claim"]
+# Marks of whole functions, by target: what it runs besides functions without any, and what alone it runs.
+BESIDE: dict[str, set[str]] = {"make test": set(), ".ci/run": {"more"}, "make test-all": {"more", "product"}}
+ALONE = {"make gpu": "gpu", "make test-real": "real", "make test-slurm": "slurm", "make soak": "soak"}
+DECIDE = {"more", "product", "browser", "install", *ALONE.values()}
+COMPARES = re.compile(
+    r"\b(TRL|transformers|peft|DeepSpeed|lm-eval|datatrove|Megatron|GPT-NeoX|(every|any) layout|one process)\b"
+)
+
+
+@cache
+def marks_of(file: str) -> dict[str, set[str]]:
+    """The marks of a file's test functions, those of single parameters left out; by its lines, since a parser
+    takes so long that `make test CHANGED=1` would leave this test out."""
+    text = (ROOT / file).read_text()
+    of_file = re.search(r"^pytestmark = (\[[^]]*]|.*)", text, re.MULTILINE)
+    of_all = set(re.findall(r"pytest\.mark\.(\w+)", of_file[1])) if of_file else set()
+    found, own = dict[str, set[str]](), set[str]()
+    for line in text.splitlines():
+        if mark := re.match(r"@pytest\.mark\.(\w+)", line):
+            own.add(mark[1])
+        elif function := re.match(r"(?:async )?def (test_\w+)", line):
+            found[function[1]], own = DECIDE & (of_all | own), set()
+    return found
+
+
+def problems_of(claim: dict[str, Any]) -> Iterator[str]:
+    target = claim["target"]
+    if not (ROOT / claim["doc"]).is_file():
+        yield f"there is no page {claim['doc']}"
+    if claim["kind"] not in ("golden", "peer", "layout") or target not in BESIDE | ALONE or not claim["tests"]:
+        yield "of no kind, of no target or without a test"
+    for test in claim["tests"]:
+        file, name = test.split("::")
+        if not (ROOT / file).is_file() or name not in marks_of(file):
+            yield f"{test} is not there"
+        elif target in ALONE and marks_of(file)[name] != {ALONE[target]}:
+            yield f"{test} is not of {target}"
+        elif target in BESIDE and not marks_of(file)[name] <= BESIDE[target]:
+            yield f"{target} leaves {test} out"
+
+
+def test_every_claim_has_its_tests() -> None:
+    problems = [f"{claim['claim']}: {problem}" for claim in CLAIMS for problem in problems_of(claim)]
+    assert not problems, "\n".join(problems)
+    assert len({claim["claim"] for claim in CLAIMS}) == len(CLAIMS), "one stands there twice"
+
+
+def test_every_page_that_compares_has_a_claim() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("post-training/**/*.md")]
+    compare = {str(page.relative_to(ROOT)) for page in pages if COMPARES.search(page.read_text())}
+    assert len(compare) > 20
+    assert not compare - {claim["doc"] for claim in CLAIMS}
