@@ -23,7 +23,10 @@ def table() -> str:
         "| family | `model_type` | architectures | its default configuration has | options, notes |",
         "|---|---|---|---|---|",
     ]
-    tested = f"\nTested against transformers {pinned[1]}, logits, three steps of AdamW and greedy text of each.\n"
+    tested = (
+        f"\nTested against transformers {pinned[1]}: logits and three steps of AdamW of each family, and its greedy text"
+        " (but that of\nFalcon-Mamba and Nemotron-H).\n"
+    )
     return "\n".join([*head, *map(_line, family_rows())]) + "\n" + tested
 
 
