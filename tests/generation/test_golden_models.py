@@ -15,7 +15,7 @@ from tests.pool import run_ranks
 from tests.training.runs import cells
 
 EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")
-FIRST = ["one process", "tp2 x pp2"]
+FIRST = ["one process", "tp2+sp", "pp2"]
 
 
 @pytest.fixture(scope="module")
