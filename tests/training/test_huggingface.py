@@ -230,6 +230,7 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
         assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
 
     adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
+    assert "logit difference of merged to unmerged" in capsys.readouterr().out
     whole = str(find_checkpoint(tmp_path / "merged"))
     convert_neox_to_hf.main(["--input_dir", whole, "--output_dir", str(tmp_path / "hf")])
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
