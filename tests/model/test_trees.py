@@ -173,7 +173,8 @@ def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: b
         logits = stage(None, batch)
         logits.square().sum().backward()
         outcomes.append((logits.detach(), gradients(stage)))
-    torch.testing.assert_close(*outcomes, rtol=1e-4, atol=1e-3)
+    rtol, atol = (1e-4, 1e-3) if "attention_sinks" in keys else (1e-5, 2e-4)
+    torch.testing.assert_close(*outcomes, rtol=rtol, atol=atol)
 
 
 def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import megatron
 from tests.model.runs import ALIBI, LLAMA, LR, NEOX, engine_for
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
+from tests.training.runs import cells
 
 
 @torch.no_grad()
@@ -45,7 +46,10 @@ def alternate(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     return losses
 
 
-@pytest.mark.parametrize("world_size, layout", [(1, {}), (2, {"model_parallel_size": 2})])
+@pytest.mark.parametrize(
+    "world_size, layout",
+    cells([(1, {}), (2, {"model_parallel_size": 2})], product=[(2, {}), (2, {"pipe_parallel_size": 2})]),
+)
 def test_two_engines_train_in_turn_as_alone(world_size: int, layout: dict[str, Any]) -> None:
     both = [FIRST | layout, SECOND | layout]
     alone = [run_ranks(alternate, world_size, [values]) for values in both]

@@ -154,6 +154,18 @@ def test_a_run_is_extended_over_the_end_of_its_epoch(tmp_path: Path) -> None:
     assert rest == whole[-len(rest) :] and len(rest) == 3 * 48 and bit_equal(weights, last)
 
 
+@pytest.mark.product
+@pytest.mark.parametrize("layout", ["pp2, deepspeed", "zero1"])
+def test_a_run_is_extended_in_another_layout(layout: str, tmp_path: Path) -> None:
+    found = []
+    for ranks, keys in ((1, {}), runs.TABLE[layout]):
+        save = tmp_path / str(ranks)
+        run_ranks(drawn, 1, laid_out(save, 3))
+        run_ranks(drawn, ranks, {**laid_out(save, 12, override_lr_scheduler=True), **keys})
+        found.append(losses(save))
+    assert len(found[0]) == 12 and found[1] == pytest.approx(found[0], rel=1e-5)
+
+
 @pytest.mark.parametrize("keys", [{"pack_impl": "best_fit"}, {"lr_decay_style": "constant"}], ids=["rows", "one epoch"])
 def test_where_nothing_is_laid_out_anew_it_is_the_longer_run(keys: dict[str, Any], tmp_path: Path) -> None:
     """Rows of whole documents, and windows within the epochs that both have: bit for bit."""

@@ -129,9 +129,10 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     return len(seen)
 
 
-@pytest.mark.parametrize(
-    "name", cells(["tp2 sp", "zero3", "npo, pp2"], ["pp2 bf16"], ["plain bf16", "zero1", "zero2", "difference"])
-)
+REST = ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"]
+
+
+@pytest.mark.parametrize("name", cells(["tp2 sp", "zero3", "npo, pp2"], ["pp2 bf16"], REST))
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)

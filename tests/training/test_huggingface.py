@@ -230,6 +230,7 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
         assert all(again.read(2)[name].equal(value) for name, value in source.read(2).items())
 
     adapter.main(["merge", "--adapter", str(tmp_path / "run"), "--output_dir", str(tmp_path / "merged")])
+    assert "logit difference of merged to unmerged" in capsys.readouterr().out
     whole = str(find_checkpoint(tmp_path / "merged"))
     convert_neox_to_hf.main(["--input_dir", whole, "--output_dir", str(tmp_path / "hf")])
     alone = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
@@ -296,10 +297,16 @@ def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path
     assert (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
 
 
-SIMPO = {
-    "dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5, "train_impl": "dpo", "dataset_impl": "pairwise",
-    "eod_mask_loss": False, "pack_impl": "unpacked", "train_micro_batch_size_per_gpu": 4,
-}  # fmt: skip
+SIMPO = {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5}
+
+
+def of_pairs(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any]:
+    common = {
+        "train_impl": "dpo", "dataset_impl": "pairwise", "eod_mask_loss": False, "pack_impl": "unpacked",
+        "train_micro_batch_size_per_gpu": 4,
+    }  # fmt: skip
+    values = config(PADDED_COMMON, pairs(folder), common, *parts, load=str(model))
+    return {key: value for key, value in values.items() if value is not None and key != "split"}
 
 
 @pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
@@ -307,9 +314,7 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
     transformers."""
     ranks, keys = TABLE.get(layout, TP4)
-    values = config(PADDED_COMMON, pairs(tmp_path), SIMPO, keys, load=str(model))
-    values = {key: value for key, value in values.items() if value is not None and key != "split"}
-    loss, _, batches, _, metrics = run_ranks(first_step, ranks, values)[0]
+    loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
     sums, averages = [], []
     with torch.no_grad():
@@ -322,6 +327,48 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     assert loss == pytest.approx(float(expected), rel=1e-5)
     chosen = torch.cat([average[0::2] for average in averages]).mean()
     assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+
+
+def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
+    """Each document with a trained token, as TRL's collators take it: ids, and labels of the same places."""
+    labelled = []
+    for tokens, labels, weights, *positions in batches:
+        for row in range(len(tokens)):
+            starts = (positions[0][row] == 0).nonzero().flatten().tolist() if positions else [0]
+            for first, end in zip(starts, [*starts[1:], tokens.shape[1]], strict=True):
+                trained = weights[row, first:end].nonzero().flatten().tolist()
+                if trained:
+                    last = first + trained[-1] + 1
+                    answer = torch.where(weights[row, first:last] > 0, labels[row, first:last], -100).tolist()
+                    ids = [*tokens[row, first:last].tolist(), int(labels[row, last - 1])]
+                    labelled.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *answer]})
+    return labelled
+
+
+# Our keys, and TRL's trainer with its options.
+OF_TRL: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "SFT": ({}, "sft", {}),
+    "SimPO": (SIMPO, "cpo", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.5}),
+    "CPO": (
+        {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
+        "cpo",
+        {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.5},
+    ),
+    "DPO": ({"dpo_loss_type": "sigmoid"}, "dpo", {"beta": 0.1}),
+}
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("name", OF_TRL)
+def test_the_first_losses_are_those_of_trls_trainers(name: str, model: Path, tmp_path: Path) -> None:
+    """On the model as it came, with its 600 rows."""
+    pytest.importorskip("trl", reason="pip install trl==1.16.0")
+    from tests.objectives.trl_reference import first_loss
+
+    keys, kind, options = OF_TRL[name]
+    values = config(PADDED, load=str(model)) if kind == "sft" else of_pairs(model, tmp_path, keys)
+    loss, _, batches, *_ = run_ranks(first_step, 1, values)[0]
+    assert loss == pytest.approx(first_loss(model, tmp_path, kind, answers_of(batches), **options), rel=1e-5)
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:

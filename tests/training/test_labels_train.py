@@ -75,7 +75,8 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     one = {"train_data_paths": [TEXT], "train_label_data_paths": LABELS[:1], "pack_impl": "unpacked"}
     output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
     padding, share = 100 * (1 - used.sum() / (24 * 129)), 100 * trained / used.sum()
-    line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* {padding:.1f} % padding.* {share:.1f} %"
+    shares = rf"{padding:.1f} % padding.* {share:.1f} %"
+    line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}"
     assert re.search(line, output), output
     (row,) = metric_rows(tmp_path)
     places = np.minimum(text.sizes, 128).sum()

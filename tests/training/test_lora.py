@@ -87,7 +87,7 @@ def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
     cells(
         ["tp2 sp", "zero3"],
         ["tp2 pp2 sp", "zero3, deepspeed"],
-        ["dp2", "pp2", "zero1", "zero2", "zero1, deepspeed", "zero2, deepspeed"],
+        ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
     ),
 )
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
@@ -120,7 +120,7 @@ DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
     cells(
         [],
         [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
-        [("plain", LLAMA, DROPOUT)],
+        [("plain", LLAMA, DROPOUT), ("plain", MODELS["nf4: llama"][0], NF4)],
     ),
 )
 def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[str, Any]) -> None:

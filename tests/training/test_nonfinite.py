@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
+from deepspeed.runtime.precision_config import get_float16_config
 
 from megatron.callbacks import StepResult
 from megatron.checkpointing import CheckpointError
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING, Objective
 from megatron.training import Training, setup, train
+from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
@@ -94,15 +97,14 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
 
 
 KEPT, CUT = "input_layernorm.weight", "mlp.linear1.weight"
+ALONE = [(KEPT, 0, "fp32"), (CUT, 3, "fp32"), (KEPT, 2, "bfloat16")]
+OTHERS = [(name, stage, "fp32") for name in (KEPT, CUT) for stage in range(4)]
+OTHERS += [(name, stage, "bfloat16") for name in (KEPT, CUT) for stage in (0, 2)]
 
 
 @pytest.mark.parametrize(
     ("name", "stage", "precision"),
-    cells(
-        [(KEPT, 0, "fp32"), (CUT, 3, "fp32")],
-        [(KEPT, 2, "bfloat16")],
-        [(KEPT, 1, "fp32"), (CUT, 2, "fp32"), (KEPT, 3, "fp32"), (CUT, 0, "bfloat16"), (CUT, 2, "bfloat16")],
-    ),
+    cells(ALONE[:2], ALONE[2:], [cell for cell in OTHERS if cell not in ALONE]),
 )
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
@@ -242,6 +244,33 @@ def test_deepspeed_is_told_everything() -> None:
     for changes in ({"initial_scale_power": 12, "hysteresis": 1}, {"loss_scale": 32.0}, {"min_loss_scale": 4.0}):
         assert deepspeed_config(args_of(**changes))["fp16"] == {**expected, **changes}
     assert "fp16" not in deepspeed_config(args_of().replace(precision="bfloat16", fp16=None))
+
+
+def scales(rank: int, world_size: int, runs: list[tuple[dict[str, Any], str]]) -> list[list[float]]:
+    """For the pool: the scale after each step of each run, by DeepSpeed's own reading of our settings."""
+    attach_deepspeed()
+    seen = []
+    for fp16, steps in runs:
+        read = get_float16_config(deepspeed_config(args_of(**fp16)))
+        dynamic = read.loss_scale == 0
+        scaler = CreateLossScaler(torch.half, read.loss_scale, dynamic, read.dynamic_loss_scale_args())
+        seen.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
+    return seen
+
+
+# Settings, steps (x: an overflow), and the scale after each.
+SCALES: list[tuple[dict[str, Any], str, list[float]]] = [
+    ({"initial_scale_power": 8}, "xxx", [256, 128, 64]),  # hysteresis: the second overflow halves
+    ({"initial_scale_power": 8, "hysteresis": 1}, "xx.", [128, 64, 64]),
+    ({"initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 2}, ".x.....", [16, 8, 8, 8, 16, 16, 32]),
+    ({"initial_scale_power": 3, "hysteresis": 1, "min_loss_scale": 4.0}, "x", [4]),
+    ({"loss_scale": 32.0}, "xx.", [32, 32, 32]),  # a fixed one stays
+]
+
+
+def test_deepspeeds_scaler_moves_as_it_is_told() -> None:
+    found = run_ranks(scales, 1, [(fp16, steps) for fp16, steps, _ in SCALES])[0]
+    assert found == [expected for _, _, expected in SCALES]
 
 
 def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:

@@ -72,6 +72,19 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert again[0][0] == 0 and "nothing left to do" in again[0][1]
 
 
+@pytest.mark.more
+def test_train_alone_and_under_torchrun(files: list[str], tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    for name, launcher, keys in (("alone", [], ["train_micro_batch_size_per_gpu=4"]),
+                                 ("torchrun", torchrun, ["pipe_parallel_size=2"])):  # fmt: skip
+        places = [f"save={tmp_path / name}", f"load={tmp_path / name}"]
+        done = command(tmp_path, *launcher, "train.py", *files, "--set", *keys, *places)
+        assert done.returncode == 0, done.stderr
+    for key, count in (("train/lm_loss", 4), ("validation/lm_loss", 3)):
+        alone, together = ([row[key] for row in metric_rows(tmp_path / name, key)] for name in ("alone", "torchrun"))
+        assert len(alone) == count and together == pytest.approx(alone, rel=1e-5)
+
+
 def program(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run started by the script and by hand, with a configuration that is written to."""
     for way in ("script", "hand"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron.checkpointing.manifest import ParallelLayout
 from megatron.checkpointing.resharding import reshard
 from megatron.data import Batch
-from megatron.model import build_stage, freeze, init_stage, layer_params, trained_parameters
+from megatron.model import build_stage, freeze, init_stage, layer_params, lowest_trained, trained_parameters
 from megatron.model.init import initial_rows, stage_parameters
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -225,6 +225,21 @@ def test_flops_of_what_is_done() -> None:
 def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained_parameters(NeoXArgs.from_dict(config(NEOX, model, trainable=trainable, padded_vocab_size=384)))
+
+
+@pytest.mark.parametrize(
+    ("model", "trainable", "layer"),
+    [
+        (NEOX, {"last_layers": 2}, 4),
+        (NEOX, {"last_layers": 2, "head": True}, 0),  # a tied head is the embedding
+        (NEOX, {"last_layers": 2, "head": True, "embedding_gradient": False}, 4),
+        (NEOX | UNTIED, {"head": True}, 8),
+        (NEOX, {"head": True, "embedding_gradient": False}, 8),
+        (RPE, {"names": ["rpe"]}, 2),
+    ],
+)
+def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, Any], layer: int) -> None:
+    assert lowest_trained(NeoXArgs.from_dict(config(model, trainable=trainable, padded_vocab_size=384))) == layer
 
 
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:

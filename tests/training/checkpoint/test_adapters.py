@@ -41,7 +41,7 @@ def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-@pytest.mark.parametrize("then", with_more(["pp2", "zero3"], "pp2", product=["zero3"]))
+@pytest.mark.parametrize("then", with_more(["tp2", "pp2", "zero3"], "tp2", "pp2", product=["zero3"]))
 def test_on_another_layout(then: str, base: Path, through: Path, tmp_path: Path) -> None:
     """From one process to two ranks, and back."""
     as_stopped_at(3, through, tmp_path / "there")

@@ -75,6 +75,12 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "ep4 zero1, experts": ("ep4 zero1", EXPERTS | FP32),
     "pp2, experts": ("pp2", EXPERTS | BF16),
     "tp2 pp2, blocks differ": ("tp2 pp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "plain, deepspeed": ("plain", NEOX | DENSE | FP32 | DEEPSPEED),
+    "zero3, deepspeed": ("zero3", NEOX | DENSE | BF16 | DEEPSPEED),
+    "tp2, blocks differ": ("tp2", MIXED | BF16 | {"pos_emb": "rotary"}),
+    "tp2, deepspeed, states": ("tp2", STATES | DEEPSPEED),
+    "plain, experts": ("plain", EXPERTS | BF16),
+    "zero3, adapters, deepspeed": ("zero3", ADAPTERS | FP32 | DEEPSPEED | {"lora": DORA}),
     "tp2, adapters": ("tp2", ADAPTERS | FP32 | {"lora": LORA}),
     "zero1, adapters, deepspeed": ("zero1", ADAPTERS | FP32 | DEEPSPEED | {"lora": DORA}),
 }

@@ -194,12 +194,12 @@ def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_step
 
 
 def spoil(checkpoint: Path, name: str, *key: str) -> None:
-    """Put a NaN into one tensor, as other programs and earlier versions may have stored it."""
+    """Make the last number of one tensor NaN, as other programs and earlier versions may have stored it."""
 
     def change(state: Any) -> None:
         for part in key[:-1]:
             state = state[part]
-        state[key[-1]] = torch.full_like(state[key[-1]], math.nan)
+        state[key[-1]].view(-1)[-1] = math.nan
 
     change_file(checkpoint, name, change)
 

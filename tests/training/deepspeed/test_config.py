@@ -102,6 +102,7 @@ def test_refused(more: dict[str, Any], message: str) -> None:
 
 KEYS: list[tuple[dict[str, Any], float]] = [
     (PRESCALED, 1e-6),
+    (PREDIVIDED, 1e-6),
     (PREDIVIDED | zero(2, reduce_scatter=False), 1e-6),
     (PRESCALED | zero(3, reduce_scatter=False), 1e-6),
     ({"communication_data_type": "fp16"}, 2**-11),

@@ -3,6 +3,7 @@ reference."""
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,18 +17,18 @@ from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.evaluation import evaluate_objective
 from megatron.training.parallelize import parallelize
-from tests.marks import with_more
 from tests.model.runs import LLAMA, LR, SGD, Step, whole_weights
 from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import scores, step_loss
 from tests.pool import run_ranks
+from tests.training.runs import cells
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"model_parallel_size": 2}),
     "pp2": (2, {"pipe_parallel_size": 2}),
     "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (0, 2, 3)},
+    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
     "tp2 deepspeed": (2, {"model_parallel_size": 2, "engine": "deepspeed"}),
     "dp2 zero1 deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
     "dp2 zero3 deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
@@ -127,15 +128,16 @@ def assert_same(ranks: list[Run], expected: Run) -> None:
         torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=2e-5, msg=str(key))
 
 
-# One objective in all layouts by `make test`; both looks of all in one process, below.
-LOOKS = {"dpo": "packed", "kto": "padded", "sigmoid": "padded", "unpaired": "packed", "orpo": "packed"}
+# One objective in all layouts of two ranks by `make test`; both looks of all in one process, below.
+FIRST, SECOND = ("dpo", "packed"), ("kto", "padded")
+OTHERS = [cell for cell in product(OBJECTIVES, LOOK) if cell not in (FIRST, SECOND)]
 
 
-@pytest.mark.parametrize("name", with_more(LOOKS, "kto", product=["sigmoid", "unpaired", "orpo"]))
-def test_layouts_agree(name: str, single: dict[tuple[str, bool], Run]) -> None:
-    for size in (2,) if name == "dpo" else (2, 4):
-        cells = [(layout, name, LOOK[LOOKS[name]]) for world, layout in LAYOUTS.values() if world == size]
-        for ranks in zip(*run_ranks(run, size, cells), strict=True):
+@pytest.mark.parametrize(("name", "look"), cells([FIRST], [SECOND], OTHERS))
+def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]) -> None:
+    for size in (2,) if (name, look) == FIRST else (2, 4):
+        runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS.values() if world == size]
+        for ranks in zip(*run_ranks(run, size, runs), strict=True):
             assert_same(list(ranks), single[name, False])  # padded: packing changes nothing either
 
 
