@@ -160,7 +160,9 @@ def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset
         train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
 
 
-@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (17, 2, 4), (0, 2, 2), (1000, 2, 4)])
+@pytest.mark.parametrize(
+    ("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (17, 2, 4), (0, 2, 2), (1000, 2, 4)]
+)
 def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
     ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1

@@ -113,7 +113,7 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
 
 
 def test_no_gpu_is_touched(analyze, monkeypatch):
-    """The variable is emptied before the tokenizer's library, which may load torch, can look; CUDA never starts."""
+    """The variable is emptied before the tokenizer's library, which may load torch, can look."""
     seen, cuda, load = [], [], tool.load
 
     def looks(*words):
