@@ -136,7 +136,7 @@ def test_mistakes(tmp_path: Path):
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("tool", with_more(TOOLS, *(set(TOOLS) - ORDINARY)))
+@pytest.mark.parametrize("tool", with_more(TOOLS, product=set(TOOLS) - ORDINARY))
 def test_tools_beside_it_start(tool: str):
     """Python looks in a script's folder first, where this tool has the name of a standard module."""
     done = subprocess.run([sys.executable, FOLDER / tool, "--help"], capture_output=True, text=True, timeout=200)
