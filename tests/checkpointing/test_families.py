@@ -112,8 +112,13 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {
     "Qwen/Qwen2.5-0.5B": (494_032_768, sizes(
         "qwen2", 151936, 896, 24, 14, 2, 4864, 32768, rope_theta=1000000.0, tie_word_embeddings=True,
         use_sliding_window=False, sliding_window=32768, max_window_layers=24)),
+    "Qwen/Qwen2.5-7B": (7_615_616_512, sizes(
+        "qwen2", 152064, 3584, 28, 28, 4, 18944, 131072, rope_theta=1000000.0, use_sliding_window=False,
+        sliding_window=131072, max_window_layers=28)),
     "Qwen/Qwen3-0.6B": (596_049_920, sizes(
         "qwen3", 151936, 1024, 28, 16, 8, 3072, 40960, head_dim=128, rope_theta=1000000, tie_word_embeddings=True)),
+    "Qwen/Qwen3-8B": (8_190_735_360, sizes(
+        "qwen3", 151936, 4096, 36, 32, 8, 12288, 40960, head_dim=128, rope_theta=1000000)),
     "allenai/OLMo-1B-hf": (1_176_764_416, sizes("olmo", 50304, 2048, 16, 16, 16, 8192, 2048, tie_word_embeddings=True)),
     "allenai/OLMo-1.7-7B-hf": (6_888_095_744, sizes("olmo", 50304, 4096, 32, 32, 32, 11008, 4096, clip_qkv=8.0)),
     "allenai/OLMo-2-1124-7B": (7_298_617_344, sizes("olmo2", 100352, 4096, 32, 32, 32, 11008, 4096, rms_norm_eps=1e-6)),

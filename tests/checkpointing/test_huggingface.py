@@ -23,7 +23,7 @@ from megatron.checkpointing.huggingface.folder import write_weights
 from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.family_models import ODD, odd_model, random_model
+from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
 from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at, written
 from tests.marks import with_more
 from tests.model.stages import random_weights, small
@@ -72,20 +72,20 @@ def loaded(path: Path) -> Any:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("run", RUNS)
-def test_golden_checkpoints_become_folders_with_their_logits(run: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "step"), [*((run, 3) for run in RUNS), ("neox_pp2_mp2", 0), ("llama_pp1_mp1", 0)])
+def test_golden_checkpoints_become_folders_with_their_logits(run: str, step: int, tmp_path: Path) -> None:
     """Of GPT-NeoX's forward pass, from its training YAML as it is; and the tensors of its own converter."""
-    args, facts = load_checkpoint_args(checkpoint(run), [RUNS[run] / f"{run}.yml"])
+    args, facts = load_checkpoint_args(checkpoint(run, step), [RUNS[run] / f"{run}.yml"])
     assert facts.tensor_size == (2 if run == "neox_pp2_mp2" else 1)
     assert ("no pipeline" in facts.layout) == (run == "neox_pp0_mp1")
-    comparison = export_hf(checkpoint(run), args, tmp_path / "hf", tokenizer=False)
+    comparison = export_hf(checkpoint(run, step), args, tmp_path / "hf", tokenizer=False)
     base = LLAMA if run.startswith("llama") else NEOX
     tokens = torch.from_numpy(np.load(base / "fixed_input_2x65.npy").astype("int64"))[:, :-1]
     logits = loaded(tmp_path / "hf")(tokens).logits
-    difference = (logits - torch.from_numpy(np.load(RUNS[run] / "logits_step3.npy"))).abs().max().item()
+    difference = (logits - torch.from_numpy(np.load(RUNS[run] / f"logits_step{step}.npy"))).abs().max().item()
     print(f"{run}: {difference:.2e}; {comparison}")
     assert difference <= 1e-5
-    if (RUNS[run] / "hf_step3").exists():
+    if step == 3 and (RUNS[run] / "hf_step3").exists():
         theirs = tensors_of(RUNS[run] / "hf_step3")
         ours = tensors_of(tmp_path / "hf")
         assert ours.keys() == theirs.keys()
@@ -154,6 +154,12 @@ def test_what_experts_may_take_in_training_is_left_out_of_the_check(tmp_path: Pa
     trained = args.replace(moe_expert_capacity_factor=0.5, moe_router_type="sinkhorn")
     comparison = export_hf(made, trained, tmp_path / "back")
     assert comparison is not None and comparison.difference < 1e-5
+
+
+@pytest.mark.more
+def test_the_check_passes_on_each_class_of_configurations(tmp_path: Path) -> None:
+    for case in {kind: case for case, (kind, _) in CASES.items()}.values():
+        imported(model_folder(tmp_path / case, case), tmp_path / "ours" / case)
 
 
 @torch.no_grad()

@@ -93,8 +93,8 @@ def test_a_run_goes_on_anywhere_in_any_layout(micro: int, size: int, tmp_path: P
 
 @pytest.mark.parametrize(
     ("unit", "alpha", "sizes"),
-    [("documents", 1.0, (80, 30)), ("tokens", 1.0, (7074, 3197)), ("tokens", 0.5, (7074, 3197)),
-     ("bytes", 1.0, (14148, 6394))],
+    [("documents", 1.0, (80, 30)), ("documents", 0.0, (80, 30)), ("tokens", 1.0, (7074, 3197)),
+     ("tokens", 0.5, (7074, 3197)), ("bytes", 1.0, (14148, 6394))],
 )  # fmt: skip
 def test_weights_follow_sizes(unit: str, alpha: float, sizes: tuple[int, int], tmp_path: Path):
     args = make_blend(tmp_path, train_data_weights=None, weight_by=unit, weighted_sampler_alpha=alpha)

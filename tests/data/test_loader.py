@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from megatron.data.batch import collate, collate_samples
+from megatron.data.blending import BlendedDataset, build_blend
 from megatron.data.errors import DataError
 from megatron.data.index_maps import build_packed
 from megatron.data.indexed_dataset import IndexedDataset
@@ -70,8 +71,13 @@ def _flat(loader) -> list[tuple[list, list, int]]:
     return [(batch.tokens.tolist(), batch.labels.tolist(), batch.seed) for step in loader for batch in step]
 
 
-def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset):
+@pytest.mark.parametrize("blended", [False, True])
+def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, blended: bool):
+    if blended:
+        dataset = BlendedDataset("train", (dataset, dataset), build_blend([3, 1], 56))
     whole = _flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))
+    rows = [row for tokens, _, _ in whole for row in tokens]
+    assert rows == [dataset[i].tokens[:-1].tolist() for i in range(len(rows))] and len(rows) > 40
     for workers in (0, 2):
         rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
         assert _flat(rest) == whole[3 * 4 :]
@@ -154,7 +160,9 @@ def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset
         train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
 
 
-@pytest.mark.parametrize(("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (0, 2, 2), (1000, 2, 4)])
+@pytest.mark.parametrize(
+    ("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (17, 2, 4), (0, 2, 2), (1000, 2, 4)]
+)
 def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
     ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1

@@ -129,7 +129,8 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy
     assert killed.code == 0, log
     assert len(re.findall("restart 1 of 2 after rank 1 of 2 .*SIGKILL\n", log)) == 1
     assert re.search(r"going on from \S+/global_step10, iteration 10", log)
-    assert killed.losses() == healthy.losses()
+    assert killed.losses() == healthy.losses() and last_values(killed.log) == last_values(healthy.log)
+    assert bash(EXPERIMENT, killed.log) == (0, "sf_model_organisms/exp_1\n") and bash(CRASHED, killed.log)[0] == 1
     restarts = {row["iteration"]: row["runtime/restarts"] for row in killed.rows() if "runtime/restarts" in row}
     assert restarts == {step: int(step > 10) for step in range(1, STEPS + 1)}
     where = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]

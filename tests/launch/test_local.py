@@ -149,7 +149,7 @@ def test_the_rank_to_blame_is_shown_last(launch: Launch, tmp_path: Path, script:
 
 
 @pytest.mark.ends_processes
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_rank_that_was_ended_from_outside_is_the_cause(launch: Launch, number: signal.Signals) -> None:
     """As by a scheduler, or by hand, while the ranks still start: gloo's complaint is the other's."""
     script = f"""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.launch.environment import LaunchError
-from megatron.launch.nccl import Nccl, choose, own_nccl, preloaded, read_version, site_nccl
+from megatron.launch.nccl import Nccl, choose, main, own_nccl, preloaded, read_version, site_nccl
 
 OWN, SITE = "/venv/nvidia/nccl/lib/libnccl.so.2", "/opt/nccl/libnccl.so.2"
 
@@ -78,3 +78,14 @@ def test_torch_s_own_is_found_without_importing_torch(tmp_path, monkeypatch, ver
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     assert own_nccl() == (Nccl((2, 28, 9), file) if version else None)
+
+
+def test_the_command_takes_an_older_one_out_of_ld_preload(tmp_path, monkeypatch, capsys):
+    new, old = fake_torch(tmp_path / "site", "2.28.9"), library(tmp_path / "old" / "libnccl.so.2", "2.26.6")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("os.environ", {"LD_PRELOAD": f"/kept.so:{old}", "LD_LIBRARY_PATH": f"{tmp_path}/old"})
+    assert main() == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"export NCCL_LIBRARY={new}", f"export LD_PRELOAD={new}:/kept.so"]
+    assert all(fact in err for fact in (f"2.28.9, torch's own ({new})", f"2.26.6 of this machine ({old})", "left out"))

@@ -167,6 +167,11 @@ def test_it_stays_as_it_is(tmp_path, monkeypatch, capsys, env):
     assert capsys.readouterr().out == ""
 
 
+def test_a_run_that_starts_from_a_model_has_fewer(start, tmp_path):
+    _, log, calls = start("--set", f"load={tmp_path}", "finetune=true")
+    assert "--nodes=16" in calls[-1] and "16 nodes" in log
+
+
 def test_what_is_wrong_is_said_before_64_nodes_are_waited_for(start, tmp_path):
     code, log, calls = start("--set", "lr_decay_stile=constant")
     assert code == 1 and "pretrain_neox.sbatch: error: --set" in log and "lr_decay_style" in log and not calls

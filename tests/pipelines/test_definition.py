@@ -23,6 +23,7 @@ REFUSED = [
     ("stages: {a: [1]}", "expected a mapping"),
     ("stages: {a: {configs: [m.yml], start_from: b}}", "did you mean starts_from"),
     ("stages: {a: {configs: [m.yml], starts_from: b}}", "b is no earlier stage"),
+    ("stages: {a: {configs: [m.yml], starts_from: a}}", "a is no earlier stage"),
     ("stages: {a: {configs: [m.yml]}, a: {configs: [m.yml]}}", "already set"),
     ("stages: {a: {kind: data, outputs: [x]}}", "neither sources nor commands"),
     ("stages: {a: {kind: data, commands: [ls]}}", "says its outputs"),
@@ -137,8 +138,9 @@ def test_what_a_run_would_refuse_is_said_before_anything_runs(tmp_path, capsys):
     text = said("run", folder)
     assert re.search("sft: validation/lm_loss: .*eval_iters: 0", text) and re.search("sft: eval_tasks/piqa_acc: ", text)
     shutil.copy(write_small(folder) / "pipeline.yml", folder / "other.yml")
-    (folder / "pipeline_state.json").write_text('{"version": 1, "pipeline": "pipeline.yml", "stages": {}}')
+    (folder / "pipeline_state.json").write_text('{"version": 1, "file": "pipeline.yml", "stages": {}}')
     for words, fact in (
+        (("run", folder / "other.yml"), "pipeline.yml works here"),
         (("run", folder, "--only", "sft", "--from", "pretrain"), "--from"),
         (("resume", folder, "sft", "--from", "lora"), "one of them"),
         (("run", folder, "--set", "save=x"), "save"),

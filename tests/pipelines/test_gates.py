@@ -46,6 +46,8 @@ ABSOLUTE: list[tuple[dict[str, Any], Measurements, str]] = [
     ({"min": 1.001}, FALLING, F),
     ({"min": 0.5, "max": 1.5}, FALLING, P),
     ({"min": 0.1, "max": 0.5}, FALLING, F),
+    ({"min": 1.1, "max": 1.5}, FALLING, F),
+    ({"max": -1.0}, measured(-2.0), P),
     ({"max": 0}, measured(0), P),  # a count
     ({"max": 0}, measured(1), F),
     ({"max": 2.0}, measured(1.0, NAN), F),
@@ -76,6 +78,7 @@ WINDOWS: list[tuple[dict[str, Any], Measurements, str]] = [
     ({"window": 20, "max": 9.0}, measured(1.0, NAN, 1.0), F),
     ({"window": 10, "max": 9.0}, measured(1.0, NAN, 1.0), P),  # before the window
     ({"window": 20, "aggregate": "min", "max": 9.0}, measured(1.0, NAN, 1.0), F),
+    ({"window": 20, "aggregate": "max", "max": 9.0}, measured(1.0, NAN, 1.0), F),
     ({"window": 20, "max": 9.0}, measured(1.0, INF, 1.0), F),
     ({"window": 20, "max": 9.0}, Measurements((*rows(1.0, 1.0), {"iteration": 90})), M),  # not logged of late
     ({"metric": ACC, "window": 20, "min": 0.1}, measured(acc=0.5), M),  # a score has none
@@ -95,6 +98,7 @@ STDERR: list[tuple[dict[str, Any], Measurements, str]] = [
     ({"window": 20, "min": 1.01, "stderr_z": 1}, FALLING, F),
 ]
 REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] = [
+    ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.695), measured(acc=0.7), P),
     ({"metric": ACC, "max_drop": 0.01}, measured(acc=0.68), measured(acc=0.7), F),
     ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.7), measured(acc=0.7), P),
     ({"metric": ACC, "max_drop": 0.0}, measured(acc=0.9), measured(acc=0.7), P),  # better
@@ -112,6 +116,7 @@ REGRESSION: list[tuple[dict[str, Any], Measurements, Measurements | None, str]] 
     ({"max_rise": 0.5, "window": 20}, FALLING, measured(1.0, 1.0), P),
     ({"max_rise": 0.5, "window": 20}, FALLING, measured(9.0), M),  # the baseline's run is shorter
     ({"max": 2.0, "max_rise": 0.1}, FALLING, measured(0.5), F),  # one of two bounds
+    ({"max": 2.0, "max_rise": 0.1}, FALLING, None, M),
     ({"metric": ACC, "max_drop": 0.05, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),
      measured(acc=0.7, acc_stderr=0.04), P),  # 0.7 - 0.05 >= 0.65
     ({"metric": ACC, "max_drop": 0.049, "stderr_z": 1}, measured(acc=0.7, acc_stderr=0.03),

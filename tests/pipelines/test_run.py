@@ -100,6 +100,12 @@ def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     assert "init: would run (changed: seed null -> 5)" in dry
     given = pipeline("run", copied, "--dry-run", "--no-fp8", "--precision", "fp32", "--set", "weight_decay=0.1").stdout
     assert "would run" not in given, "what is the default anyway changes nothing"
+    next((copied / "checkpoints/pretrain_final").glob("global_step8/layer_02*")).unlink()
+    dry = pipeline("run", copied, "--dry-run").stdout
+    assert "init: unchanged" in dry and "pretrain: unchanged" not in dry
+    (copied / "data/raw/texts.jsonl").unlink()
+    (copied / "texts.jsonl").write_text('{"text": "other words"}\n')
+    assert "data: would run" in pipeline("run", copied, "--dry-run").stdout
 
 
 def test_a_gate_stops_what_comes_after(copied):
@@ -174,6 +180,27 @@ def test_gate_judges_again_and_moves_nothing(copied):
     unknown = pipeline("gate", copied, "stf")
     assert unknown.returncode == 1 and "data, init, pretrain, sft, lora" in unknown.stderr
     assert "has no gate in" in pipeline("gate", copied, "lora").stderr
+
+
+def test_a_baseline_that_has_moved(copied):
+    """What began from weights that have since been replaced would run again, and is judged beside the new."""
+    final = copied / "checkpoints/pretrain_final"
+    rows = (final / "metrics.jsonl").read_text().replace('"train/lm_loss": ', '"train/lm_loss": -')
+    (final / "metrics.jsonl").write_text(rows)
+    path = final.resolve() / next(final.glob("global_step*")).name / "manifest.json"
+    manifest = json.loads(path.read_text())
+    name = next(name for name in manifest["files"] if name.startswith("layer_"))
+    manifest["files"][name]["sha256"] = "0" * 64
+    path.unlink()  # not the file of the stage, to which it is a link
+    path.write_text(json.dumps(manifest))
+    done = pipeline("resume", copied, "sft", "--only", "--dry-run")
+    assert "would run" in done.stdout and "starts_from" in done.stdout
+    requirement = {"metric": "train/lm_loss", "max_rise": 99.0}
+    change_yaml(copied / "gates.yml", sft={"baseline": "pretrain", "require": [requirement]})
+    verdict = pipeline("gate", copied, "sft")
+    assert verdict.returncode == 0 and "(baseline -" in verdict.stdout
+    given = json.loads((copied / records(copied)["sft"]["verdict"]).read_text())
+    assert given["baseline"]["weights_sha256"] == finals(copied)["pretrain"]
 
 
 @pytest.mark.more

@@ -30,4 +30,5 @@ def test_right_answers_become_more(name: str, tmp_path: Path) -> None:
         own = {"rollout.num_generations": 8, "rollout.max_completion_length": 1}
         own |= {"reward_functions": [f"{folder / 'rewards.py'}:{function}"], **LEARNERS[name]}
         _, after[function] = learned(with_keys(write_task(folder, 3), LEARNS, own), folder / "run", is_right)
-    assert after["right"] > after["shuffled"] + 0.3, after
+    # Seen of grpo: 0.76 and 0.04
+    assert after["right"] > after["shuffled"] + (0.5 if name == "grpo" else 0.3), after

@@ -8,15 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
-from megatron.checkpointing.huggingface import load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, import_hf, load_checkpoint_args
 from megatron.checkpointing.layout import layer_file
 from megatron.model.weight_map import layer_params
 from tests.checkpointing.golden import RUNS, checkpoint
 from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
+from tests.live_bytes import LiveBytes
 from tests.tools.typed import refused
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
@@ -97,6 +99,20 @@ def test_the_batch_script(tmp_path: Path) -> None:
     env["SLURM_SUBMIT_DIR"] = str(tmp_path)
     done = subprocess.run([*script, "m"], env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "submit it from the root of the repository" in done.stderr
+
+
+def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path) -> None:
+    """Its check too; what an export holds beside mapped files, to the byte: by the product."""
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=192,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
+    layer = sum(4 * param.numel() for param in model.model.layers[0].parameters())
+    with LiveBytes() as live:
+        import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", save_tokenizer=False)
+    assert layer < live.peak < 6 * layer
 
 
 @pytest.mark.product

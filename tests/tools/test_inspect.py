@@ -15,9 +15,12 @@ import pytest
 from megatron.data import IndexedDataset
 from megatron.tokenizer import HFTokenizer
 from tests.data.samples import DATASET, TOKENIZER
+from tests.marks import with_more
 from tools.datasets import inspect_samples
 
 FOLDER = Path(__file__).parents[2] / "tools" / "datasets"
+TOOLS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
+ORDINARY = {"inspect.py", "convert.py", "preprocess_data_with_chat_template.py"}
 CHAT = DATASET / "chat_conversation_document"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
 # Reads, in the page, what a reader sees of every span
@@ -133,7 +136,7 @@ def test_mistakes(tmp_path: Path):
         assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("tool", ["inspect.py", "convert.py", "preprocess_data_with_chat_template.py"])
+@pytest.mark.parametrize("tool", with_more(TOOLS, product=set(TOOLS) - ORDINARY))
 def test_tools_beside_it_start(tool: str):
     """Python looks in a script's folder first, where this tool has the name of a standard module."""
     done = subprocess.run([sys.executable, FOLDER / tool, "--help"], capture_output=True, text=True, timeout=200)

@@ -124,8 +124,8 @@ def test_sentences_are_datatrove_s() -> None:
         (["gopher", "gopher-quality"], [], "twice"),
         (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
         (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
-        (["c4"], ["fineweb.new_line_ratio=1"], "c4"),
-        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], "value"),
+        (["c4"], ["fineweb.new_line_ratio=1"], "fineweb.*RULE .*c4"),
+        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], r"top_n_grams=\[2\]: .*value"),
     ],
 )
 def test_settings_that_are_none(names: list[str], settings: list[str], message: str) -> None:

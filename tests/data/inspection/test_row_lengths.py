@@ -10,10 +10,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron.data import DataError
 from megatron.data.inspection.row_lengths import suggested_length
 from tests.data.samples import DATASET
-from tools.datasets.analyze import main
+from tools.datasets import analyze as tool
 
 TOKENIZER = DATASET / "hf_tokenizer"
 
@@ -25,7 +24,7 @@ def analyze(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
     def run(*words: object) -> SimpleNamespace:
         code: object = 0
         try:
-            main(list(map(str, words)))
+            tool.main(list(map(str, words)))
         except SystemExit as end:
             code = end.code
         out, err = capsys.readouterr()
@@ -115,15 +114,17 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
 
 def test_no_gpu_is_touched(analyze, monkeypatch):
     """The variable is emptied before the tokenizer's library, which may load torch, can look."""
-    seen = []
+    seen, cuda, load = [], [], tool.load
 
-    def load(*words):
+    def looks(*words):
         seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
-        raise DataError("looked")
+        return load(*words)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    monkeypatch.setattr("tools.datasets.analyze.load", load)
-    assert "looked" in analyze(DATASET / "corpusA.jsonl", "--tokenizer", TOKENIZER).stderr and seen == [""]
+    monkeypatch.setattr(tool, "load", looks)
+    monkeypatch.setattr("torch.cuda._lazy_init", lambda: cuda.append("begun"))
+    assert "whole" in table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", TOKENIZER))
+    assert (seen, cuda) == ([""], [])
 
 
 def test_suggestions():

@@ -60,7 +60,7 @@ LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Te
 )
 def test_what_is_trained_of_a_row(row, options, expected):
     ((whole, trained),) = texts(row, **options)
-    assert trained == expected
+    assert trained == expected and whole.startswith(texts(ROW, template=options.get("template", CHATML))[0][0][:30])
     assert whole.endswith("<|endoftext|>") == (options.get("template") == PLAIN and "special" in options)
 
 

@@ -8,6 +8,7 @@ import select
 import signal
 import socket
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +98,15 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"serve_token_file": str(tmp_path / "token"), "serve_model_name": "ours"}
     with (
         serving(folder, **changes, serve_request_timeout_s=2, serve_body_timeout_s=3) as server,
-        socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])), timeout=300) as slow,
+        ExitStack() as opened,
     ):
         body = {"model": "ours", "prompt": "a", "max_tokens": 1}
         head = ["Host: a", "Content-Type: application/json", "Content-Length: 500", "Authorization: Bearer open-sesame"]
-        slow.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", *head, "", '{"model"']).encode())
-        assert server.get("/health")["status"] == "ok" and not select.select([slow], [], [], 0)[0], "none waits for it"
+        place = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        slow = [opened.enter_context(socket.create_connection(place, timeout=300)) for _ in range(20)]
+        for connection in slow:
+            connection.sendall("\r\n".join(["POST /v1/completions HTTP/1.1", *head, "", '{"model"']).encode())
+        assert server.get("/health")["status"] == "ok" and not select.select(slow, [], [], 0)[0], "none waits for them"
         for shown in ("", "Bearer open", "Bearer open-sesam\u00e9", "open-sesame", "Basic open-sesame"):
             status, reply, _ = server.post("/v1/completions", body, authorization=shown)
             assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
@@ -119,10 +123,11 @@ def test_a_token_is_asked_for(folder: Path, tmp_path: Path) -> None:
             with pytest.raises(openai.APIError, match="not done after 2 s"):
                 list(known.completions.create(**long, stream=True))
         assert server.idle()["running"] == 0
-        answer = http.client.HTTPResponse(slow)
-        answer.begin()
-        assert answer.status == 408 and "not there after 3 s" in json.loads(answer.read())["error"]["message"]
-        assert slow.recv(1) == b"", "closed"
+        for connection in slow:
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert answer.status == 408 and "not there after 3 s" in json.loads(answer.read())["error"]["message"]
+            assert connection.recv(1) == b"", "closed"
 
 
 def bound_socket(**values: object) -> Any:

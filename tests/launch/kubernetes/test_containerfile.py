@@ -75,8 +75,12 @@ def missing() -> str:
     return "" if done.returncode == 0 else f"root gives nobody else what it may read: {done.stderr.strip()[-300:]}"
 
 
-@pytest.mark.more
-def test_a_user_without_a_name_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "home",
+    [pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
+     pytest.param(False, id="no-home", marks=pytest.mark.product)],
+)  # fmt: skip
+def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:
     """With nothing to write to but what group 0 may: two ranks train, save and answer metrics_port."""
     if missing():
         pytest.skip(missing())
@@ -89,8 +93,9 @@ def test_a_user_without_a_name_trains(tmp_path: Path) -> None:
     )  # fmt: skip
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "--num_gpus", "2", "train.py", str(tmp_path / "tiny.yml")]
-    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables()}
-    environment["HOME"] = str(tmp_path / "home")
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if home:
+        environment |= {**variables(), "HOME": str(tmp_path / "home")}
     done = subprocess.run([*USER, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     save = tmp_path / "models" / "run"

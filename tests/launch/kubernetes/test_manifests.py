@@ -1,6 +1,10 @@
 """Rendered manifests against the schemas of those who read them, and what stands in them."""
 
+import copy
 import re
+from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,38 @@ def test_every_manifest_passes_the_schemas(site: Path) -> None:
     bodies = documents(site)
     assert {body["kind"] for body in bodies} >= set(CHECKS)
     assert {f"{b['kind']} {b['metadata']['name']}": complaints(b) for b in bodies if complaints(b)} == {}
+
+
+# Below these any name goes: labels, resources, variables.
+FREE = {"labels", "annotations", "data", "matchLabels", "limits", "requests", "nodeSelector"}
+
+
+def keys(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all keys that have a name of Kubernetes'."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, inner in inside:
+        if isinstance(name, str):
+            yield (*path, name)
+        if name not in FREE:
+            yield from keys(inner, (*path, name))
+
+
+def misspelt(document: dict[str, Any], path: tuple[Any, ...]) -> dict[str, Any]:
+    wrong = copy.deepcopy(document)
+    *above, name = path
+    target = reduce(getitem, above, wrong)
+    target[name + name[-1]] = target.pop(name)
+    return wrong
+
+
+@pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.more)])
+def test_typos_are_caught_by_the_schemas(every: int) -> None:
+    """In the first key of each name of a kind, or in some of these, of all kinds."""
+    bodies = documents(SITES[0])
+    places = {(body["kind"], path[-1]): (body, path) for body in reversed(bodies) for path in reversed([*keys(body)])}
+    chosen = sorted(places)[::every]
+    assert {kind for kind, _ in chosen} == set(CHECKS) and len(places) > 100
+    assert [place for place in chosen if not complaints(misspelt(*places[place]))] == []
 
 
 def of_kind(bodies: list[dict[str, Any]], kind: str, name: str = "") -> dict[str, Any]:

@@ -15,6 +15,9 @@ import yaml
 
 from megatron.launch.devices import free_port
 from megatron.launch.kubernetes import KINDS, as_yaml, pod_config, read_site, render
+from megatron.launch.start import _exit_code
+from megatron.launch.watch import Outcome
+from megatron.neox_arguments import NeoXArgs
 from tests.launch.runs import ROOT
 from tests.training.runs import ADAMW, LLAMA, config
 
@@ -237,6 +240,20 @@ def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alon
     assert sum(pods.restarts) >= 4, "the others ended too, instead of waiting for it"
     resumed = (save / "logs" / "rank_0.log").read_text()
     assert "loaded checkpoint" in resumed.lower() or "goes on" in resumed.lower(), resumed[-3000:]
+
+
+@pytest.mark.parametrize(
+    ("pod", "number", "status", "code"),
+    [(True, 15, "stopped", 143), (True, 15, "finished", 0), (True, 0, "stopped", 0), (False, 15, "stopped", 0)],
+)
+def test_the_exit_code_of_a_drained_pod(
+    pod: bool, number: int, status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PET_NODE_RANK", "PET_NNODES"):
+        monkeypatch.setenv(name, "1" if pod else "")
+    (tmp_path / "status.json").write_text(json.dumps({"status": status}))
+    args = NeoXArgs.from_dict(config(LLAMA, save=str(tmp_path), checkpoint_factor=1))
+    assert _exit_code(args, Outcome(0, signal=number)) == code
 
 
 @pytest.mark.product

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,14 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from megatron.neox_arguments import NeoXArgs
+from megatron.operations.hub.card import RunFacts, write_card
 from megatron.operations.hub.conversion import convert
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished, open_journal
 from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
+from megatron.operations.hub.scores import read_scores
 from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
 from tests.operations.hub.conftest import COMMAND, ROOT
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
+from tests.training.runs import LLAMA, config
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 MODEL, NEOX = "org/tiny-run", "org/neox-ckpt-tiny-run"
@@ -287,6 +292,21 @@ def assert_loads(folder: Path, checkpoint: Path) -> None:
     ours = next(iter(load_weights(checkpoint, args, layers=[0], tensor_rank=0, tensor_size=1)[0].values()))
     assert torch.equal(model.get_input_embeddings().weight, ours[: model.config.vocab_size])
     assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+
+
+def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_path: Path) -> None:
+    results = {"piqa": {"alias": "piqa", "acc,none": 0.75, "acc_stderr,none": 0.01, "em,strict": 0.5}}
+    (tmp_path / "results.json").write_text(json.dumps({"results": results}))
+    assert (scores := read_scores(tmp_path / "results.json")) == {"piqa_acc": 0.75, "piqa_em_strict": 0.5}
+    rows = [{"iteration": step, "eval_tasks/arc_acc": step / 8, "validation/lm_loss": step} for step in (1, 2, 3)]
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
+    write_card(tmp_path, RunFacts(2, NeoXArgs.from_dict(config(LLAMA)), rows=rows, scores=scores))
+    card = (tmp_path / "README.md").read_text()
+    shown = {"arc_acc": 0.25, "validation/lm_loss": 2, **scores}
+    assert re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:] == [
+        (name, f"{value:.6g}") for name, value in shown.items()
+    ]
+    assert "model-index:" in card and "license: mit" in card and "# Mine" in card
 
 
 @pytest.mark.product
