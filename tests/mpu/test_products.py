@@ -141,8 +141,7 @@ def test_output_and_input_gradient(dtype: torch.dtype, double_quant: bool) -> No
         out.backward(torch.ones_like(out))
         assert given.grad is not None
         results.append((out.detach(), given.grad))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*results)
     assert not torch.equal(results[0][0], torch.nn.functional.linear(x, weight))
 
 
