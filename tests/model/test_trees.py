@@ -59,7 +59,6 @@ LOSSES = ({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, {"orpo": 1.0}, {"simpo": 1.0
 
 
 def pairs(shared: bool) -> Batch:
-    """Two rows of pairs and padding."""
     documents, make = documents_of(PAIRS), shared_in_rows if shared else in_rows
     return make(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], 36 if shared else 48, [1.0] * len(documents) + [0.0] * 2)
 
@@ -158,7 +157,6 @@ SINKS = {**TABLE["sinks"], "attn_logit_softcapping": 2.0}
 )
 @flex_runs_on_a_cpu()
 def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool) -> None:
-    """Rows and packed rows, through the model."""
     outcomes = []
     for name in ("flex", "math"):
         args = small(**keys, attention_backend=name)

@@ -67,7 +67,6 @@ def head_of(
 
 @contextmanager
 def sizes(chunk: int, kept: int) -> Iterator[None]:
-    """Chunks of so many bytes, and logits of so many bytes kept."""
     with mock.patch("megatron.mpu.head.CHUNK_BYTES", chunk), mock.patch("megatron.mpu.head.KEPT_BYTES", kept):
         yield
 

@@ -65,7 +65,6 @@ class Layers(nn.Module):
 
 
 def _whole(trained: tuple[str, ...]) -> dict[str, Tensor]:
-    """Output and gradients on one process, by torch."""
     values = _values()
     for name, tensor in values.items():
         tensor.requires_grad_(name.rpartition(".")[2] in trained)
@@ -134,7 +133,6 @@ class Recorder(TorchDispatchMode):
 
 
 def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
-    """For the pool: every case on this rank."""
     groups = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
     library = torch.library.Library("symm_mem", "IMPL")  # torch's own twins of its kernels, which it has for CUDA alone
     library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")

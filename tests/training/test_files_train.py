@@ -74,7 +74,6 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """The file, as YAML."""
     path = folder / f"{name.replace('/', '_')}.yml"
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False))
     return path
@@ -90,8 +89,7 @@ _NUMBERS = (
 
 
 def kinds_of(files: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Names of files that differ in more than the overrides, names of runs, rates, intervals and sizes of
-    buffers."""
+    """Names of files that differ in more than overrides, names of runs and `_NUMBERS`."""
     alike: dict[str, str] = {}
     for name, values in files.items():
         alike.setdefault(json.dumps(_told_apart({**values, **small(values)}), sort_keys=True), name)
@@ -156,7 +154,6 @@ def test_what_is_not_here_is_refused_by_name(name: str, tmp_path: Path) -> None:
 
 
 def runs_of(folder: Path, names: Iterable[str], **more: Any) -> list[tuple[str, dict[str, Any]]]:
-    """Each file as it is written, and overrides that make it small."""
     paths = {name: written(folder, name, FILES[name]) for name in names}
     return [(str(path), {**small(FILES[name]), **line_needed(path), **more}) for name, path in paths.items()]
 

@@ -35,7 +35,6 @@ def over(base: Path, save: Path, *parts: dict[str, Any], **more: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters on it, six steps in one process."""
     save = tmp_path_factory.mktemp("through")
     run_ranks(run_to_end, 1, over(base, save))
     return save
