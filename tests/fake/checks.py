@@ -1,5 +1,4 @@
-"""What must be true of every case: clean steps, derived collectives, a construction that is no larger than
-its rank's part."""
+"""What must be true of every case: clean steps, derived collectives, a small construction."""
 
 from collections import Counter
 from typing import Any
@@ -68,8 +67,7 @@ def assert_compiled(seen: dict[str, Any], graphs: int | None = None) -> None:
 
 
 def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
-    """The collectives of every rank are the derived ones, and all ranks of a group run its own in the same
-    order."""
+    """Each rank's collectives are the derived ones, and all ranks of a group run its in one order."""
     by_group: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
     for case in cases:
         seen = fake_cuda.run(case)
@@ -89,8 +87,7 @@ def assert_construction(seen: dict[str, Any]) -> None:
 
 
 def assert_documents(seen: dict[str, Any], case: Case) -> None:
-    """The kernel for documents is told of less than twice as many as there are, and no longer ones than
-    there are."""
+    """The kernel is told of less than twice as many documents as there are, and no longer ones."""
     calls = len(seen["varlen"]) // len(case.documents)
     assert calls >= LAYERS
     for step, rows in enumerate(case.documents):

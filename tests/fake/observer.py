@@ -1,5 +1,4 @@
-"""What an observer sees of every operation: devices, collectives, memory, and what must not happen in a
-step."""
+"""What is seen of every operation: devices, collectives, memory, and what must not happen in a step."""
 
 import sys
 import weakref

@@ -1,5 +1,4 @@
-"""Running a case in a process that has loaded the shim: the run's own set-up, and a step as the engine takes
-it, as far as fake tensors go."""
+"""Running a case where the shim is loaded: the run's set-up, and a step as far as fake tensors go."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -120,7 +119,6 @@ def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer,
 
 
 def local_bytes(tensor: Tensor) -> int:
-    """Of this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.numel() * local.element_size()
 
@@ -132,7 +130,6 @@ def compiled() -> dict[str, int]:
 
 
 def calls_compiled() -> int:
-    """How many calls dynamo has put into graphs."""
     return torch._dynamo.utils.counters["stats"]["calls_captured"]
 
 
@@ -278,7 +275,6 @@ class ModelStep(EngineBase):
         clip_gradients([*cut, *whole], norm, 1.0)
 
     def received(self, batch: Batch) -> HiddenStates:
-        """The hidden states of the stage before."""
         rows, seq = batch.tokens.shape
         if self.args.sequence_parallel:
             seq //= self.groups.size("tensor")

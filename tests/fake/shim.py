@@ -53,8 +53,7 @@ def build() -> Path:
 
 
 def preload(library: Path) -> None:
-    """Load the library into this process. Raises RuntimeError where torch was imported before, which would
-    not see it."""
+    """Load the library. Raises RuntimeError where torch was imported before, which would not see it."""
     if "torch" in sys.modules:
         raise RuntimeError(f"{library} must be loaded before torch is imported")
     for path in (_torch_folder() / "lib" / "libc10.so", _torch_folder() / "lib" / "libtorch_cpu.so", library):

@@ -1,5 +1,4 @@
-"""Compiled blocks: one graph for all of a kind, without breaks, in which the same collectives run, and which
-serves for every step."""
+"""Compiled blocks: one graph without breaks for all of a kind and every step; the same collectives."""
 
 from typing import Any
 

@@ -19,16 +19,14 @@ DEEP, INNER = {"num_layers": 4}, 2
 
 
 def linears(tensor: int) -> list[tuple[int, int]]:
-    """(features out, in) of a block's linears on a tensor rank: queries, keys and values, their output, gate
-    and up projection, their output."""
+    """(features out, in) of a block's linears on a tensor rank: QKV, output, gate and up, down."""
     return [
         (3 * HIDDEN // tensor, HIDDEN), (HIDDEN, HIDDEN // tensor), (2 * FFN // tensor, HIDDEN), (HIDDEN, FFN // tensor)
     ]  # fmt: skip
 
 
 def derived(recipe: str, blocks: int, tensor: int = 1, wgrad: bool = True) -> Counter[tuple[Any, ...]]:
-    """Products of a step as the observer notes them: of each linear the output, which alone may sum fast,
-    and both gradients."""
+    """Products of a step: of each linear the output, which alone may sum fast, and both gradients."""
     gradient = "e4m3fn" if recipe in ("rowwise", "mxfp8") else "e5m2"
     counted: Counter[tuple[Any, ...]] = Counter()
     for out, into in linears(tensor):

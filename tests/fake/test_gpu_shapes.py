@@ -26,7 +26,6 @@ def step_of(*argv: str) -> dict[str, Any]:
 
 
 def starts(keys: dict[str, Any], mean: int) -> list[list[int]]:
-    """Of each row's documents, of this mean length."""
     rows, seq = keys["train_micro_batch_size_per_gpu"], keys["seq_length"]
     begins = np.random.default_rng(0).random((rows, seq)) < 1 / mean
     begins[:, 0] = True

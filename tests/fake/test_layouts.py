@@ -1,5 +1,4 @@
-"""Every layout, forwards and backwards, on fake CUDA: where tensors are, which collectives run, how many
-bytes."""
+"""Every layout, forwards and backwards, on fake CUDA: devices of tensors, collectives, bytes."""
 
 import random
 from collections import Counter
@@ -59,8 +58,7 @@ def test_collectives(name: str, fake_cuda: FakeCuda) -> None:
 
 
 def big_ranks() -> list[int]:
-    """The first, the last, one in the middle and two more of all ranks; each with its neighbour in the tensor
-    group."""
+    """The first, the last, one in the middle and two more; each with its neighbour in the tensor group."""
     chosen = [0, BIG_WORLD - 1, BIG_WORLD // 2, *random.Random(18).sample(range(BIG_WORLD), 2)]
     return sorted({rank for one in chosen for rank in (one, one ^ 1)})
 

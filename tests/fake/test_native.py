@@ -34,7 +34,6 @@ def native(stage: int, tensor: int = 1, micro_batches: int = 1, **more: Any) -> 
 
 
 def elements(tensor: int) -> tuple[int, int]:
-    """Parameters of a tensor rank: of the whole model, of a block."""
     block = (4 * HIDDEN**2 + 3 * HIDDEN * FFN) // tensor + 2 * HIDDEN
     return LAYERS * block + 2 * VOCAB * HIDDEN // tensor + HIDDEN, block
 

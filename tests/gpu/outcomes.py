@@ -30,8 +30,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Outcomes:
-    """What `--outcomes` does."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -71,7 +69,6 @@ class Outcomes:
 
 
 def _name(nodeid: str) -> str:
-    """Names of tests without the folder."""
     return nodeid.rpartition("/")[2]
 
 

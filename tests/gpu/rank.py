@@ -1,5 +1,4 @@
-"""One rank of `tests.gpu.runs.on_ranks`: `python -m tests.gpu.rank FILE` calls what FILE holds, and writes
-the result beside it."""
+"""One rank of `tests.gpu.runs.on_ranks`: calls what FILE holds, and writes the result beside it."""
 
 import os
 import pickle

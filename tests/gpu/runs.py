@@ -84,8 +84,7 @@ def assert_gradients(
 
 @contextmanager
 def run(values: Mapping[str, Any]) -> Iterator[Training]:
-    """A run up to its first step, on the native engine unless told otherwise or in fp16; gives back what it
-    holds."""
+    """A run up to its first step, native unless told otherwise or in fp16; gives back what it holds."""
     engine = "deepspeed" if values.get("precision") == "fp16" else "native"
     values = {"engine": engine, "distributed_backend": "nccl", **values}  # which is gloo where there is no GPU
     if values["engine"] == "deepspeed":

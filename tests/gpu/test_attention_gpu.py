@@ -26,7 +26,6 @@ BOUND = 2e-2
 
 @pytest.fixture
 def own_flash() -> Iterator[None]:
-    """Give torch its own flash attention back."""
     yield
     if current_flash_attention_impl() is not None:
         restore_flash_attention_impl()

@@ -32,7 +32,6 @@ def values_of(precision: str, save: Path) -> dict[str, Any]:
 
 
 def weights_after(values: dict[str, Any]) -> tuple[int, Weights]:
-    """Iteration and fp32 weights at the end of a run."""
     with run(values) as training:
         train(training)
         return training.progress.iteration, training.engine.weights(master=True)
@@ -49,8 +48,7 @@ def test_a_resumed_run_is_bit_equal(precision: str, tmp_path: Path, repeatable: 
 
 
 def read_again(rank: int, world: int, values: dict[str, Any]) -> tuple[str, int, Weights, Tensor]:
-    """On a rank: device, iteration, fp32 weights and log-probabilities of a run that goes on from its
-    checkpoint."""
+    """On a rank: device, iteration, fp32 weights and log-probabilities of a run from its checkpoint."""
     training = begin(values)
     logprobs = training.engine.token_logprobs([random_batch(training.engine.args, rows=4)])[0]
     device = training.groups.device.type

@@ -1,5 +1,4 @@
-"""Copies for checkpoints from a GPU: page-locked for CUDA too, their bytes, and a limit that leaves no error
-behind."""
+"""Copies for checkpoints from a GPU: page-locked for CUDA, their bytes, a limit without an error."""
 
 from pathlib import Path
 

@@ -1,5 +1,6 @@
 """Small models under the training engine, for tests on ranks of the pool."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -126,17 +127,20 @@ def sgd_steps(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list
     return results
 
 
-def whole_weights(args: NeoXArgs, parts: list[Step]) -> dict[tuple[int, str], Tensor]:
-    weights = {}
+def whole_weights(args: NeoXArgs, parts: Sequence[Any]) -> Weights:
+    """The ranks' `weights` put together by `tensor_rank`; copies (data ranks', a tied head's) are equal."""
+    weights: Weights = {}
     for layer, specs in layer_params(args).items():
+        weights[layer] = {}
         for spec in specs:
             by_rank: dict[int, Tensor] = {}
             for part in parts:
                 value = part.weights.get(layer, {}).get(spec.name)
                 if value is not None:
-                    # Also the last stage's copy of a tied embedding.
-                    assert torch.equal(by_rank.setdefault(part.tensor_rank, value), value), f"{spec.name}: copies"
-            weights[layer, spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
+                    held = by_rank.setdefault(part.tensor_rank, value)
+                    assert held.equal(value), f"copies of {layer}.{spec.name} differ"
+            if by_rank or not args.quantized:  # else it is held packed
+                weights[layer][spec.name] = unshard([by_rank[rank] for rank in sorted(by_rank)], spec)
     return weights
 
 
@@ -147,10 +151,11 @@ def assert_same_step(args: NeoXArgs, ours: list[Step], reference: Step) -> None:
         for logprobs, reference_logprobs in zip(part.logprobs, reference.logprobs, strict=True):
             torch.testing.assert_close(logprobs, reference_logprobs, rtol=1e-5, atol=2e-5)
     before, expected = random_weights(args), whole_weights(args, [reference])
-    for (layer, name), after in whole_weights(args, ours).items():
-        gradient = before[layer][name] - expected[layer, name]
-        difference = (after - expected[layer, name]).norm()
-        assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
-        # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
-        allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
-        assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"
+    for layer, tensors in whole_weights(args, ours).items():
+        for name, after in tensors.items():
+            gradient = before[layer][name] - expected[layer][name]
+            difference = (after - expected[layer][name]).norm()
+            assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
+            # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
+            allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
+            assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"

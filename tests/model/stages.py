@@ -1,5 +1,4 @@
-"""Small models for tests: a configuration, whole random weights, and stages of any layout that hold their
-part."""
+"""Small models: a configuration, whole random weights, and stages of any layout with their part."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -76,7 +75,6 @@ def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> 
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
-    """The groups of a layout, in an initialised process group."""
     data = world_size // (args.pp * args.tp)
     return build_groups(
         pipe=args.pp, data=data, tensor=args.tp, device=torch.device("cpu"), expert=args.expert_parallel_size

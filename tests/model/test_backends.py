@@ -1,5 +1,4 @@
-"""The table of attention backends: its names, and the layers that ask for one. A new one:
-tests/guide/test_recipes.py."""
+"""Attention backends: names, and layers that ask for one. A new one: tests/guide/test_recipes.py."""
 
 import inspect
 import re

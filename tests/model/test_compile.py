@@ -27,8 +27,7 @@ Found = tuple[Tensor, dict[tuple[int, str], Tensor], int]
 
 
 def prepare(backend: str) -> None:
-    """Compile with `backend`: aot_eager traces as inductor does, forward and backward, without 20 s of
-    g++."""
+    """Compile with `backend`: aot_eager traces as inductor does, without 20 s of g++."""
     real = nn.Module.compile
     nn.Module.compile = partialmethod(real, backend=backend)  # type: ignore[assignment]
 

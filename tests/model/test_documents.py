@@ -1,5 +1,4 @@
-"""Packed documents: boundaries and positions mean the same in every layout, and documents do not see each
-other."""
+"""Packed documents mean the same in every layout, and do not see each other."""
 
 from dataclasses import replace
 from functools import partial
@@ -100,8 +99,7 @@ LENGTHS = (5, 17, 2, 9, 6, 4, 8, 6, 3, 7)
 
 
 def laid_out(folder: Path, labelled: bool, pack_impl: str) -> Batch:
-    """All documents as a run reads them. They end with EOD; of labelled ones, the first third is masked, as a
-    prompt."""
+    """All documents as a run reads them, ended by EOD; the first third of labelled ones is masked."""
     random = np.random.default_rng(1)
     rows = [[*random.integers(1, 64, n - 1), 0] for n in LENGTHS]
     sets = []

@@ -25,8 +25,7 @@ def test_hidden_dropout_is_the_same_for_any_layout_of_whole_activations() -> Non
 
 
 def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
-    """What is dropped after the embedding, and attention over heads that have the same weights on every
-    rank."""
+    """What is dropped after the embedding, and attention whose weights are alike on every rank."""
     args = small(
         model_parallel_size=2, sequence_parallel=sequence, hidden_dropout=0.5, attention_dropout=0.5, num_layers=1
     )

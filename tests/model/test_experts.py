@@ -28,6 +28,10 @@ def moe_of(**changes: Any) -> MoE:
     return module.train()
 
 
+def router_of(**values: Any) -> Router:
+    return Router(moe_spec(small(**values), 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+
+
 def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
     """One expert of all tokens, by plain products."""
     experts, n = moe.experts.mlp, moe.experts.mlp.number
@@ -53,6 +57,26 @@ def test_a_token_is_the_sum_of_its_experts(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(routing.weights.sum(-1), torch.ones(16, 2))
 
 
+GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("choice", [GROUPS, {"moe_router_bias_update_rate": 0.1}, {"moe_router_type": "sinkhorn"}])
+def test_weights_are_scores_of_the_chosen(scores: str, choice: dict[str, Any]) -> None:
+    """However they were chosen."""
+    router = router_of(**{**SPEC, "moe_router_score_function": scores, **choice}).train()
+    generator = torch.Generator().manual_seed(0)
+    router.layer.weight.data = torch.randn(8, 32, generator=generator)
+    if router.expert_bias is not None:
+        router.expert_bias.data = torch.tensor([5.0, 0, 0, 0, 5.0, 0, 0, 0])  # above all scores
+    x = torch.randn(24, 2, 32, generator=generator)
+    logits = x @ router.layer.weight.T
+    expected = torch.sigmoid(logits) if scores == "sigmoid" else torch.softmax(logits, -1)
+    routing, _ = router(x, None, None)
+    assert not routing.experts.equal(logits.topk(2).indices), "the choice is not that of the highest scores"
+    torch.testing.assert_close(routing.weights, expected.gather(-1, routing.experts))
+
+
 def test_groups_of_products() -> None:
     """Sizes of groups may be anything, none too, and rows may be left over; gradients are autograd's."""
     generator = torch.Generator().manual_seed(0)
@@ -76,8 +100,7 @@ def test_groups_of_products() -> None:
 
 def test_groups_of_experts() -> None:
     """Tokens take experts of the groups whose two best sum to most, as DeepSeek-V3's."""
-    args = small(**SPEC, moe_router_num_groups=4, moe_router_group_topk=2)
-    router = Router(moe_spec(args, 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    router = router_of(**SPEC, moe_router_num_groups=4, moe_router_group_topk=2)
     scores = torch.rand(20, 1, 8, generator=torch.Generator().manual_seed(0))
     chosen = router._choose(scores, scores)
     for token, experts in zip(scores[:, 0], chosen[:, 0], strict=True):
@@ -99,7 +122,7 @@ def neox_sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
 def test_sinkhorn_is_that_of_gpt_neox(spread: float) -> None:
-    router = Router(moe_spec(small(moe_num_experts=8), 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    router = router_of(moe_num_experts=8)
     logits = spread * torch.randn(64, 4, 8, generator=torch.Generator().manual_seed(0))
     logits += torch.tensor([2.0, 0, 0, 0, 0, 0, 0, -2.0])
     ours = router._sinkhorn(logits).flatten(0, 1)
@@ -110,7 +133,7 @@ def test_sinkhorn_is_that_of_gpt_neox(spread: float) -> None:
 
 
 def test_sinkhorn_balances_without_padding() -> None:
-    router = Router(moe_spec(small(moe_num_experts=8), 0).router, ParallelGroups.single())  # type: ignore[union-attr]
+    router = router_of(moe_num_experts=8)
     logits = torch.randn(16, 2, 8, generator=torch.Generator().manual_seed(0))
     counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
     logits[~counted] = torch.arange(8.0)

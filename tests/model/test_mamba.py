@@ -162,8 +162,7 @@ def test_a_leak_between_documents_would_show() -> None:
 
 
 def long_logits(kind: str, precision: str, **keys: Any) -> Tensor:
-    """Of the last 1,024 tokens of 32,768, behind states that decay so slowly that all of these count; every
-    gradient is finite."""
+    """Of the last 1,024 of 32,768 tokens behind states that decay slowly; every gradient is finite."""
     length = 32768
     args = small(
         **_COMMON, hidden_size=8, num_layers=1, attention_config=[kind], seq_length=length, **keys,

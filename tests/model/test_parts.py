@@ -52,13 +52,6 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*PLAIN, *GATES])
-def test_activation(name: str) -> None:
-    args = small(activation=name)
-    assert args.is_gated == (name in GATES)
-    torch.testing.assert_close(ACTIVATIONS[activation_name(args)](X), (PLAIN | GATES)[name](X), rtol=1e-12, atol=1e-12)
-
-
 def test_fused_gelu_is_the_tanh_approximation() -> None:
     function = ACTIVATIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
     torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)

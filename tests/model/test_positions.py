@@ -15,7 +15,7 @@ from megatron.checkpointing.layout import layer_file
 from megatron.model import build_stage, init_stage
 from megatron.model.attention import AttentionInputs, AttentionOptions
 from megatron.model.init import stage_parameters
-from megatron.model.positions import RelativePositionBias, relative_bucket, sinusoidal_embedding
+from megatron.model.positions import RelativePositionBias, relative_bucket
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from tests.model.runs import RPE
@@ -25,13 +25,9 @@ from tests.model.test_attention import by_formula
 CPU = torch.device("cpu")
 
 
-def test_sinusoids_are_gptjs() -> None:
-    expected = create_sinusoidal_positions(40, 12)
-    torch.testing.assert_close(sinusoidal_embedding(torch.arange(40), 12), expected, rtol=0, atol=1e-6)
-
-
 @torch.no_grad()
 def test_sinusoids_are_added_to_embeddings() -> None:
+    """GPT-J's."""
     args = small(pos_emb="sinusoidal")
     weights, batch = random_weights(args), random_batch(args)
     expected = weights[0]["word_embeddings.weight"][batch.tokens] + create_sinusoidal_positions(16, 32)

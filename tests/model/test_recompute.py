@@ -74,7 +74,6 @@ def test_blocks_are_run_again_in_the_backward_pass(
 
 
 def trained(**changes: Any) -> dict[tuple[int, str], Tensor]:
-    """Gradients of a step."""
     args = small(num_layers=4, checkpoint_activations=True, **changes)
     stage = stage_with(args, random_weights(args)).train()
     logits = stage(None, random_batch(args))

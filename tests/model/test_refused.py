@@ -10,6 +10,7 @@ from tests.model.stages import small
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MAMBA2: dict[str, Any] = {"attention_config": ["mamba2", "flash"], "mamba_head_dim": 8}
+BOTH: dict[str, Any] = {**MAMBA2, "attention_config": ["mamba", "mamba2"], "mamba_num_heads": 8, "mamba_expand": 1}
 TP2: dict[str, Any] = {"model_parallel_size": 2}
 NEFTUNE: dict[str, Any] = {"neftune_noise_alpha": 7.0}
 # Keys, the one that the line begins with, and the facts it gives.
@@ -41,16 +42,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention_config": ["mamba2", "flash"]}, "mamba_num_groups", "8 .* 1 heads"),
     ({**MAMBA2, "mamba_num_groups": 1, **TP2}, "mamba_num_groups", "1 .*model_parallel_size 2"),
     (
-        {
-            "attention_config": ["mamba", "mamba2"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "hidden_size": 30,
-            "num_attention_heads": 4,
-            "mamba_expand": 1,
-            "model_parallel_size": 4,
-            "head_dim": 8,
-        },
+        {**BOTH, "hidden_size": 30, "head_dim": 8, "model_parallel_size": 4},
         "mamba_expand",
         "30 .*model_parallel_size 4",
     ),

@@ -61,7 +61,6 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def kinds(args: NeoXArgs) -> list[tuple[int | None, float | None]]:
-    """Window and rotary base of every block."""
     mixers = [block.mixer for block in block_specs(args)]
     return [(mixer.window, None if mixer.rotary is None else mixer.rotary.base) for mixer in mixers]
 

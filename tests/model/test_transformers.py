@@ -5,21 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    StableLmConfig,
-    StableLmForCausalLM,
-)
 
 from megatron.data import Batch
 from tests.model.stages import Weights, small, stage_with
@@ -95,11 +82,11 @@ def llama_weights(state: dict[str, Tensor], kv_heads: int, heads: int = 4) -> We
     "theirs, ours", {"gelu": "geglu", "relu": "reglu", "linear": "bilinear", "sigmoid": "glu"}.items()
 )
 def test_llama_with_other_gates(theirs: str, ours: str) -> None:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         **SIZES, intermediate_size=40, num_key_value_heads=2, tie_word_embeddings=False, hidden_act=theirs,
         mlp_bias=True, rms_norm_eps=1e-3,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     weights = llama_weights(randomised(model), 2)
     for tensors in weights.values():
         for name in [name for name in tensors if "norm" in name]:
@@ -116,11 +103,11 @@ def rotary(share: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kv_heads, rotary_pct", [(2, 0.25), (1, 0.5), (4, 0.25)])
 def test_stablelm_layernorm_partial_rotary_and_grouped_heads(kv_heads: int, rotary_pct: float) -> None:
-    config = StableLmConfig(
+    config = transformers.StableLmConfig(
         **SIZES, intermediate_size=40, num_key_value_heads=kv_heads, use_qkv_bias=True,
         rope_parameters=rotary(rotary_pct),
     )  # fmt: skip
-    model = StableLmForCausalLM(config)
+    model = transformers.StableLmForCausalLM(config)
     weights = llama_weights(randomised(model), kv_heads)
     for i in range(2):
         weights[i + 2]["attention.dense.bias"] = torch.zeros(32)
@@ -131,11 +118,11 @@ def test_stablelm_layernorm_partial_rotary_and_grouped_heads(kv_heads: int, rota
 
 
 def test_stablelm_one_norm_and_gated_mlp_without_bias() -> None:
-    config = StableLmConfig(
+    config = transformers.StableLmConfig(
         **SIZES, intermediate_size=40, num_key_value_heads=2, use_qkv_bias=False, use_parallel_residual=True,
         rope_parameters=rotary(0.25),
     )  # fmt: skip
-    model = StableLmForCausalLM(config)
+    model = transformers.StableLmForCausalLM(config)
     assert_equal_logits(
         model, llama_weights(randomised(model), 2), gpt_j_residual=True, gpt_j_tied=True, activation="swiglu",
         intermediate_size=40, num_kv_heads=2, no_weight_tying=True, rotary_pct=0.25, use_bias_in_mlp=False,
@@ -145,8 +132,10 @@ def test_stablelm_one_norm_and_gated_mlp_without_bias() -> None:
 
 @pytest.mark.parametrize("rotary_pct", [0.5, 1.0])
 def test_phi_one_norm_for_attention_and_mlp(rotary_pct: float) -> None:
-    config = PhiConfig(**SIZES, intermediate_size=48, hidden_act="gelu_new", rope_parameters=rotary(rotary_pct))
-    model = PhiForCausalLM(config)
+    config = transformers.PhiConfig(
+        **SIZES, intermediate_size=48, hidden_act="gelu_new", rope_parameters=rotary(rotary_pct)
+    )
+    model = transformers.PhiForCausalLM(config)
     state = randomised(model)
     state["lm_head.bias"].zero_()  # Phi's own addition
     names = {"input_layernorm": "input_layernorm", "self_attn.{}_proj": "attention.query_key_value"}
@@ -162,13 +151,12 @@ def test_phi_one_norm_for_attention_and_mlp(rotary_pct: float) -> None:
 
 @pytest.mark.parametrize("parallel", [True, False])
 def test_no_mlp_bias_keeps_attention(parallel: bool) -> None:
-    """GPT-NeoX drops the attention's output under gpt_j_residual without MLP biases, and crashes without a
-    gate."""
-    config = GPTNeoXConfig(
+    """GPT-NeoX drops attention under gpt_j_residual without MLP biases, and crashes without a gate."""
+    config = transformers.GPTNeoXConfig(
         **SIZES, intermediate_size=48, use_parallel_residual=parallel, tie_word_embeddings=False,
         rope_parameters=rotary(1.0),
     )  # fmt: skip
-    model = GPTNeoXForCausalLM(config)
+    model = transformers.GPTNeoXForCausalLM(config)
     state = randomised(model)
     for name, value in state.items():
         if "mlp" in name and name.endswith("bias"):
@@ -188,7 +176,9 @@ def test_no_mlp_bias_keeps_attention(parallel: bool) -> None:
 
 @pytest.mark.parametrize("heads", [4, 6])
 def test_bloom_alibi(heads: int) -> None:
-    model: Any = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=8 * heads, n_layer=2, n_head=heads))
+    model: Any = transformers.BloomForCausalLM(
+        transformers.BloomConfig(vocab_size=64, hidden_size=8 * heads, n_layer=2, n_head=heads)
+    )
     model.transformer.word_embeddings_layernorm = nn.Identity()  # BLOOM's own addition
     names = {
         "input_layernorm": "input_layernorm",
@@ -206,10 +196,10 @@ def test_bloom_alibi(heads: int) -> None:
 
 @pytest.mark.parametrize("offset", [0, 2, 3])
 def test_opt_learned_positions_behind_an_offset(offset: int) -> None:
-    config = OPTConfig(
+    config = transformers.OPTConfig(
         **SIZES, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=30, dropout=0.0,
     )  # fmt: skip
-    model: Any = OPTForCausalLM(config)
+    model: Any = transformers.OPTForCausalLM(config)
     model.model.decoder.embed_positions.offset = offset
     names = {
         "self_attn.{}_proj": "attention.query_key_value",

@@ -59,7 +59,6 @@ LOSSES = ({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, {"orpo": 1.0}, {"simpo": 1.0
 
 
 def pairs(shared: bool) -> Batch:
-    """Two rows of pairs and padding."""
     documents, make = documents_of(PAIRS), shared_in_rows if shared else in_rows
     return make(documents, [[4, 5, 0, 1], [6, 7, 2, 3]], 36 if shared else 48, [1.0] * len(documents) + [0.0] * 2)
 
@@ -90,8 +89,7 @@ def test_losses_and_gradients_of_prompts_that_stand_twice(model: str, losses: di
 
 @contextmanager
 def flex_runs_on_a_cpu() -> Iterator[None]:
-    """Let FlexAttention run unfused, with gradients: torch says that it has none on CPUs, but only its kernel
-    has none."""
+    """Let FlexAttention run unfused, with gradients, which only its kernel has none of on CPUs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Flex, "needs_gpu", False)
         patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
@@ -99,16 +97,11 @@ def flex_runs_on_a_cpu() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def flex_on_a_cpu() -> Iterator[None]:
-    with flex_runs_on_a_cpu():
-        yield
-
-
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("form", [None, "blocks"])
-def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: int, flex_on_a_cpu: None) -> None:
+@flex_runs_on_a_cpu()
+def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: int) -> None:
     """Outputs and gradients beside the formula over each text; numbers are in no order in the second row."""
     spec = attention_spec(small(sliding_window_width=window, num_kv_heads=kv_heads), 0)
     branch_ids, context_ids = (torch.stack([ids, 5 - ids]) for ids in (BRANCHES, CONTEXTS))
@@ -134,14 +127,14 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
     torch.testing.assert_close(actual, torch.autograd.grad(total, leaves), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["window"])
-def test_pairs_that_share_prompts_run_on_flex_attention(name: str, flex_on_a_cpu: None) -> None:
-    flex = {**MODELS[name], **PAIRED, "attention_backend": "flex"}
+@flex_runs_on_a_cpu()
+def test_pairs_that_share_prompts_run_on_flex_attention() -> None:
+    flex = {**MODELS["window"], **PAIRED, "attention_backend": "flex"}
     args = small(**flex, seq_length=36, max_position_embeddings=64)
     batch, stage = pairs(True), stage_with(args, random_weights(args))
     assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None
     (loss, _, grads), (expected, _, expected_grads) = (
-        step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS[name])
+        step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"])
     )
     torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
 
@@ -162,8 +155,8 @@ SINKS = {**TABLE["sinks"], "attn_logit_softcapping": 2.0}
         (SINKS, False),
     ],
 )
-def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool, flex_on_a_cpu: None) -> None:
-    """Rows and packed rows, through the model."""
+@flex_runs_on_a_cpu()
+def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool) -> None:
     outcomes = []
     for name in ("flex", "math"):
         args = small(**keys, attention_backend=name)
@@ -177,7 +170,8 @@ def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: b
     torch.testing.assert_close(*outcomes, rtol=rtol, atol=atol)
 
 
-def test_flex_attention_is_in_the_graph_of_a_block(flex_on_a_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@flex_runs_on_a_cpu()
+def test_flex_attention_is_in_the_graph_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients of blocks that are not compiled; other documents compile nothing anew."""
     compile_eagerly = partialmethod(nn.Module.compile, backend="aot_eager")  # no kernel of it has gradients on a CPU
     monkeypatch.setattr(nn.Module, "compile", compile_eagerly)

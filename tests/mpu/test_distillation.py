@@ -23,7 +23,6 @@ LOSSES = [(0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.7), (0.5, 1.0), (0.1, 1.5)
 
 
 def models() -> tuple[Case, Case]:
-    """A model, and a reference near it."""
     model, other = case(), case()
     random = torch.Generator().manual_seed(5)
     moved = (other.hidden + 0.3 * torch.randn(other.hidden.shape, generator=random), other.weight * 0.9)

@@ -1,5 +1,4 @@
-"""FP8 products by Transformer-Engine, which a stand-in with its signatures replaces, beside our own of the
-same recipes."""
+"""FP8 products by Transformer-Engine, of which there is a stand-in, beside our own recipes."""
 
 import math
 from collections.abc import Callable

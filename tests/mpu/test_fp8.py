@@ -1,5 +1,4 @@
-"""FP8 products beside their definition: every value of the formats enumerated, scales and products in
-fp64."""
+"""FP8 products beside their definition: every value enumerated, scales and products in fp64."""
 
 import math
 from collections.abc import Callable
@@ -65,13 +64,9 @@ def in_fp8(x: Tensor, dtype: torch.dtype, scale_of: Callable[..., Tensor], dim: 
     return nearest((x.float() * scale.float()).double(), dtype) / scale
 
 
-def single() -> ParallelGroups:
-    return ParallelGroups.single()
-
-
 def delayed(**more: Any) -> DelayedScaling:
     options: dict[str, Any] = {"length": 1, "algorithm": "most_recent", "margin": 0} | more
-    return DelayedScaling(single(), Formats(), True, **options)
+    return DelayedScaling(ParallelGroups.single(), Formats(), True, **options)
 
 
 HYBRID, E4M3_ONLY = Formats(), Formats(gradient=E4M3)
@@ -193,8 +188,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_is_seen(name: str, operands: tup
 def transformer_engine_update(
     history: list[float], scale: float, algorithm: str, largest: float, margin: int
 ) -> tuple[list[float], float]:
-    """`amax_and_scale_update` of Transformer-Engine (common/recipe/delayed_scaling.cu), for one tensor:
-    history[0] is this step's."""
+    """`amax_and_scale_update` of Transformer-Engine (delayed_scaling.cu); history[0]: this step's."""
     amax = history[0] if algorithm == "most_recent" else max(history)
     if math.isfinite(amax) and amax > 0:
         scale = largest * 2.0**-margin / amax
@@ -227,8 +221,7 @@ def test_scales_of_delayed_scaling_are_transformer_engine_s(algorithm: Any, leng
 
 
 def test_scales_are_those_of_earlier_steps(operands: tuple[Tensor, Tensor, Tensor]) -> None:
-    """A matrix that has grown saturates; passes without gradients, and what is not finite, change no
-    scale."""
+    """A grown matrix saturates; passes without gradients, and what is not finite, change no scale."""
     x, weight, grad = operands
     scaling = delayed()
     product = scaling.add("a")
@@ -278,8 +271,7 @@ def test_a_state_goes_on_bit_for_bit(operands: tuple[Tensor, Tensor, Tensor]) ->
 
 
 def test_scales_of_blocks_lie_as_cublas_reads_them() -> None:
-    """cuBLAS, "1D block scaling factors layout": tiles of 128 rows by 4 scales, one after another along a
-    row."""
+    """cuBLAS, "1D block scaling factors layout": tiles of 128 x 4 scales, one after another in a row."""
     rows, blocks = 200, 6
     scale = torch.arange(rows * blocks).remainder(250).to(torch.uint8).view(rows, blocks)
     flat = swizzled(scale).view(torch.uint8)
@@ -311,8 +303,7 @@ def cut(rank: int, world_size: int, operands: tuple[Tensor, Tensor, Tensor]) -> 
 
 
 def test_tensor_ranks_scale_their_own_parts(operands: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Without communication: what a rank multiplies has the scale of its part, and sums are those of the
-    parts."""
+    """Without communication: what a rank multiplies has its part's scale; sums are of the parts."""
     x, weight, grad = operands
     by_rank = run_ranks(cut, 2, operands)
     product = TensorwiseProduct(HYBRID)

@@ -1,5 +1,4 @@
-"""Loss and log-probabilities in chunks over a cut vocabulary against float64 formulas of all logits at
-once."""
+"""Loss and log-probabilities in chunks over a cut vocabulary, beside float64 formulas of all logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -44,8 +43,7 @@ class Case(NamedTuple):
 
 
 def case(dtype: torch.dtype = torch.float32) -> Case:
-    """Logits of size 4 with large offsets a row, which must cancel; labels of every part of the
-    vocabulary."""
+    """Logits of size 4 with large offsets a row, which must cancel; labels of the whole vocabulary."""
     generator = torch.Generator().manual_seed(3)
     hidden = torch.randn(SEQ, BATCH, HIDDEN, generator=generator)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator)
@@ -69,7 +67,6 @@ def head_of(
 
 @contextmanager
 def sizes(chunk: int, kept: int) -> Iterator[None]:
-    """Chunks of so many bytes, and logits of so many bytes kept."""
     with mock.patch("megatron.mpu.head.CHUNK_BYTES", chunk), mock.patch("megatron.mpu.head.KEPT_BYTES", kept):
         yield
 
@@ -185,8 +182,7 @@ KINDS: dict[str, Options] = {
 
 
 def assert_exact(ranks: list[Found], dtype: torch.dtype, options: Options) -> None:
-    """As near to the formula in float64 as torch's functions of all logits in this dtype, or nearer than
-    2e-6."""
+    """As near to the formula as torch's functions of all logits in this dtype, or nearer than 2e-6."""
     exact = formula(case(dtype), options)
     found, torchs = errors(ranks, exact), errors([formula(case(dtype), options, dtype)], exact)
     assert all(mine <= max(2e-6, 1.2 * other) for mine, other in zip(found, torchs, strict=True)), (found, torchs)
@@ -272,12 +268,7 @@ def test_compiled_kernels(backend: str) -> None:
     assert counter.frame_count == len(kernels)
 
 
-class Peaks(NamedTuple):
-    peak: int
-    largest: int  # elements of a tensor in fp32
-
-
-def peaks(tokens: int, vocab: int, function: Callable[[HeadInput, Case], Tensor]) -> Peaks:
+def peaks(tokens: int, vocab: int, function: Callable[[HeadInput, Case], Tensor]) -> LiveBytes:
     """Of forward and backward in bf16, with chunks of 1 MiB, slices of 2^16 logits and nothing kept."""
     hidden = torch.randn(tokens, 1, HIDDEN).bfloat16().requires_grad_()
     weight = torch.randn(vocab, HIDDEN).bfloat16().requires_grad_()
@@ -285,7 +276,7 @@ def peaks(tokens: int, vocab: int, function: Callable[[HeadInput, Case], Tensor]
     given = Case(hidden, weight, labels, torch.ones_like(labels), torch.empty(0))
     with sizes(2**20, 0), mock.patch("megatron.mpu.cross_entropy.CPU_SLICE", 2**16), LiveBytes() as live:
         function(head_of(hidden, weight), given).backward()
-    return Peaks(live.peak, live.largest)
+    return live
 
 
 @pytest.mark.parametrize("function", [summed_loss, summed_logprobs])

@@ -58,19 +58,17 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     part = SEQ // world_size
     local_slice = slice(rank * part, (rank + 1) * part)
-    cut_input = {"gather_from_sequence"}
-    cut_output = {"scatter_to_sequence"}
     results = {}
-    for name in ("copy_to_tensor", "reduce_from_tensor", *cut_input, *sorted(cut_output)):
+    for name in ("copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence"):
         # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
         x = _values("x", 0 if name == "scatter_to_sequence" else rank)
-        x = (x[local_slice] if name in cut_input else x).clone().requires_grad_()
+        x = (x[local_slice] if name == "gather_from_sequence" else x).clone().requires_grad_()
         mapping = getattr(mpu, name)
         # Inside a graph, as in a block: torch 2.11 drops what a compiled backward writes in place.
         inside = torch.compile(lambda x, f=mapping: f(2 * x, group) / 2, backend="aot_eager")
         y = inside(x) if compiled else mapping(x, group)
         grad = _values("grad", rank)
-        y.backward(grad[local_slice] if name in cut_output else grad)
+        y.backward(grad[local_slice] if name == "scatter_to_sequence" else grad)
         assert x.grad is not None
         results[name] = (y.detach(), x.grad)
     return results

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megatron.mpu import Linear, LinearSpec, build_groups, parallel_linear, row_parallel_sum
+from tests.mpu.test_products import Scaled
 from tests.pool import run_ranks
 
 SEQ, BATCH, HIDDEN, INNER = 8, 3, 10, 12
@@ -32,19 +33,6 @@ class Case(NamedTuple):
     other: bool = False
     pipelined: bool = False
     dtype: torch.dtype = torch.float32
-
-
-class InOtherOrder:
-    """The plain products, written otherwise."""
-
-    def output(self, x: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("...i,oi->...o", x, weight).contiguous()
-
-    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return torch.einsum("...o,oi->...i", grad, weight).contiguous()
-
-    def weight_gradient(self, grad: Tensor, x: Tensor) -> Tensor:
-        return torch.einsum("sbo,sbi->oi", grad, x).contiguous()
 
 
 def _random(seed: int, *shape: int) -> Tensor:
@@ -66,7 +54,7 @@ class Layers(nn.Module):
             spec = LinearSpec(in_, out, "column" if name in COLUMNS else "row", bias=True)
             layer = Linear(spec, groups, case.sequence)
             if case.other:
-                layer.product = InOtherOrder()
+                layer.product = Scaled(1.0)
             layer.async_tensor_parallel = case.pipelined
             setattr(self, name, layer)
 
@@ -77,7 +65,6 @@ class Layers(nn.Module):
 
 
 def _whole(trained: tuple[str, ...]) -> dict[str, Tensor]:
-    """Output and gradients on one process, by torch."""
     values = _values()
     for name, tensor in values.items():
         tensor.requires_grad_(name.rpartition(".")[2] in trained)
@@ -113,8 +100,7 @@ class Seen(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes collectives with the shape of the larger tensor, products with that of their result, and
-    "wait"."""
+    """Notes collectives with their larger tensor's shape, products with their result's, and "wait"."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +133,6 @@ class Recorder(TorchDispatchMode):
 
 
 def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
-    """For the pool: every case on this rank."""
     groups = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu"))
     library = torch.library.Library("symm_mem", "IMPL")  # torch's own twins of its kernels, which it has for CUDA alone
     library.impl("fused_all_gather_matmul", symmetric_memory._fused_all_gather_matmul_fallback, "CPU")

@@ -58,12 +58,9 @@ def test_gradient_goes_through_the_same_mask() -> None:
 
 def test_generator_returns_after_an_error() -> None:
     state = torch.get_rng_state()
-    try:
-        with fork_seed(3, CPU):
-            torch.rand(3)
-            raise RuntimeError
-    except RuntimeError:
-        pass
+    with pytest.raises(RuntimeError), fork_seed(3, CPU):
+        torch.rand(3)
+        raise RuntimeError
     assert torch.equal(torch.get_rng_state(), state)
 
 

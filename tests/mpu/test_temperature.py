@@ -1,5 +1,4 @@
-"""Logits divided by a temperature in 16 bits, and tokens that are chosen from them. Values and gradients in
-fp32 are of test_head.py's table."""
+"""Logits by a temperature in 16 bits, and tokens chosen from them. fp32: test_head.py's table."""
 
 import pytest
 import torch
@@ -20,8 +19,7 @@ RUNS: list[tuple[float, float | None, int | None]] = [
 
 
 def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
-    """Values and gradients differ from those of the same logits in fp32 by no more than without a
-    temperature."""
+    """They differ from the same logits in fp32 by no more than without a temperature."""
     given = case()
     hidden, weight = given.hidden.bfloat16(), given.weight.bfloat16()
     logits, found = (hidden @ weight.t()).double().requires_grad_(), list[float]()
@@ -47,32 +45,22 @@ def second(logits: Tensor) -> Tensor:
     return logits.topk(2).indices[:, 1]
 
 
-class Chosen:
-    """Keeps the logits that it was shown."""
-
-    def __init__(self) -> None:
-        self.logits = torch.empty(0)
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        self.logits = logits.clone()
-        return second(logits)
-
-
 def tokens_of(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     """For the pool: tokens, their log-probabilities and the logits that they were chosen from; of each the
     log-probability is what `token_logprobs` of all places has, to the bit."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     results = []
     for temperature, softcap, columns in RUNS:
-        given, choose = case(), Chosen()
+        given, shown = case(), list[Tensor]()
         weight = given.weight.chunk(world_size)[rank].contiguous()
         head = head_of(given.hidden, weight, softcap=softcap)
         with sizes(THREE_CHUNKS * 4 // world_size, 0):
+            choose = lambda logits, shown=shown: shown.append(logits.clone()) or second(logits)  # noqa: E731
             tokens, logprobs = choose_tokens(head, PLACES, choose, group, columns, temperature)
             labels = given.labels.flatten().index_copy(0, PLACES, tokens).view_as(given.labels)
             again = token_logprobs(head, labels, group, columns, temperature=temperature)
         assert torch.equal(again.flatten()[PLACES], logprobs)
-        results.append((tokens, logprobs, choose.logits))
+        results.append((tokens, logprobs, shown[-1]))
     return results
 
 

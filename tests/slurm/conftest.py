@@ -20,6 +20,7 @@ from tests.training.runs import ADAMW, LLAMA, config
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb", "sacct")
 NODES = ("n1", "n2")
+ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 
 _SLURM = """\
 ClusterName=test
@@ -92,6 +93,14 @@ def missing(accounting: bool = False) -> str:
 _PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 
 
+def wait_until(ready: Callable[[], bool], seconds: float, what: Callable[[], str]) -> None:
+    """Fails with what is said then."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.2)
+
+
 class Cluster:
     """Up from `start` to `stop`. accounting: whether sacct can be asked. environment: of its clients."""
 
@@ -150,11 +159,7 @@ class Cluster:
         return subprocess.run(command, env=self.environment, capture_output=True, timeout=60).returncode == 0
 
     def _wait(self, ready: Callable[[], bool], log: str) -> None:
-        deadline = time.monotonic() + 30
-        while not ready():
-            if time.monotonic() > deadline:
-                raise TimeoutError((self.folder / log).read_text())
-            time.sleep(0.1)
+        wait_until(ready, 30, (self.folder / log).read_text)
 
     def stop(self) -> None:
         subprocess.run(["scancel", "--full", "--user=root"], env=self.environment, capture_output=True)
@@ -206,8 +211,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 class Submitter:
-    """Submits from a copy of the repository."""
-
     def __init__(self, cluster: Cluster, clone: Path) -> None:
         self.cluster, self.clone = cluster, clone
         # The virtual nodes are one machine, whose resolver does not know their names.
@@ -229,10 +232,8 @@ class Submitter:
 
     def wait(self, job: str, until: Callable[[], bool] | None = None, name: str = "neox-training") -> str:
         """The log of a job when it has ended, or when `until` holds."""
-        deadline = time.monotonic() + WAIT_S
-        while not (until() if until else self.state(job) in ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")):
-            assert time.monotonic() < deadline, f"{self.state(job)}\n{self.log(job, name)}"
-            time.sleep(0.2)
+        ended = until or (lambda: self.state(job) in ENDED)
+        wait_until(ended, WAIT_S, lambda: f"{self.state(job)}\n{self.log(job, name)}")
         return self.log(job, name)
 
 
@@ -243,7 +244,6 @@ def slurm(cluster: Cluster, clone: Path) -> Submitter:
 
 @pytest.fixture(scope="session")
 def accounted(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Submitter]:
-    """Submits to a Slurm that keeps accounts."""
     if missing(accounting=True):
         pytest.skip(missing(accounting=True))
     made = Cluster(tmp_path_factory.mktemp("accounted"), accounting=True)

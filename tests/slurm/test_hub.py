@@ -2,7 +2,6 @@
 
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.pool import run_ranks
-from tests.slurm.conftest import Submitter
+from tests.slurm.conftest import ENDED, Submitter, wait_until
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
 pytestmark = pytest.mark.slurm
@@ -47,13 +46,6 @@ def publish(accounted: Submitter, hub: LoopbackHub, tmp_path: Path) -> Iterator[
     subprocess.run(["scancel", "--user=root"], env=accounted.cluster.environment, capture_output=True)
 
 
-def wait(until: Callable[[], bool], what: Callable[[], str]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not until():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
-
-
 def test_jobs_of_an_experiment_never_overlap_and_two_experiments_do(
     publish: Callable[[str], list[str]], accounted: Submitter, hub: LoopbackHub, tmp_path: Path
 ) -> None:
@@ -62,15 +54,14 @@ def test_jobs_of_an_experiment_never_overlap_and_two_experiments_do(
 
     hub.fail(".* /", "late", times=10**6)
     jobs = {experiment: publish(experiment) for experiment in ("one", "two")}
-    wait(lambda: len(hub.waiting) >= 2, logs)  # one of each asks the Hub
+    wait_until(lambda: len(hub.waiting) >= 2, WAIT_S, logs)  # one of each asks the Hub
     states = {experiment: [accounted.state(job) for job in numbers] for experiment, numbers in jobs.items()}
     assert states == {"one": ["RUNNING", "PENDING"], "two": ["RUNNING", "PENDING"]}
     queue = accounted.cluster.run("squeue", "--noheader", "--format=%j %r", "--states=PENDING").splitlines()
     assert sorted(queue) == ["convert_one Dependency", "convert_two Dependency"]
     hub.released.set()
     every = [job for numbers in jobs.values() for job in numbers]
-    ended = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
-    wait(lambda: all(accounted.state(job) in ended for job in every), logs)
+    wait_until(lambda: all(accounted.state(job) in ENDED for job in every), WAIT_S, logs)
     assert [accounted.state(job) for job in every] == ["COMPLETED"] * 4, logs()
     for experiment in jobs:
         repo = hub.repos[f"org/sfm-{experiment}"]

@@ -37,7 +37,6 @@ HARNESS = 'grep -E "Running evaluation harness" <log>'
 
 
 def jobs(slurm: Submitter, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """tools/jobs.py of the clone."""
     env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone)}
     how: Any = {"cwd": slurm.clone, "env": {**env, **variables}, "capture_output": True, "text": True, "timeout": 300}
     return subprocess.run([sys.executable, "tools/jobs.py", *words], **how)

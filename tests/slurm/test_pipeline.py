@@ -4,36 +4,34 @@ import re
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.pipelines.small import GATES, change_yaml, finals, pipeline, records, write_small, write_yaml
-from tests.slurm.conftest import WAIT_S, Submitter
+from tests.slurm.conftest import ENDED, WAIT_S, Submitter, wait_until
 
 pytestmark = pytest.mark.slurm
 OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")
 
 
 def in_cluster(slurm: Submitter, *words: object) -> "subprocess.CompletedProcess[str]":
-    """`deepy.py pipeline ...` on the login node."""
     env = {**slurm.cluster.environment, **slurm.variables, "PYTHONPATH": str(slurm.clone)}
     command = [sys.executable, "deepy.py", "pipeline", *map(str, words)]
     return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=120)
 
 
 def submitted(text: str) -> dict[str, str]:
-    """The jobs by stage, of what `run --slurm` said."""
     return dict(re.findall(r"pipeline: (\w+): job (\d+)", text))
 
 
 def wait_for(slurm: Submitter, jobs: dict[str, str], folder: Path, until: str = "") -> dict[str, str]:
     """The state of each job once none waits or runs, or `until` stands in the last log of them."""
-    ended = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"}
     deadline = time.monotonic() + 3 * WAIT_S
     while True:
         states = {stage: slurm.state(job) for stage, job in jobs.items()}
-        if set(states.values()) <= ended:
+        if set(states.values()) <= set(ENDED):
             return states
         logs = "\n".join(path.read_text() for path in sorted((folder / "logs").glob("*.out")))
         if until and re.search(until, logs):
@@ -83,11 +81,9 @@ def test_a_stage_that_is_told_to_save_goes_on_by_itself(slurm, tmp_path):
     assert pipeline("run", whole, "--to", "sft").returncode == 0
     told = in_cluster(slurm, "run", folder, "--to", "sft", "--slurm", "--", *OPTIONS)
     jobs = submitted(told.stderr)
-    deadline = time.monotonic() + WAIT_S
     log = folder / "logs/pretrain.log"
-    while not (log.is_file() and len(re.findall("iteration +[1-9]", log.read_text())) >= 3):
-        assert time.monotonic() < deadline, told.stderr
-        time.sleep(0.1)
+    seen = partial(re.findall, "iteration +[1-9]")
+    wait_until(lambda: log.is_file() and len(seen(log.read_text())) >= 3, WAIT_S, lambda: told.stderr)
     slurm.cluster.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])
     slurm.wait(jobs["pretrain"], lambda: "Restarts=1" in slurm.cluster.run("scontrol", "show", "job", jobs["pretrain"]))
     assert slurm.state(jobs["sft"]) == "PENDING"

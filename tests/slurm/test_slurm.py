@@ -155,7 +155,6 @@ export NEOX_MIDTRAINING='*_mid.yml'
 
 @pytest.fixture
 def site(slurm: Submitter, tmp_path: Path):
-    """A site of the clone; its logs by job."""
     (slurm.clone / "slurm/sites/two.sh").write_text(SITE.replace("FOLDER", str(tmp_path)))
 
     def log(job: str, name: str = "neox-training", folder: str = "logs") -> str:

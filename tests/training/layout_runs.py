@@ -1,5 +1,4 @@
-"""AdamW steps of an engine on random micro-batches, shared out over data ranks, and how they compare with
-those of one process."""
+"""AdamW steps on random micro-batches, shared out over data ranks, beside those of one process."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple

@@ -1,10 +1,9 @@
-"""Tiny runs on the real path, for tests: a configuration over golden data, trained on ranks of the worker
-pool."""
+"""Tiny runs on the real path: a configuration over golden data, trained on ranks of the pool."""
 
 import io
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,13 +13,12 @@ import torch
 from torch import Tensor
 
 from megatron.launch import process_info
-from megatron.model import layer_params
-from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training import Training, start, train
 from megatron.training.engine import Engine
 from megatron.training.loop import batches_of
 from megatron.training.unlearning import lr_scale
+from tests.model.runs import whole_weights
 from tests.pool import run_ranks
 
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
@@ -132,6 +130,14 @@ def begin(values: Mapping[str, Any], engine: type[Engine] | None = None) -> Trai
     return training
 
 
+def begun(configs: Iterable[Mapping[str, Any]]) -> Iterator[Training]:
+    """Runs up to their first step, one after another in this process."""
+    for values in configs:
+        training = begin(values)
+        yield training
+        training.engine.close()
+
+
 class Part(NamedTuple):
     """One rank's share of a Curve. rates: the learning rates of its steps."""
 
@@ -145,8 +151,7 @@ class Part(NamedTuple):
 def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
     """For the pool: several runs one after another in the same processes."""
     parts = []
-    for values in configs:
-        training = begin(values)
+    for training in begun(configs):
         batches, losses, norms, rates = batches_of(training), [], [], []
         for _ in range(steps):
             micro_batches = next(batches)
@@ -158,28 +163,12 @@ def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int
             norms.append(float(result.grad_norm))  # type: ignore[arg-type]
         weights = training.engine.weights(master=True)
         parts.append(Part(losses, norms, training.groups.rank("tensor"), weights, rates))
-        training.engine.close()
     return parts
 
 
 def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
-    """The ranks' parts put together."""
     args = NeoXArgs.from_dict({**values, "padded_vocab_size": 384})
-    weights: dict[int, dict[str, Tensor]] = {}
-    for layer, specs in layer_params(args).items():
-        weights[layer] = {}
-        for spec in specs:
-            by_rank: dict[int, Tensor] = {}
-            for part in parts:  # a tied embedding stands on two stages, everything on all data ranks
-                shard = part.weights.get(layer, {}).get(spec.name)
-                if shard is not None:
-                    assert by_rank.setdefault(part.tensor_rank, shard).equal(shard), (
-                        f"copies of {layer}.{spec.name} differ"
-                    )
-            if args.quantized and not by_rank:
-                continue  # held packed
-            weights[layer][spec.name] = unshard([by_rank[r] for r in sorted(by_rank)], spec)
-    return Curve(parts[0].losses, parts[0].norms, weights)
+    return Curve(parts[0].losses, parts[0].norms, whole_weights(args, parts))
 
 
 def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:

@@ -1,5 +1,4 @@
-"""Bytes of gradients and optimizer state beside adapters: counted allocation by allocation, and as
-benchmarks/adapter_bytes.py says."""
+"""Bytes of gradients and optimizer state beside adapters, counted and as in benchmarks/adapter_bytes.py."""
 
 import gc
 from typing import Any
@@ -12,7 +11,7 @@ from megatron.training.loop import batches_of
 from tests.live_bytes import LiveBytes
 from tests.pool import run_ranks
 from tests.recipes.readme import ROOT
-from tests.training.runs import ADAMW, LLAMA, begin, cells, config
+from tests.training.runs import ADAMW, LLAMA, begin, begun, cells, config
 
 MODEL = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "precision": "bfloat16"}
 METHODS: dict[str, dict[str, Any] | None] = {
@@ -73,12 +72,10 @@ def begin_args(given: dict[str, Any]) -> NeoXArgs:
 def tensors_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
     """For the pool: bytes of what the engine keeps after a step, by part."""
     found = []
-    for given in configs:
-        training = begin(given)
+    for training in begun(configs):
         training.engine.train_step(next(batches_of(training)), 1e-3)
         parts = training.engine.tensors()
         found.append({name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()})
-        training.engine.close()
     return found
 
 

@@ -1,5 +1,4 @@
-"""The loop asks nothing of an engine but its protocol: one of bare torch trains, stops, is saved and goes
-on."""
+"""The loop asks nothing of an engine but its protocol: one of bare torch trains, stops and goes on."""
 
 import json
 import math

@@ -22,9 +22,10 @@ from megatron.training.setup import build_engine
 from tests.checkpointing.family_models import ODD, collected, odd_model, on_disk
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout
 from tests.marks import with_more
+from tests.model.runs import whole_weights
 from tests.model.stages import Weights, groups_of
 from tests.pool import run_ranks
-from tests.training.layout_runs import Run, whole
+from tests.training.layout_runs import Run
 from tests.training.runs import GOLDEN
 
 STEPS, RATE, DECAY = 3, 1e-3, 0.1
@@ -131,7 +132,7 @@ def test_three_steps_are_those_of_transformers(layout: str) -> None:
     for case, (family, model, _, losses, weights), *parts in zip(cases, references, *ranks, strict=True):
         assert parts[0].losses == pytest.approx(losses, rel=1e-5), case
         args = args_of(model[0], ADAMW)
-        after = dict(to_hf(args, whole(args, parts).items(), family=family, vocab_size=VOCAB))
+        after = dict(to_hf(args, whole_weights(args, parts).items(), family=family, vocab_size=VOCAB))
         assert after.keys() == weights.keys(), case
         for name, value in weights.items():
             assert torch.allclose(after[name], value, atol=1e-5, rtol=1e-5), (case, name)
@@ -208,7 +209,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(layout: str) -> None:
         assert (args.moe_aux_loss_coeff, args.moe_aux_loss_scope) == (COEFFICIENT, "transformers")
         for found in steps:
             assert found.losses == pytest.approx(losses, abs=1e-5), family
-        ours = dict(to_hf(args, whole(args, steps).items(), family=family, vocab_size=VOCAB))
+        ours = dict(to_hf(args, whole_weights(args, steps).items(), family=family, vocab_size=VOCAB))
         assert ours.keys() == gradients.keys(), family
         for name, value in gradients.items():
             assert (ours[name] - value).abs().max() < 1e-5, (family, name)

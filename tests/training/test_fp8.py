@@ -169,8 +169,7 @@ def test_layouts_train_alike(recipe: str, layout: str, one_process: dict[str, li
 
 
 def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
-    """For the pool: loss and state of delayed scaling after three steps and a validation, of runs one after
-    another."""
+    """For the pool: of each run loss and state of delayed scaling after three steps and a validation."""
     found = []
     for given in configs:
         training = begin(given)

@@ -1,5 +1,4 @@
-"""Runs of the original system, repeated from its own checkpoints: same data order, same losses, same learning
-rates."""
+"""Runs of the original system from its own checkpoints: the same data order, losses and rates."""
 
 import json
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.training.runs import GOLDEN, TABLE, Part, begin, cells, curves
 
 
 def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
-    """The YAML of a golden run, on this machine's paths."""
     text = (GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/")
     values = yaml.safe_load(text)
     del values["save"]

@@ -186,7 +186,6 @@ def chats(folder: Path, trained: int) -> dict[str, Any]:
 
 
 def steps_of(layout: str, values: dict[str, Any], folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """What a run in a layout says, and its rows of metrics."""
     ranks, keys = TABLE[layout]
     more = {"save": str(folder), "checkpoint_factor": 100}
     return run_ranks(said, ranks, config(values, keys, more), True)[0], metric_rows(folder, "train/learning_rate")

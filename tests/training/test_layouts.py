@@ -56,7 +56,6 @@ MORE_CELLS = [
 
 
 def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
-    """One cell of the table as a configuration."""
     return config(
         MODELS[model], OPTIMIZERS[optimizer], layout,
         no_weight_tying=not tied, train_micro_batch_size_per_gpu=micro_batch,

@@ -37,7 +37,6 @@ OURS = {
 
 
 def torch_steps(params: dict[str, Tensor], loss_of: Callable[[], Tensor]) -> list[float]:
-    """Losses of steps by torch's AdamW."""
     optimizer, losses = torch.optim.AdamW(params.values(), lr=RATE, weight_decay=0.0), []
     for _ in range(STEPS):
         loss = loss_of()
@@ -126,7 +125,6 @@ def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[tuple[list[
 
 
 def assert_adapters(weights: Weights, params: dict[str, Tensor]) -> None:
-    """They are those of peft."""
     for layer, values in in_our_names(params).items():
         for name, value in values.items():
             torch.testing.assert_close(weights[layer][name], value.detach(), atol=2e-5, rtol=1e-4)

@@ -86,8 +86,7 @@ Kept = tuple[set[torch.dtype], list[float], torch.Tensor]
 
 
 def types_after_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Kept]:
-    """For the pool: a few steps in bf16; types of A_log and D where they are read, losses and norms, and
-    A_log."""
+    """For the pool: after steps in bf16 the types of A_log and D, losses and norms, and A_log."""
     found = []
     for keys in layouts:
         args = args_of({**MODELS["hybrid"], "precision": "bfloat16"}, keys, world_size)

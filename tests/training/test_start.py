@@ -30,8 +30,7 @@ HOST = socket.gethostname()
 
 
 def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """Run python with no g++, no ninja, nothing at all on the PATH; compiled extensions would land in
-    `folder`."""
+    """Run python with nothing on the PATH, no g++; compiled extensions would land in `folder`."""
     env = {k: v for k, v in os.environ.items() if k not in ("DS_ACCELERATOR", "CXX", "CC")}
     env |= {"PATH": str(folder / "empty"), "TORCH_EXTENSIONS_DIR": str(folder / "extensions"), "OMP_NUM_THREADS": "1"}
     return subprocess.run([sys.executable, *argv], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
@@ -113,7 +112,6 @@ def test_a_program_trains_with_what_it_wrote(tmp_path: Path) -> None:
 
 
 def write(file: Path, **more: Any) -> str:
-    """A configuration; its path."""
     logs = str(file.parent / "logs")
     values = config(LLAMA, num_layers=1, train_iters=1, save="run", checkpoint_factor=1, log_dir=logs, **more)
     file.write_text(yaml.safe_dump(values))

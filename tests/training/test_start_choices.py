@@ -19,13 +19,12 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import compile_blocks
 from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import choose_compile, resolve_compile
-from megatron.training.fp8 import use_fp8
-from megatron.training.precision_policy import choose_precision
 from megatron.training.transformer_engine import choose_te_backend, use_transformer_engine_norms
 from tests.model.stages import gradients, random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 from tests.training.runs import ADAMW, LLAMA, NEOX, config, curves, furthest, whole
+from tests.training.test_fp8 import products
 
 # -- compile
 
@@ -185,10 +184,8 @@ def _args(**more: Any) -> NeoXArgs:
 
 def _said(**more: Any) -> tuple[set[str], str]:
     """The classes of the products of a model, and the line about FP8."""
-    args, lines, groups = _args(**more), list[str](), ParallelGroups.single()
-    stage = build_stage(args, groups)
-    use_fp8(stage, choose_precision(args, CPU), args, groups, lines.append)
-    return {type(module.product).__name__ for module in stage.modules() if hasattr(module, "product")}, lines[0]
+    made, (line,) = products(**WIDE, **more)
+    return set(made.values()), line
 
 
 def test_auto_takes_the_package_for_delayed_scaling_where_it_works() -> None:

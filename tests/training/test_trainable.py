@@ -91,7 +91,6 @@ def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: st
 
 @pytest.fixture(scope="module")
 def references() -> dict[str, Curve]:
-    """Of torch."""
     return dict(zip(SETS, run_ranks(with_torch, 1)[0], strict=True))
 
 

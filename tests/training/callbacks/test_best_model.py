@@ -1,5 +1,4 @@
-"""The best model of a run: which it is, that it is the model of that step, that it stays, and what is
-refused."""
+"""The best model of a run: which it is, that it is that step's model and stays, and what is refused."""
 
 import json
 import re

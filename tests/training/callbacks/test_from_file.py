@@ -86,7 +86,6 @@ def arguments(folder: Path, *settings: str, part: dict[str, Any] | None = None) 
 
 
 def calls(folder: Path, rank: int = 0) -> list[list[Any]]:
-    """What the recorder of a rank has noted."""
     return json.loads((folder / f"calls_{rank}.json").read_text())
 
 

@@ -22,7 +22,7 @@ from megatron.training.metrics.memory_tracker import PARTS, MemoryTimeline, Memo
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import refusals
 from tests.training.preference.test_reference import FLY, PADDED, preferences
-from tests.training.runs import LAYOUTS, LLAMA, begin, config
+from tests.training.runs import LAYOUTS, LLAMA, begin, begun, config
 
 BF16 = {"precision": "bfloat16"}
 ROWS = 2 * 32  # tokens of a micro-batch
@@ -154,16 +154,13 @@ def peaks(rank: int, world_size: int, values: dict[str, Any], folder: Path) -> t
 
 
 def test_the_peak_is_what_the_profiler_says(tmp_path: Path) -> None:
-    """But for what kernels take within an operation, which it sees: less than one in a hundred here. "Other"
-    are the batches."""
+    """But for what kernels take within an operation, below a hundredth here. "Other" are the batches."""
     ((ours, theirs, same),) = run_ranks(peaks, 1, tiny(tmp_path), tmp_path)
     assert same, "a step under it is the same step"
     assert 0.99 * theirs <= ours <= theirs
 
 
 class Projection(OutputProjection):
-    """An output layer of three columns."""
-
     def __init__(self) -> None:
         super().__init__(ParallelGroups.single(), False)
         self.weight = nn.Parameter(torch.ones(3, 4))
@@ -232,9 +229,8 @@ def test_beside_compiled_code_nothing_is_hooked() -> None:
 def counted_steps(rank: int, world_size: int, configs: list[dict[str, Any]], failing: int) -> list[list[bool]]:
     """For the pool: of each run which steps were counted; the step `failing` of them fails."""
     found = []
-    for values in configs:
-        training, seen = begin(values), list[bool]()
-        forward = training.engine.train_step
+    for training in begun(configs):
+        seen, forward = list[bool](), training.engine.train_step
 
         def train_step(*given: Any, forward: Any = forward, seen: list[bool] = seen) -> Any:
             seen.append(_get_current_dispatch_mode() is not None)
@@ -245,7 +241,6 @@ def counted_steps(rank: int, world_size: int, configs: list[dict[str, Any]], fai
         training.engine.train_step = train_step  # type: ignore[method-assign]
         with suppress(RuntimeError) if failing else nullcontext():
             train(training)
-        training.engine.close()
         found.append([*seen, _get_current_dispatch_mode() is not None])
     return found
 

@@ -26,7 +26,7 @@ from megatron.training.metrics.run_metadata import PACKAGE, git_hash, metadata_l
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.preference.test_reference import FLY, PADDED, preferences
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, begun, config, run_to_end
 
 
 def profiler_of(**keys: Any) -> StepProfiler:
@@ -42,8 +42,7 @@ def annotated_steps(trace: Path) -> list[str]:
 
 
 def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any]) -> list[bool]:
-    """For the pool: whether each collective begun in the background was done when the trace ended; rank 1
-    comes late to them."""
+    """For the pool: whether each background collective was done as the trace ended; rank 1 comes late."""
     begun, done = list[dist.Work](), list[bool]()
     reduce, stop = dist.all_reduce, torch.profiler.profile.stop_trace
 
@@ -135,13 +134,11 @@ def test_git_hash(tmp_path: Path) -> None:
 def facts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For the pool: the facts of each model, one norm of it frozen."""
     found = []
-    for given in configs:
-        training = begin(given)
+    for training in begun(configs):
         for name, param in training.engine.stage.named_parameters():
             if "post_attention_layernorm.weight" in name:
                 param.requires_grad_(False)
         found.append(run_metadata(training.args, training.groups, training.engine.stage))
-        training.engine.close()
     return found
 
 
@@ -184,8 +181,7 @@ def test_metric_and_one_warning_with_the_cause(caplog: pytest.LogCaptureFixture)
 
 
 def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
-    """For the pool: how many graphs there are after the second step, after a validation, whose last batch is
-    smaller, and after another step."""
+    """For the pool: graphs after steps, after a validation whose last batch is smaller, after more steps."""
     from torch._dynamo.utils import counters
 
     torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits

@@ -35,7 +35,6 @@ def over(base: Path, save: Path, *parts: dict[str, Any], **more: Any) -> dict[st
 
 @pytest.fixture(scope="module")
 def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Adapters on it, six steps in one process."""
     save = tmp_path_factory.mktemp("through")
     run_ranks(run_to_end, 1, over(base, save))
     return save
@@ -46,6 +45,7 @@ def test_on_another_layout(then: str, base: Path, through: Path, tmp_path: Path)
     """From one process to two ranks, and back."""
     as_stopped_at(3, through, tmp_path / "there")
     ranks, layout = LAYOUTS[then]
+    layout = {**layout, "engine": "deepspeed"} if then == "pp2" else layout
     run_ranks(stop_after, ranks, over(base, tmp_path / "there", layout, checkpoint_factor=1), 5)
     run_ranks(run_to_end, 1, over(base, tmp_path / "there"))
     expected = losses(through)

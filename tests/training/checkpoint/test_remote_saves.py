@@ -211,8 +211,7 @@ def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_same_step_again(bucket: Bucket, tmp_path: Path) -> None:
-    """The one before it is what `latest` names until the new one is whole; with no bucket, any fsspec
-    store."""
+    """`latest` names the one before until the new one is whole; in a bucket and any fsspec store."""
     for url in (bucket.url, f"file://{tmp_path / 'store'}"):
         store = ObjectStore(url)
         for tag in ("global_step2", "global_step10"):

@@ -100,7 +100,6 @@ def test_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def differences(ours: dict[int, float], theirs: dict[int, float]) -> float:
-    """The largest one, relative."""
     return max(abs(loss - theirs[step]) / theirs[step] for step, loss in ours.items())
 
 
@@ -139,8 +138,7 @@ def test_files_are_the_same_from_any_zero_stage(first_steps: list[Path]) -> None
 
 
 def test_there_and_back_is_bit_equal(first_steps: list[Path], tmp_path: Path) -> None:
-    """Loaded at ZeRO 3 and saved again at once, the state is the one that a same-layout resume would have
-    had."""
+    """Loaded at ZeRO 3 and saved at once, the state is the one that a same-layout resume would have."""
     run_ranks(save_at_once, 2, values(tmp_path, "dp4", "neox", "fp32", **zero(3), load=str(first_steps[1].parent)))
     ours, theirs = states_of(tmp_path / "global_step1"), states_of(first_steps[1])
     assert ours.keys() == theirs.keys() and all(bit_equal(ours[key], theirs[key]) for key in theirs)
@@ -164,8 +162,7 @@ OLD = ["dp2 zero2", "one process", "dp4 zero3"]
 
 @pytest.mark.parametrize("layout", with_more(OLD, product=OLD[1:]))
 def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
-    """Earlier checkpoints, and those of 8-bit Adam: the layout that wrote them goes on, another is told why
-    not."""
+    """Earlier checkpoints, and those of 8-bit Adam: their layout goes on, another is told why not."""
     ranks, through, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"
     given = values(through, layout, "neox", "fp32", engine="deepspeed")
     run_ranks(old_run, ranks, given)

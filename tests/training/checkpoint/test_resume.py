@@ -1,5 +1,4 @@
-"""A run that stopped goes on bit for bit: saved at step 3, a new process, on to 6. Also what other tests of
-checkpoints share."""
+"""A stopped run goes on bit for bit, from step 3 to 6; and what other tests of checkpoints share."""
 
 import json
 import logging
@@ -158,6 +157,11 @@ def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained:
         except UserError as problem:
             messages.append(str(problem))
     return messages
+
+
+def refused(*configs: dict[str, Any]) -> list[str]:
+    """The same, of one process."""
+    return run_ranks(refusals, 1, list(configs))[0]
 
 
 def warnings_of(rank: int, world_size: int, values: dict[str, Any], fn: Any = run_to_end) -> list[str]:

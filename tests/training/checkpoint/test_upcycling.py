@@ -1,5 +1,4 @@
-"""A dense run becomes one with experts: the same first loss, the same bits, and what would not keep them is
-refused."""
+"""A dense run becomes one with experts: the same first loss and bits; else it is refused."""
 
 import shutil
 from pathlib import Path
@@ -41,7 +40,6 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A step of each model, but for the first at tensor 2."""
     folder = tmp_path_factory.mktemp("dense")
     models = {"llama": LLAMA, "neox": NEOX | TP2, "bf16": {**LLAMA, **TP2, "use_bias_in_mlp": True}}
     for name, model in models.items():

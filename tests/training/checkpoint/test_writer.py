@@ -24,9 +24,16 @@ from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.checkpoint.lock import lock_folder
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_forward_check import log_of
-from tests.training.checkpoint.test_resume import change_file, losses, metrics, refusals, stop_after, warnings_of
-from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, config, run_to_end
+from tests.training.checkpoint.test_resume import (
+    change_file,
+    losses,
+    metrics,
+    refusals,
+    refused,
+    stop_after,
+    warnings_of,
+)
+from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, config, run_to_end, said
 
 SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
 LAYERS = [f"layer_{i:02d}-model_00-model_states.pt" for i in (0, 2, 3, 5)]
@@ -41,16 +48,11 @@ def run(given: dict[str, Any], ranks: int = 1) -> Any:
     return run_ranks(run_to_end, ranks, given)[0][1]
 
 
-def refused(*configs: dict[str, Any]) -> list[str]:
-    return run_ranks(refusals, 1, list(configs))[0]
-
-
 def steps(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("global_step*"))
 
 
 def weights(step: Path) -> dict[Any, dict[str, Any]]:
-    """The files of weights by name."""
     return {path.name: load_tensors(path) for path in step.glob("layer_*")}
 
 
@@ -240,8 +242,7 @@ def test_one_run_at_a_time(trained: Path, tmp_path: Path) -> None:
 
 
 def lock_after_a_kill(rank: int, world_size: int, save: str) -> None:
-    """For the pool: a run takes the lock, starts a worker and is killed; another takes the lock while the
-    worker lives."""
+    """For the pool: a run with the lock and a worker is killed; another takes the lock while that lives."""
     (ready, tell), (over, end) = os.pipe(), os.pipe()
     run = os.fork()
     if run == 0:
@@ -288,14 +289,13 @@ def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
 
 
 def test_changed_keys_are_listed(trained: Path, tmp_path: Path) -> None:
-    lines = run_ranks(log_of, 1, values(tmp_path, train_iters=6, weight_decay=0.2))[0]
+    lines = run_ranks(said, 1, values(tmp_path, train_iters=6, weight_decay=0.2))[0].splitlines()
     (line,) = [line for line in lines if line.startswith("keys changed")]
     assert "train_iters was 4, is 6" in line and "weight_decay was 0.1, is 0.2" in line
 
 
 def test_ephemeral_and_best(tmp_path: Path) -> None:
-    """Every second one stands until the next; the best by validation loss outlasts
-    `keep_last_n_checkpoints`."""
+    """Every second one stands until the next; the best outlasts `keep_last_n_checkpoints`."""
     common = {"checkpoint_factor": 4, "train_iters": 11, "lr_decay_iters": 12, "eval_iters": 1, "eval_interval": 4}
     run(values(tmp_path, **common, ephemeral_save_interval=2, keep_last_n_checkpoints=2, extra_save_iters=[0]))
     assert steps(tmp_path / "run") == ["global_step11", "global_step8"]

@@ -1,5 +1,4 @@
-"""What DeepSpeed is told, what is refused before it, and that honoured keys leave the numbers of one
-process."""
+"""What DeepSpeed is told, what is refused before it, and that honoured keys change no numbers."""
 
 import io
 from contextlib import redirect_stdout

@@ -68,7 +68,6 @@ CASES = {
 
 
 def without(values: dict[str, Any]) -> dict[str, Any]:
-    """The same run with AdamW, nothing offloaded."""
     optimizer = {**values["optimizer"], "type": "AdamW"}
     return {**values, "optimizer": optimizer, "zero_optimization": {"stage": values["zero_optimization"]["stage"]}}
 

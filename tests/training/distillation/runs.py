@@ -1,5 +1,4 @@
-"""Tiny runs that learn from a teacher: one of another shape and family, trained for some steps, and students
-of two layers."""
+"""Tiny runs that learn from a teacher: a trained one of another shape and family; students."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def teacher_keys(**more: Any) -> dict[str, Any]:
-    """A run that trains a teacher."""
     return config(NEOX, num_layers=3, hidden_size=48, num_attention_heads=2, train_iters=6, seed=7, **{
         "max_position_embeddings": 64, "optimizer": {"type": "Adam", "params": {"lr": 2e-2}},
     }, **more)  # fmt: skip

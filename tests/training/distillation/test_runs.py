@@ -34,7 +34,6 @@ def alone(teacher: str) -> dict[str, Curve]:
 
 
 def assert_as_alone(cells: list[tuple[str, str]], ranks: int, teacher: str, alone: dict[str, Curve]) -> None:
-    """cells: layout and kind."""
     given = {cell: of_kind(cell[1], teacher, {**LAYOUTS, **OF_FOUR}[cell[0]]) for cell in cells}
     assert_alike(curves_of(given, STEPS, ranks), {cell: alone[cell[1]] for cell in cells})
 

@@ -1,5 +1,4 @@
-"""W&B and Comet: offline runs of the real libraries where they are installed, and what they are told, of
-stand-ins."""
+"""W&B and Comet: offline runs of the real libraries where they are installed; calls to stand-ins."""
 
 import json
 import sys

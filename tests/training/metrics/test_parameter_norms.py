@@ -79,8 +79,7 @@ def test_same_in_every_layout(ranks: int, one_process: list[dict[str, float]], t
 
 
 def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[str]:
-    """For the pool: two free steps, then three in which only the values of a logged step may be waited
-    for."""
+    """For the pool: two free steps, then three that may wait for the values of a logged step alone."""
     training = begin(values)
     batches, progress = batches_of(training), training.progress
     probes, gradients = build_probes(training)

@@ -1,5 +1,4 @@
-"""What data ranks send each other in a step, derived by hand from the model's shapes, and when: gradients
-leave while backward goes on."""
+"""What data ranks send in a step, derived by hand, and when: gradients leave during backward."""
 
 from collections import Counter
 from functools import partial
@@ -77,7 +76,6 @@ def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[
 
 
 def elements(tensor: int) -> dict[str, int]:
-    """Elements of the parameters that one of `tensor` ranks has."""
     head = HIDDEN // HEADS
     matrices = [(HEADS + 2 * KV_HEADS) * head * HIDDEN, HIDDEN * HIDDEN, 2 * FFN * HIDDEN, HIDDEN * FFN]
     block = sum(matrices) // tensor + 2 * HIDDEN  # both norms are whole
@@ -85,8 +83,7 @@ def elements(tensor: int) -> dict[str, int]:
 
 
 def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
-    """What a data rank takes part in, in order, over its data group and the world; bf16 weights, fp32
-    gradients."""
+    """What a data rank takes part in, in order, over data and world; bf16 weights, fp32 gradients."""
     size = elements(tensor)
     root = size["embedding"] + size["norm"] + size["head"]
     scalar = 4

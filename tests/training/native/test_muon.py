@@ -107,8 +107,7 @@ def slow(model: str, layout: dict[str, Any]) -> dict[str, Any]:
 
 
 def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Part]:
-    """For the pool: by model, weights of this rank's part after steps with the same gradients of the whole
-    model in any layout."""
+    """For the pool: by model, this rank's weights after steps with the same gradients in any layout."""
     results = {}
     for model in MODELS:
         training = begin(slow(model, layout))

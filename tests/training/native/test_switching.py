@@ -12,8 +12,8 @@ from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import losses
-from tests.training.native.in_turn import TIMEOUT, refusals, to_their_ends
+from tests.training.checkpoint.test_resume import losses, refusals
+from tests.training.native.in_turn import TIMEOUT, to_their_ends
 from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config
 
 STEPS = 5

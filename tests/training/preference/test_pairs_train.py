@@ -1,5 +1,4 @@
-"""Preferences from files to trained weights: what a run reads and logs, and that it goes on where it stopped.
-That it learns: test_rewards.py."""
+"""Preferences from files to weights: what a run reads and logs, and goes on. Learning: test_rewards.py."""
 
 from pathlib import Path
 from typing import Any

@@ -148,7 +148,6 @@ def test_only_new_rows_are_computed(tmp_path: Path) -> None:
 
 
 def counts(said: list[str]) -> list[tuple[int, ...]]:
-    """(computed, found) of each run."""
     matches = [re.search(r"(\d+) rows computed, (\d+) found", text) for text in said]
     return [tuple(map(int, match.groups())) for match in matches if match]
 
