@@ -10,6 +10,7 @@ import transformers
 from safetensors.torch import load
 from torch import Tensor
 
+from megatron.checkpointing.families import from_hf
 from tests.model.stages import Weights
 
 VOCAB, PADDED = 90, 96
@@ -140,27 +141,20 @@ _WIDE = {"head_dim": 10}
 ODD: dict[str, dict[str, Any]] = {
     "gpt_neox": {"num_key_value_heads": 6, "layer_norm_eps": 3e-4, "rotary_pct": 0.4},
     "gpt 2": {"num_key_value_heads": 6, "layer_norm_epsilon": 3e-4, "n_inner": 50},
-    "llama 3": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
-    "mistral": {**_WIDE, **_PLAIN_ROPE},
-    "qwen 2": {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True},
-    "qwen 3 windows": {**_WIDE, **_PLAIN_ROPE},
-    "smollm 3": _PLAIN_ROPE,
-    "olmo 1": {**_PLAIN_ROPE},
-    "olmo 2 GQA": {**_PLAIN_ROPE},
+    **dict.fromkeys(("llama 3", "apertus"), {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}}),
+    **dict.fromkeys(("mistral", "qwen 3 windows", "gemma 2", "granite"), {**_WIDE, **_PLAIN_ROPE}),
+    **dict.fromkeys(("qwen 2", "seed oss"), {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True}),
+    **dict.fromkeys(("smollm 3", "olmo 1", "olmo 2 GQA"), _PLAIN_ROPE),
     "olmo 3": {},
-    "gemma 2": {**_WIDE, **_PLAIN_ROPE},
     "gemma 3": {**_WIDE, "tie_word_embeddings": False},
     "phi 3 long": {"partial_rotary_factor": 0.75, "rope_parameters": {
         "rope_type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [1.0, 4.0], "rope_theta": 777.0,
         "partial_rotary_factor": 0.75}},
     "ministral 3": {**_WIDE, "rope_parameters": {**_YARN, "rope_theta": 777.0, "llama_4_scaling_beta": 0.3}},
-    "granite": {**_WIDE, **_PLAIN_ROPE},
     "glm 4": {"head_dim": 12, "rope_parameters": {
         "rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}},
     "cohere 2": {**_PLAIN_ROPE, "layer_norm_eps": 3e-4},
     "starcoder 2": {**_WIDE, **_PLAIN_ROPE, "norm_epsilon": 3e-4},
-    "apertus": {**_WIDE, "rope_parameters": {**_LLAMA3, "rope_theta": 777.0}},
-    "seed oss": {**_WIDE, **_PLAIN_ROPE, "tie_word_embeddings": True},
     "mixtral": {**_WIDE, **_PLAIN_ROPE, "num_local_experts": 6},
     "olmoe": {**_PLAIN_ROPE, "num_experts": 6},
     "qwen 2 moe": {**_PLAIN_ROPE, "num_experts": 6, "moe_intermediate_size": 22,
@@ -227,6 +221,13 @@ def on_disk(model: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
         model.save_pretrained(folder)
         config = json.loads((Path(folder) / "config.json").read_text())
         return config, load((Path(folder) / "model.safetensors").read_bytes())
+
+
+def ours_of(model: Any) -> tuple[dict[str, Any], Weights]:
+    """A model of transformers as keys of ours and whole weights, the vocabulary padded to `PADDED`."""
+    config, tensors = on_disk(model)
+    keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    return keys, collected(ours)
 
 
 def collected(tensors: Any) -> Weights:

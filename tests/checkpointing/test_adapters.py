@@ -71,8 +71,7 @@ for _family in OTHERS:
 
 @torch.no_grad()
 def trained(folder: Path, case: Case) -> Tensor:
-    """Write `folder/model`, and what peft saves of an adapter that was trained a little, `folder/peft`.
-    Returns peft's logits."""
+    """Write `folder/model`, and `folder/peft`: what peft saves of an adapter. Returns peft's logits."""
     random_model(case.family, **case.changes).save_pretrained(folder / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
     if case.tokens:

@@ -74,10 +74,7 @@ def test_experts_of_config_json_are_those_of_transformers() -> None:
 def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
     config = PUBLISHED["openai/gpt-oss-20b"][1]
     args = args_of(config)
-    assert (args.sliding_window_width, args.layer_types) == (127, ("sliding_attention", "full_attention") * 12)
-    assert args.rope_scaling is not None and args.rope_scaling["truncate"] is False
-    assert (args.moe_top_k, args.expert_ffn_size, args.activation) == (4, 2880, "swigluoai")
-    assert args.use_bias_in_attn_linear and args.norm_topk_prob and args.moe_aux_loss_coeff == 0.0
+    assert args.moe_aux_loss_coeff == 0.0
     written = hf_config(args)
     left_out = {"router_aux_loss_coef", "vocab_size", "rope_scaling"}  # transformers writes into the last one
     assert {n: written[n] for n in config.keys() - left_out} == {n: config[n] for n in config.keys() - left_out}

@@ -244,16 +244,6 @@ def test_two_last_layers_and_the_tied_head_of_smollm3() -> None:
     assert (trained, total, f"{trained / total:.2%}") == (418_914_304, 3_075_098_624, "13.62%")
 
 
-def test_gemma_270m_is_read_as_published() -> None:
-    args = args_of(PUBLISHED["google/gemma-3-270m"][1])
-    assert args.layer_types == (("sliding_attention",) * 5 + ("full_attention",)) * 3
-    assert (args.sliding_window_width, args.rope_local_base_freq, args.rotary_emb_base) == (511, 10000.0, 1000000)
-    assert args.embedding_multiplier == 640**0.5
-    assert args.head_dim == 256 != args.hidden_size // args.num_attention_heads
-    smol = args_of(PUBLISHED["HuggingFaceTB/SmolLM3-3B"][1])
-    assert smol.no_rope_layers == (1, 1, 1, 0) * 9 and not smol.no_weight_tying
-
-
 def test_tensors_are_read_one_by_one() -> None:
     config, hf_tensors = on_disk(random_model("llama 3"))
     asked: list[str] = []

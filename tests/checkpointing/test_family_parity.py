@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,9 @@ from tests.model.stages import random_weights
 BOUND = 1e-5  # absolute, of fp32 logits of order 1
 
 
-def imported(case: str) -> tuple[Model, Tensor]:
+def imported(case: str, **changes: Any) -> tuple[Model, Tensor]:
     """A transformers model as ours, and its logits."""
-    model = random_model(case)
+    model = random_model(case, **changes)
     config, tensors = on_disk(model)
     keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
     check_hf_tensors(config, keys, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, case)
@@ -32,8 +33,7 @@ def imported(case: str) -> tuple[Model, Tensor]:
 
 def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
     """A random model of ours, and the logits of the folder that plain transformers loads."""
-    model = random_model(case)
-    config, hf_tensors = on_disk(model)
+    config, hf_tensors = on_disk(random_model(case))
     keys, _ = from_hf(config, hf_tensors.__getitem__, padded_vocab_size=PADDED)
     args = NeoXArgs.from_dict(keys)
     weights = random_weights(args, seed=3)
@@ -91,12 +91,9 @@ def test_every_scaling_of_every_family_tied_and_untied(scaling: str) -> None:
         tied = (i + [*SCALINGS].index(scaling)) % 2 == 0  # each family and each scaling both ways
         rope = {**SCALINGS[scaling], "rope_theta": 3000.0}
         more = {"max_position_embeddings": 8 if scaling == "dynamic" else 32, "tie_word_embeddings": tied}
-        model = random_model(case, rope_parameters=rope, **more)
-        config, tensors = on_disk(model)
-        keys, ours = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
-        logits = logits_of({**keys, "max_position_embeddings": 32}, collected(ours), ParallelGroups.single())
-        with torch.no_grad():
-            difference = (logits[..., :VOCAB] - model(TOKENS).logits).abs().max()
+        (keys, weights), theirs = imported(case, rope_parameters=rope, **more)
+        logits = logits_of({**keys, "max_position_embeddings": 32}, weights, ParallelGroups.single())
+        difference = (logits[..., :VOCAB] - theirs).abs().max()
         assert difference <= BOUND and keys["no_weight_tying"] != tied, (case, tied, difference)
 
 

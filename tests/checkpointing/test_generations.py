@@ -36,6 +36,7 @@ from tests.checkpointing.golden import RUNS, assert_same, checkpoint, golden_arg
 from tests.checkpointing.test_names import LAYERS, old_rows
 from tests.checkpointing.test_te_names import OLMO3, TIED
 from tests.model.stages import random_weights, small, stage_with
+from tests.tools.typed import refused
 from tools.ckpts import merge
 from tools.ckpts import reshard as reshard_command
 
@@ -86,6 +87,7 @@ def test_llama_names_and_rows_are_those_of_its_converters(tmp_path: Path) -> Non
         assert ours.keys() == names.keys() and set(names.values()) == theirs.keys()
         assert all(torch.equal(ours[name], theirs[other]) for name, other in names.items())
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in ours.values())
+    assert_same(whole(path, golden_args(run)), whole(checkpoint(run), golden_args(run)))
     layout = describe_layout(path, golden_args(run))
     assert "(w1, w2, w3)" in layout and "as before #1315" in layout
 
@@ -194,22 +196,12 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
             write(args, naming)
 
 
-# -- the commands --------------------------------------------------------------------------------------------
-
-
-def refused(command: Any, *argv: str) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command.main([str(word) for word in argv])
-    assert isinstance(ended.value.code, str)
-    return ended.value.code
-
-
 def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """GPT-NeoX's pipe 2 x tensor 2 into one rank's files, and into one file as its own without a pipeline."""
     run, args = "neox_pp2_mp2", golden_args("neox_pp2_mp2")
     words = ["--input_dir", checkpoint(run), "--config_file", YML[run], "--output_dir"]
-    assert "w1, w2, w3" in refused(merge, *words, tmp_path / "no", "--no-optimizer", "--names", "llama")
-    assert "/proc/nothing: cannot be written" in refused(merge, *words, "/proc/nothing", "--no-optimizer")
+    assert "w1, w2, w3" in refused(merge.main, *words, tmp_path / "no", "--no-optimizer", "--names", "llama")
+    assert "/proc/nothing: cannot be written" in refused(merge.main, *words, "/proc/nothing", "--no-optimizer")
     assert not (tmp_path / "no").exists()
     merge.main([str(word) for word in (*words, tmp_path / "one", "--no-optimizer")])
     one = find_checkpoint(tmp_path / "one")
@@ -229,8 +221,8 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert manifest is not None and manifest.layout == to(1) and not manifest.optimizer
     again = ["--input_dir", str(alone), "--output_dir", str(tmp_path / "alone")]
     merge.main([*again, "--pp", "0"])  # there already
-    assert "is there already" in refused(merge, *again)  # other files
-    assert "is there already" in refused(merge, *again, "--pp", "0", "--names", "legacy")
+    assert "is there already" in refused(merge.main, *again)  # other files
+    assert "is there already" in refused(merge.main, *again, "--pp", "0", "--names", "legacy")
     merge.main(["--input_dir", str(alone), "--output_dir", str(tmp_path / "layers"), "--names", "legacy"])
     assert_same(whole(find_checkpoint(tmp_path / "layers"), args), whole(checkpoint(run), args))
 
@@ -254,5 +246,5 @@ def test_rows_by_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert_same(whole(new, args), whole(checkpoint(run), args))
     manifest = read_manifest(new)
     assert manifest is not None and manifest.config.get("compat_gqa_rows") is None
-    text = refused(reshard_command, "--input_dir", new, "--output_dir", tmp_path / "no", "--gqa-rows", "pre1315")
+    text = refused(reshard_command.main, "--input_dir", new, "--output_dir", tmp_path / "no", "--gqa-rows", "pre1315")
     assert "manifest.json" in text and "rows" in text

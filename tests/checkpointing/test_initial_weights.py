@@ -34,9 +34,8 @@ def test_the_same_as_a_run_begins_with(tmp_path, family, layout):
     path = write_initial_weights(args, None)
     run = {**values, "padded_vocab_size": args.padded_vocab_size, "save": str(tmp_path / "run"), "train_iters": 2}
     run_ranks(saved, 1 if layout == "plain" else 2, {**run, "checkpoint_factor": 1})
-    assert_same(
-        *(whole(folder, args.replace(model_parallel_size=1)) for folder in (path, tmp_path / "run/global_step0"))
-    )
+    alone = args.replace(model_parallel_size=1)
+    assert_same(whole(path, alone), whole(tmp_path / "run/global_step0", alone))
     manifest = read_manifest(path)
     assert manifest is not None and manifest.iteration == 0 and not manifest.optimizer and manifest.files
 

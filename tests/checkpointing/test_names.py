@@ -42,11 +42,6 @@ def legacy(state: State) -> State:
     return {**renamed(state, LEGACY), **(buffers if "attention.dense.weight" in state else {})}
 
 
-def wrapped(state: State) -> State:
-    """A norm inside a module, saying weight where NeoX says scale."""
-    return {n.replace("norm.scale", "norm.norm.weight"): t for n, t in state.items()}
-
-
 def old_rows(qkv: Tensor, heads: int = 4, kv_heads: int = 2, head_dim: int = 8) -> Tensor:
     """As GPT-NeoX's convert_raw_llama_weights_to_neox.py packs queries, keys and values beside w1, w2, w3."""
     q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim])
@@ -74,18 +69,6 @@ def test_layer_files_and_the_nested_layout_of_the_forks_converters(
     assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
     local = load_weights(tmp_path, args, layers=[2], tensor_rank=3, tensor_size=4)
     assert_same(local, load_weights(checkpoint(run), args, layers=[2], tensor_rank=3, tensor_size=4))
-
-
-def test_llama_w1_w2_w3_and_wrapped_norms(tmp_path: Path) -> None:
-    run, args = "llama_pp1_mp1", golden_args("llama_pp1_mp1")
-    for layer in LAYERS:
-        state = wrapped(raw_layer(run, layer))
-        if "mlp.linear1.weight" in state:
-            state["mlp.w3.weight"], state["mlp.w1.weight"] = state.pop("mlp.linear1.weight").clone().chunk(2)
-            state["mlp.w2.weight"] = state.pop("mlp.linear2.weight")
-            state["attention.query_key_value.weight"] = old_rows(state["attention.query_key_value.weight"])
-        save_tensors(state, tmp_path / layer_file(layer, 0))
-    assert_same(whole(tmp_path, args), whole(checkpoint(run), args))
 
 
 def test_two_names_of_one_tensor_are_refused(tmp_path: Path) -> None:

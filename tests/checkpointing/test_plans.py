@@ -8,25 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing.families import from_hf, hf_shapes
+from megatron.checkpointing.families import hf_shapes
 from megatron.checkpointing.huggingface import HFFolder, export_hf, export_plan, import_plan
 from megatron.checkpointing.huggingface.folder import _index, _plan, planned_sizes, write_weights
 from megatron.checkpointing.layout import layer_file
-from megatron.neox_arguments import NeoXArgs
+from tests.checkpointing.test_families import args_of, sizes
 from tests.checkpointing.test_huggingface import imported, model_folder
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
-LLAMA3_70B = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192,
-    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "torch_dtype": "bfloat16",
-}  # fmt: skip
+LLAMA3_70B = sizes("llama", 128256, 8192, 80, 64, 8, 28672, 8192, rope_theta=500000.0, torch_dtype="bfloat16")
 PARAMETERS = 70_553_706_496  # https://huggingface.co/meta-llama/Meta-Llama-3-70B
 
 
 @pytest.fixture(scope="module")
 def large() -> dict[str, tuple[int, ...]]:
-    return hf_shapes(NeoXArgs.from_dict(from_hf(LLAMA3_70B, lambda name: torch.empty(0))[0]))
+    return hf_shapes(args_of(LLAMA3_70B))
 
 
 def test_a_folder_of_70b_is_planned_without_its_weights(large: dict[str, tuple[int, ...]]) -> None:

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import canonical_config, from_hf, hf_config
+from megatron.checkpointing.families import canonical_config, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.manifest import check_model, model_keys, saved_model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.checkpointing.family_models import PADDED, VOCAB, collected, config_of, on_disk, random_model
+from tests.checkpointing.family_models import VOCAB, config_of, ours_of, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_of
 from tests.checkpointing.test_families import args_of
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
@@ -31,16 +31,6 @@ def config(case: str, **changes: Any) -> dict[str, Any]:
     return {**config_of(case).to_dict(), **changes}
 
 
-def logits_differ_by(case: str, **changes: Any) -> float:
-    """Of a model of transformers and of ours that is read from it."""
-    model = random_model(case, **changes)
-    written, tensors = on_disk(model)
-    keys, ours = from_hf(written, tensors.__getitem__, padded_vocab_size=PADDED)
-    logits = logits_of(keys, collected(ours), ParallelGroups.single())[..., :VOCAB]
-    with torch.no_grad():
-        return (logits - model(TOKENS, use_cache=False).logits).abs().max().item()
-
-
 @pytest.mark.parametrize(("case", "changes"), [
     ("mamba 2", {"n_groups": 1, "chunk_size": 7}),
     ("mamba 2", {"n_groups": 2, "chunk_size": 3, "time_step_limit": (0.0, float("inf"))}),
@@ -50,7 +40,10 @@ def logits_differ_by(case: str, **changes: Any) -> float:
     ("nemotron h", {"layers_block_type": [FULL, "mlp"]}),
 ])  # fmt: skip
 def test_groups_of_heads_and_hybrids_of_several_kinds(case: str, changes: dict[str, Any]) -> None:
-    assert logits_differ_by(case, **changes) < 1e-5
+    model = random_model(case, **changes)
+    logits = logits_of(*ours_of(model), ParallelGroups.single())[..., :VOCAB]
+    with torch.no_grad():
+        assert (logits - model(TOKENS, use_cache=False).logits).abs().max() < 1e-5
 
 
 def test_older_spellings_of_config_json() -> None:
@@ -206,9 +199,7 @@ def test_bits_of_a_checkpoint_in_16_bits(case: str, tmp_path: Path) -> None:
 
 def test_one_bias_of_experts_decides_the_choice() -> None:
     """The check of an import sees it: transformers has it as a buffer."""
-    written, tensors = on_disk(random_model("nemotron h"))
-    keys, ours = from_hf(written, tensors.__getitem__)
-    weights = collected(ours)
+    keys, weights = ours_of(random_model("nemotron h"))
     before = logits_of(keys, weights, ParallelGroups.single())
     weights[3]["mlp.router.expert_bias"][5] += 3.0
     assert (logits_of(keys, weights, ParallelGroups.single()) - before).abs().max() > 1e-3

@@ -18,8 +18,7 @@ def test_one_file_layout_equals_its_keys() -> None:
     raw = torch.load(checkpoint(run, 0) / "mp_rank_00_model_states.pt", weights_only=False)["module"]
     weights = whole(checkpoint(run, 0), golden_args(run))
     flat = {f"sequential.{n}.{name}": t for n, tensors in weights.items() for name, t in tensors.items()}
-    assert flat.keys() == raw.keys()
-    assert all(torch.equal(flat[k], raw[k]) for k in raw)
+    torch.testing.assert_close(flat, raw, rtol=0, atol=0)
 
 
 def test_tensor_rank_gets_its_file() -> None:

@@ -1,14 +1,9 @@
 """Evaluation on ranks of the worker pool, beside lm-eval's own `hf` backend on the same model and tasks."""
 
-import contextlib
 import io
 import json
 import logging
-import os
-import pty
 import sys
-import termios
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -132,37 +127,20 @@ def scores(
     return evaluate(model, loaded_tasks, QUIET)
 
 
-def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
-    """For the pool: eval.py as typed; exit code, stdout, stderr. Without a process group made before."""
-    import eval as script
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = script.main(argv)
-    sys.stdout.flush()
-    return code, out.getvalue(), err.getvalue()
-
-
 def on_terminal(rank: int, world_size: int, argv: Sequence[str]) -> list[str]:
     """For the pool: eval.py as typed at a terminal; the lines that are left standing there."""
     import eval as script
 
-    ours, theirs = pty.openpty()
-    termios.tcsetwinsize(theirs, (50, 120))
-    parts: list[bytes] = []
+    class Terminal(io.StringIO):
+        encoding = "utf-8"
 
-    def read() -> None:
-        with contextlib.suppress(OSError):  # the other end is closed
-            while part := os.read(ours, 4096):
-                parts.append(part)
+        def isatty(self) -> bool:
+            return True
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    with open(theirs, "w", buffering=1) as terminal, redirect_stdout(terminal), redirect_stderr(terminal):
+    terminal = Terminal()
+    with redirect_stdout(terminal), redirect_stderr(terminal):
         assert script.main(argv) == 0
-    reader.join(timeout=10)
-    os.close(ours)
-    return [_standing(line) for line in b"".join(parts).decode(errors="replace").replace("\r\n", "\n").split("\n")]
+    return [_standing(line) for line in terminal.getvalue().split("\n")]
 
 
 def _standing(line: str) -> str:

@@ -12,7 +12,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.evaluation.task_loading import SHIPPED
-from tests.evaluation.runs import command, lm_eval_command, make_model, make_tasks, on_terminal
+from tests.evaluation.runs import lm_eval_command, make_model, make_tasks, on_terminal
+from tests.generation.runs import command
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
@@ -26,7 +27,7 @@ def model(tmp_path_factory) -> str:
 
 
 def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, [str(part) for part in argv], init=False, timeout=600)[0]
+    return run_ranks(command, ranks, [str(part) for part in argv], "eval.py", init=False, timeout=600)[0]
 
 
 def assert_close_to_hf(output: str) -> None:
@@ -130,7 +131,7 @@ def test_bars_and_lines_do_not_glue_together(model, tmp_path):
     """Standard errors that are bootstrapped, and the hf backend, have bars of their own."""
     typed = ["--hf-model", model, "--eval_tasks", "shipped_cloze", "shipped_choice", "--eval_limit", "2",
              "--eval_output_dir", str(tmp_path), "--compare-hf"]  # fmt: skip
-    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=600)[0]
+    lines = run_ranks(on_terminal, 1, typed, init=False, timeout=600, env={"COLUMNS": "120"})[0]
     bars = [line for line in lines if "%|" in line]
     assert len(bars) == 1 and re.fullmatch(r"Running evaluation harness: 100%\|█+\| 10/10 \[[^]]*\]", bars[0]), lines
     assert not [line for line in lines if "bootstrapping" in line]
@@ -138,8 +139,7 @@ def test_bars_and_lines_do_not_glue_together(model, tmp_path):
 
 
 def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tuple[int, int]]:
-    """For the pool: (exit code, requests scored) of an evaluation interrupted, twice again, and of another
-    model."""
+    """For the pool: (code, requests scored) of an evaluation interrupted, twice again, of another model."""
     import eval as script
     from megatron.evaluation import language_model, model_operations
 

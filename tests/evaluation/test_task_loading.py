@@ -57,14 +57,6 @@ def test_own_tasks_by_name_pattern_group_and_file(own):
     assert asked.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
 
 
-def test_data_that_is_not_there_is_named(own, tmp_path):
-    text = (tmp_path.parent / own / "own_text.yaml").read_text()
-    (tmp_path / "gone.yaml").write_text(text.replace("own.jsonl", "gone.jsonl").replace("own_text", "gone"))
-    loaded_tasks = find("gone", "own_text", eval_include_path=[own, str(tmp_path)])
-    assert list(loaded_tasks.tasks) == ["own_text"], "the others can be had"
-    assert f"({own}/gone.jsonl)" in loaded_tasks.failures["gone"]
-
-
 @pytest.mark.parametrize("several", with_more([True, False], product=[False]))
 def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_path, monkeypatch):
     """One look through lm-eval's own tasks, which are thousands, or through some of its folders alone."""

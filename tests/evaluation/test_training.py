@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import io
 import json
 import logging
 import os
@@ -37,8 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def values_of(folder: Path, **more: Any) -> dict[str, Any]:
-    """Four steps with dropout, so that random numbers matter, evaluated before them and after every
-    second."""
+    """Four steps with dropout, so that random numbers matter, evaluated before and after every second."""
     return config(
         NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2, log_dir=str(folder / "logs"),
         eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder), train_batch_size=8, **more,
@@ -68,8 +68,7 @@ Rows = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
-    """By layout: metrics with evaluation and without, of runs whose weights were the same bits; each run
-    once."""
+    """By layout: metrics with evaluation and without, of runs whose weights were the same bits."""
     done: dict[str, tuple[Rows, Rows]] = {}
 
     def of(layout: str) -> tuple[Rows, Rows]:
@@ -136,24 +135,16 @@ def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
     assert max(tensors) == min(tensors), counts
 
 
-class Lines(logging.Handler):
-    """Adds each line of a log to a list."""
-
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__()
-        self.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-
-
 def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says, and what ended the run."""
-    training, log_lines = begin(values), list[str]()
-    training.logger.addHandler(Lines(log_lines))
+    training, log, ended = begin(values), io.StringIO(), []
+    training.logger.addHandler(logging.StreamHandler(log))
     try:
         train(training, [InTraining(training)])
     except ConfigError as problem:
-        log_lines.append(f"ended: {problem}")
+        ended.append(f"ended: {problem}")
     training.engine.close()
-    return log_lines
+    return log.getvalue().splitlines() + ended
 
 
 @pytest.mark.parametrize("policy", ["report", "stop"])
@@ -180,8 +171,7 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
 
 
 def refused(rank: int, world: int, values: dict[str, Any], changes: list[dict[str, Any]]) -> list[str]:
-    """For the pool: what is said of each change of keys when the callback is made; nothing where it can
-    be."""
+    """For the pool: what is said of each change of keys when the callback is made, if anything."""
     training, messages = begin(values), []
     for keys in changes:
         try:
@@ -212,9 +202,9 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     """For the pool: what the log says of a run that gets SIGTERM while it evaluates after its second step."""
     from megatron.evaluation import language_model, model_operations
 
-    training, log_lines, real, calls = begin(values), [], model_operations.score, []
+    training, log, real, calls = begin(values), io.StringIO(), model_operations.score, []
     language_model._FIRST_PART = 1
-    training.logger.addHandler(Lines(log_lines))
+    training.logger.addHandler(logging.StreamHandler(log))
 
     def scored(*given: Any, **options: Any) -> Any:
         calls.append(training.progress.iteration)
@@ -225,7 +215,7 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
     model_operations.score = scored
     train(training, [InTraining(training)])
     training.engine.close()
-    return [*log_lines, f"parts: {calls.count(0)} {calls.count(2)}"]
+    return [*log.getvalue().splitlines(), f"parts: {calls.count(0)} {calls.count(2)}"]
 
 
 def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):

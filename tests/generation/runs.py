@@ -1,11 +1,14 @@
 """Generation on ranks of the worker pool: models from golden checkpoints and from tiny runs."""
 
+import importlib
 import io
+import json
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,8 +59,7 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
 def greedy(
     rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]
 ) -> list[tuple[list[Completion], Tensor]]:
-    """For the pool: of each run, 32 tokens after the prompts `GIVEN` and the log-probabilities of the first
-    `[rows, vocab]`."""
+    """For the pool: of each run, 32 tokens after `GIVEN`, log-probabilities of the first `[rows, vocab]`."""
     outputs = []
     for run in runs:
         model = golden_model(run, changes)
@@ -69,14 +71,21 @@ def greedy(
     return outputs
 
 
-def answers(batcher: Batcher, requests: Sequence[Request]) -> list[list[Event]]:
-    """The events of each, added all at once."""
-    ids = [batcher.add(request) for request in requests]
-    events: dict[int, list[Event]] = {id: [] for id in ids}
-    while batcher.busy:
+def answers(batcher: Batcher, requests: Sequence[Request], late: Sequence[Request] = ()) -> list[list[Event]]:
+    """The events of each; the late ones come one by one while the first run."""
+    events: dict[int, list[Event]] = {}
+    ids, left = [batcher.add(request) for request in requests], list(late)
+    while batcher.busy or left:
         for event in batcher.step():
-            events[event.id].append(event)
+            events.setdefault(event.id, []).append(event)
+        if left:
+            ids.append(batcher.add(left.pop(0)))
     return [events[id] for id in ids]
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    """Of JSON."""
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def sampled(rank: int, world_size: int, run: str, changes: Mapping[str, Any]) -> list[GeneratedSample]:
@@ -92,22 +101,18 @@ def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -
     return complete(model, prompts([5, 11]), SamplingParams(1.0), maximum_tokens=count, seeds=[0, 1])
 
 
-def command(rank: int, world_size: int, argv: Sequence[str]) -> tuple[int, str, str]:
-    """For the pool: generate.py as typed; exit code, stdout, stderr. Without a process group made before."""
-    import generate
-
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = generate.main(argv)
-    sys.stdout.flush()
-    return code, out.getvalue(), err.getvalue()
-
-
-def conversation(rank: int, world_size: int, argv: Sequence[str], typed: str) -> tuple[int, str, str]:
-    """For the pool: `command` with a pipe as the standard input of rank 0."""
-    if rank == 0:
+def command(
+    rank: int, world_size: int, argv: Sequence[str], script: str = "generate.py", typed: str | None = None
+) -> tuple[int, str, str]:
+    """For the pool: a script as typed, without a process group made before; exit code, stdout, stderr. typed:
+    what a pipe, the standard input of rank 0, brings."""
+    if typed is not None and rank == 0:
         reader, writer = os.pipe()
         os.write(writer, typed.encode())
         os.close(writer)
         sys.stdin = open(reader)
-    return command(rank, world_size, argv)
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(argv)
+    sys.stdout.flush()
+    return code, out.getvalue(), err.getvalue()

@@ -1,6 +1,5 @@
 """generate.py as it is typed: prompts, JSON lines, refusals."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import pytest
 
 from megatron.tokenizer import HFTokenizer
 from tests.checkpointing.golden import RUNS
-from tests.generation.runs import TOKENIZER, command
+from tests.generation.runs import TOKENIZER, command, lines
 from tests.pool import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,16 +27,11 @@ sample_output_file: {folder}/samples.txt
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Configuration files in a folder, as people give them: a model as it was trained, and how to write
-    text."""
+    """Configuration files as people give them: a model as it was trained, and how to write text."""
     (tmp_path / "model.yml").write_text((RUN / "llama_pp1_mp1.yml").read_text())
     (tmp_path / "text_generation.yml").write_text(GENERATION.format(folder=tmp_path))
     overrides = [f"vocab_file={TOKENIZER}", f"load={RUN / 'ckpt'}", "compat_ffn_width=upstream"]
     return ["-d", str(tmp_path), "model", "text_generation.yml", "--set", f"log_dir={tmp_path}/logs", *overrides]
-
-
-def lines(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def run(*argv: str) -> tuple[int, str, str]:

@@ -18,8 +18,8 @@ from megatron.generation import RequestError
 from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.tokenizer import CharLevelTokenizer
-from tests.generation.runs import command, conversation
-from tests.generation.test_generate_script import ROOT, lines, words
+from tests.generation.runs import command, lines
+from tests.generation.test_generate_script import ROOT, words
 from tests.pool import run_ranks
 
 __all__ = ["words"]  # the fixture
@@ -44,7 +44,7 @@ def test_piped_prompts_get_the_text_of_a_file(
 ) -> None:
     (tmp_path / "samples.txt").unlink(missing_ok=True)
     argv = [*words, "text_gen_type=interactive", *layout]
-    first, *others = run_ranks(conversation, ranks, argv, "\n".join(PROMPTS), init=False)
+    first, *others = run_ranks(command, ranks, argv, typed="\n".join(PROMPTS), init=False)
     assert (first[0], first[2]) == (0, "")
     assert first[1].endswith("\n" + "".join(f"{text}\n" for text in texts))
     assert "sample_output_file is not written" in first[1]
@@ -54,9 +54,9 @@ def test_piped_prompts_get_the_text_of_a_file(
 
 def test_a_long_context_is_cut_and_no_input_is_refused(words: list[str]) -> None:
     argv = [*words, "text_gen_type=interactive"]
-    code, out, _ = run_ranks(conversation, 1, argv, "the quick brown fox " * 20, init=False)[0]
+    code, out, _ = run_ranks(command, 1, argv, typed="the quick brown fox " * 20, init=False)[0]
     assert code == 0 and re.search("\nWARNING: .* 44 of the context's ", out)
-    for code, _, err in run_ranks(conversation, 2, [*argv, "model_parallel_size=2"], "", init=False):
+    for code, _, err in run_ranks(command, 2, [*argv, "model_parallel_size=2"], typed="", init=False):
         assert code == 1 and re.fullmatch("generate.py: error: .*text_gen_type: interactive .*\n", err)
 
 
@@ -71,7 +71,8 @@ def test_a_conversation_goes_through_the_template_with_its_history(words: list[s
     (tmp_path / "system.txt").write_text("Be.\n")
     chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5"]
     chat += [f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]
-    code, out, err = run_ranks(conversation, 1, [*words, *chat], "Hi\nA\n" + "the quick brown fox " * 20, init=False)[0]
+    typed = "Hi\nA\n" + "the quick brown fox " * 20
+    code, out, err = run_ranks(command, 1, [*words, *chat], typed=typed, init=False)[0]
     assert (code, err) == (0, "")
     *_, first, second, long = out.splitlines()
     assert first and second and long.startswith("WARNING: this turn has ")
@@ -91,7 +92,7 @@ def test_what_makes_no_conversation_is_refused(
 ) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     argv = [*words, f"chat_template={tmp_path}/chat.jinja", *changes]
-    code, _, err = run_ranks(conversation, 1, argv, "Hi\n", init=False)[0]
+    code, _, err = run_ranks(command, 1, argv, typed="Hi\n", init=False)[0]
     assert code == 1 and re.fullmatch(f".*{message}.*\n", err)
 
 
@@ -108,9 +109,6 @@ def test_a_long_conversation_forgets_its_beginning() -> None:
     assert turns[2] == ("<system> S\n<user> three\n<assistant> 4\n<user> 5\n<assistant> ", None)
     with pytest.raises(RequestError, match="97 tokens"):
         talk.ask("x" * 66)
-
-
-# -- a terminal ----------------------------------------------------------------------------------------------
 
 
 def can_be_interrupted() -> None:
@@ -180,9 +178,6 @@ def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks:
         else:
             session.type("\x04")
         assert session.process.wait(300) == (130 if ranks == 1 else 0)
-
-
-# -- parts ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -113,10 +113,8 @@ def test_greedy_rows_beside_sampled_ones() -> None:
     both = chooser_of(samplings)
     assert both.sampled_rows == [1, 3]
     chosen = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
-    alone = [
-        chooser_of([one]).sample(LOGITS[i : i + 1], [0.7, 0.7, 0.2, 0.2][i : i + 1]) for i, one in enumerate(samplings)
-    ]
-    assert chosen == [int(one) for one in alone]
+    for i, (sampling, draw) in enumerate(zip(samplings, [0.7, 0.7, 0.2, 0.2], strict=True)):
+        assert chooser_of([sampling]).sample(LOGITS[i : i + 1], [draw]).item() == chosen[i]
 
 
 def test_repetition_penalty_equals_transformers() -> None:
@@ -137,11 +135,8 @@ def openai(logits: Tensor, generated: list[int], frequency: float, presence: flo
 
 def test_frequency_and_presence_penalties_are_openai_s() -> None:
     """Of generated tokens alone, row by row; a row without penalties between them is left as it is."""
-    samplings = [
-        SamplingParams(frequency_penalty=0.5),
-        SamplingParams(),
-        SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5),
-    ]
+    mixed = SamplingParams(frequency_penalty=-0.3, presence_penalty=1.5)
+    samplings = [SamplingParams(frequency_penalty=0.5), SamplingParams(), mixed]
     chooser = chooser_of(samplings, [(2, [7, 7, 9]), (1, [5]), (1, [3, 4, 4, 6])])
     chooser.update(torch.tensor([9, 8, 4]))
     penalised = chooser._penalise(LOGITS[:3])
@@ -153,7 +148,5 @@ def test_frequency_and_presence_penalties_are_openai_s() -> None:
 def test_what_is_not_a_number_is_told(temperature: float) -> None:
     logits = LOGITS[:2].clone()
     logits[1, 5] = float("nan")
-    assert (
-        chooser_of([SamplingParams(temperature)] * 2).sample(logits, [0.5, 0.5][: 2 * int(temperature)]).tolist()[1]
-        == -1
-    )
+    chosen = chooser_of([SamplingParams(temperature)] * 2).sample(logits, [0.5, 0.5][: 2 * int(temperature)])
+    assert chosen.tolist()[1] == -1

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from megatron.rollouts.judging import compare
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_resume import answers_in
+from tests.rollouts.test_resume import goes_on_bit_for_bit
 from tests.rollouts.test_rollouts import LAYOUTS, with_keys
 from tests.rollouts.toy import (
     LEARNS,
@@ -29,7 +29,6 @@ from tests.rollouts.toy import (
     whole_run,
     write_task,
 )
-from tests.training.runs import bit_equal
 
 JUDGES = '''"""Judges of the task."""
 
@@ -127,12 +126,8 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
     sampler's; the file has the better of two judged answers as chosen, and a report shows it."""
     several = {"rollout.steps_per_generation": 2, "rollout.logprob_bound": 1e-5}
     values = judged(task, "wordier", several, {"train_iters": 4, "checkpoint_factor": 1})
-    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
-    whole = run_ranks(whole_run, 1, run)[0]
-    run_ranks(whole_run, 1, again, stop_at=3)
-    assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
+    goes_on_bit_for_bit(values, tmp_path)
     lines = lines_of(tmp_path / "run")
-    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
     for first, second in zip(lines[::2], lines[1::2], strict=True):
         more = len(first["completion"].split()) - len(second["completion"].split())
         expected = (0, 0) if more == 0 else (1, -1) if more > 0 else (-1, 1)
@@ -174,37 +169,29 @@ def test_failures_of_a_judge_are_named_and_a_judge_that_likes_places_has_none(
     assert 4 < sum(line["reward"] for line in lines[::2]) < 28 and all(line["reward"] in (0, 1) for line in lines)
 
 
-@pytest.fixture
-def judges(task: dict[str, Any]) -> Iterator[Any]:
-    folder, opened = Path(task["rollout"]["prompts"][0]).parent, []
-
-    def of(name: str) -> RewardFunctions:
-        opened.append(RewardFunctions([f"{folder / 'judges.py'}:{name}"], timeout_s=5.0, pairwise=True))
-        return opened[-1]
-
-    yield of
-    for one in opened:
-        one.close()
+def judge_of(task: dict[str, Any], name: str) -> RewardFunctions:
+    return RewardFunctions([judged(task, name)["rollout"]["judge"]], timeout_s=5.0, pairwise=True)
 
 
-def test_verdicts_do_not_depend_on_the_order(judges: Any) -> None:
+def test_verdicts_do_not_depend_on_the_order(task: dict[str, Any]) -> None:
     """By a function of the texts alone, which is given the columns where it asks for them."""
     texts = [("3 a", "4"), ("4", "3"), ("a", "b"), ("3 3", "3")]
     completions = [Completion("1 + 2 =", text, [1], {"answer": "3"}) for two in texts for text in two]
-    judge = judges("right")
-    judge.check()
-    for swapped in ([False] * 4, [True] * 4, [True, False, False, True]):
-        found = compare(completions, swapped, judge.score)
-        assert found.parts == {"right": [1.0, 0.0, 0.0, 1.0, None, None, None, None]} and not found.failures
+    with closing(judge_of(task, "right")) as judge:
+        judge.check()
+        for swapped in ([False] * 4, [True] * 4, [True, False, False, True]):
+            found = compare(completions, swapped, judge.score)
+            assert found.parts == {"right": [1.0, 0.0, 0.0, 1.0, None, None, None, None]} and not found.failures
     failed = Scores({"j": [None, 0.0, 1.0, 1.0]}, [Failure("j", 1, "why"), Failure("j", None, "all")], 0.0)
     found = compare(completions, [False, True, False, True], lambda pairs: failed)
     assert found.parts == {"j": [None, None, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0]}
     assert [one.row for one in found.failures] == [2, None]
 
 
-def test_a_judge_that_cannot_be_asked_is_refused(judges: Any) -> None:
-    with pytest.raises(RewardError, match=r"alone: .*alone\(prompts, completions\)"):
-        judges("alone").check()
+def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
+    with closing(judge_of(task, "alone")) as judge:
+        with pytest.raises(RewardError, match=r"alone: .*alone\(prompts, completions\)"):
+            judge.check()
     with pytest.raises(RewardError, match="json: .*FILE.py:NAME"):
         RewardFunctions(["json"], timeout_s=1.0, pairwise=True)
 

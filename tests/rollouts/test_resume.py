@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,28 @@ def of_kind(kind: str, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def stopped(again: dict[str, Any]) -> None:
+    """Ended in the fourth step."""
+    run_ranks(whole_run, 1, again, stop_at=3)
+    last = 3 - 3 % again["checkpoint_factor"]
+    assert (Path(again["save"]) / "latest").read_text() == f"global_step{last}"
+
+
+def goes_on_bit_for_bit(
+    values: dict[str, Any], folder: Path, broken_off: Callable[[dict[str, Any]], None] = stopped, ranks: int = 1
+) -> None:
+    """A whole run in `folder / "run"`; one in `folder / "again"`, broken off and begun again, is the same."""
+    run, again = ({**values, "save": str(folder / name), "load": str(folder / name)} for name in ("run", "again"))
+    broken_off(again)
+    whole = run_ranks(whole_run, ranks, run)
+    assert all(map(bit_equal, run_ranks(whole_run, ranks, again), whole))
+    lines, others = ([{**line, "run_id": None} for line in lines_of(folder / name)] for name in ("run", "again"))
+    assert lines == others
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bit_equal(kind: str, tmp_path: Path) -> None:
-    """Saved after two steps, killed in the fourth, begun again."""
-    values = of_kind(kind, tmp_path, {"train_iters": 6, "checkpoint_factor": 2})
-    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
-    whole = run_ranks(whole_run, 1, run)[0]
-    run_ranks(whole_run, 1, again, stop_at=3)
-    assert sorted(path.name for path in (tmp_path / "again").glob("global_step*")) == ["global_step2"]
-    assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
-    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
+    goes_on_bit_for_bit(of_kind(kind, tmp_path, {"train_iters": 6, "checkpoint_factor": 2}), tmp_path)
     kept = sorted(path.stem for path in (tmp_path / "run" / "logs").glob("generations/*.json"))
     assert kept == ([] if kind == "moving average" else ["0", "1"]), "saved after the second step of four"
 
@@ -98,15 +111,15 @@ def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) 
     task, ranks = write_task(tmp_path), 2 if layout else 1
     keys = {key: value for key, value in layout.items() if key != "dp"}
     values = with_keys(task, {"train_iters": 4, "checkpoint_factor": 100}, keys)
-    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
-    lengths = run_ranks(signalled_while_it_answers, ranks, again, 2)
-    assert sum(lengths[-1]) <= 1 and (sum(lengths[0]) > 8) == ("dp" in layout), "a data rank finishes its own"
-    status = json.loads((tmp_path / "again" / "status.json").read_text())
-    assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 2, "signal SIGTERM")
-    assert [path.name for path in (tmp_path / "again").glob("global_step*")] == ["global_step2"]
-    whole = run_ranks(whole_run, ranks, run)
-    assert all(map(bit_equal, run_ranks(whole_run, ranks, again), whole))
-    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
+
+    def signalled(again: dict[str, Any]) -> None:
+        lengths = run_ranks(signalled_while_it_answers, ranks, again, 2)
+        assert sum(lengths[-1]) <= 1 and (sum(lengths[0]) > 8) == ("dp" in layout), "a data rank finishes its own"
+        status = json.loads((tmp_path / "again" / "status.json").read_text())
+        assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 2, "signal SIGTERM")
+        assert [path.name for path in (tmp_path / "again").glob("global_step*")] == ["global_step2"]
+
+    goes_on_bit_for_bit(values, tmp_path, signalled, ranks)
 
 
 def test_it_looks_for_signals_while_answers_are_short(tmp_path: Path) -> None:
@@ -136,36 +149,24 @@ def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int
 def test_killed_at_any_moment_it_goes_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """SIGKILL twice, in a step and in sampling: nothing is put in order, and saves may be half written."""
     values = of_kind(kind, tmp_path, {"train_iters": 10, "checkpoint_factor": 2})
-    run, again = ({**values, "save": str(tmp_path / name), "load": str(tmp_path / name)} for name in ("run", "again"))
-    whole = run_ranks(whole_run, 1, run)[0]
-    for breaks, *given in ((killed_in_a_step, 5), (signalled_while_it_answers, 8, signal.SIGKILL)):
-        with pytest.raises(AssertionError, match="SIGKILL|signal 9|-9"):
-            run_ranks(breaks, 1, again, *given)
-    assert bit_equal(run_ranks(whole_run, 1, again)[0], whole)
-    assert answers_in(tmp_path / "again") == answers_in(tmp_path / "run")
 
+    def killed(again: dict[str, Any]) -> None:
+        for breaks, *given in ((killed_in_a_step, 5), (signalled_while_it_answers, 8, signal.SIGKILL)):
+            with pytest.raises(AssertionError, match="SIGKILL|signal 9|-9"):
+                run_ranks(breaks, 1, again, *given)
 
-def answers_in(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's `rollouts.jsonl` but for whose they are."""
-    return [{**line, "run_id": None} for line in lines_of(folder)]
+    goes_on_bit_for_bit(values, tmp_path, killed)
 
 
 def test_without_the_answers_of_its_generation_it_says_where_it_can_go_on(tmp_path: Path) -> None:
+    """And goes on nowhere with another batch size, or with answers that are used more often."""
     task = write_task(tmp_path)
     values = with_keys(task, KINDS["several steps a generation"], {"train_iters": 6, "checkpoint_factor": 2})
     values = {**values, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
     run_ranks(whole_run, 1, values, stop_at=3)
+    for key, value in (("train_batch_size", 8), ("rollout.num_iterations", 3)):
+        with pytest.raises(AssertionError, match=key.removeprefix("rollout.")):
+            run_ranks(whole_run, 1, with_keys(values, {key: value}))
     (tmp_path / "run" / "logs" / "generations" / "0.json").unlink()
     with pytest.raises(AssertionError, match="0.json.* missing.* multiple of 4"):
         run_ranks(whole_run, 1, values)
-
-
-def test_another_batch_size_or_a_checkpoint_of_texts_is_refused(tmp_path: Path) -> None:
-    task = write_task(tmp_path)
-    values = with_keys(task, {"train_iters": 4, "checkpoint_factor": 2})
-    values = {**values, "save": str(tmp_path / "run"), "load": str(tmp_path / "run")}
-    run_ranks(whole_run, 1, values, stop_at=3)
-    with pytest.raises(AssertionError, match="train_batch_size"):
-        run_ranks(whole_run, 1, {**values, "train_batch_size": 8})
-    with pytest.raises(AssertionError, match="num_iterations"):
-        run_ranks(whole_run, 1, with_keys(values, {"rollout.num_iterations": 2}))

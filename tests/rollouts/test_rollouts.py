@@ -1,6 +1,7 @@
 """Training with rewards: the same steps in every layout, and no difference between sampler and trainer."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -133,38 +134,19 @@ def test_stale_weights_end_the_run(task: dict[str, Any]) -> None:
     assert run_ranks(with_stale_weights, 1, with_keys(values, {"rollout.logprob_bound": 0}))[0] == "ended"
 
 
-def test_a_broken_reward_is_named_and_the_run_goes_on(task: dict[str, Any], tmp_path: Path) -> None:
-    """One function raises, gives NaN and hangs for some answers: these have no reward of it, and say why."""
-    file = task["reward_functions"][0].rpartition(":")[0]
-    changes = {"reward_functions": [f"{file}:broken", f"{file}:wordy"], "reward_timeout_s": 2.0, "train_iters": 2}
-    in_order = {"rollout.num_generations": 2, "rollout.shuffle": False}
-    values = with_keys(task, changes, in_order, {"save": str(tmp_path / "run"), "checkpoint_factor": 2})
-    run_ranks(whole_run, 1, values, timeout=600)
-    lines = lines_of(tmp_path / "run")
-    assert len(lines) == 2 * 16 and all(line["rewards"]["wordy"] is not None for line in lines)
-    said = {"3": "no three", "4": "NaN", "5": "took longer than 2 s"}
-    sums = {f"{a} + {b} =": str(a + b) for a in range(5) for b in range(5)}
-    for line in lines:
-        kind = sums[line["prompt"]]
-        fails = kind in "34" or line["prompt"] == "1 + 4 ="
-        assert (line["rewards"]["broken"] is None) == fails, line
-        assert not fails or said[kind] in line["failures"]["broken"]
-    assert set(sums[line["prompt"]] for line in lines if "failures" in line) == set(said)
-
-
 def test_a_step_whose_answers_are_all_cut_off_is_no_difference(task: dict[str, Any], tmp_path: Path) -> None:
     """Its tokens are counted all the same, those of rows as they are cut."""
     values = with_keys(task, {"rl_mask_truncated": True, "rollout.max_completion_length": 1, "train_iters": 3})
-    run_ranks(whole_narrow_run, 1, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
+    run_ranks(in_narrow_rows, 1, whole_run, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
     assert (tmp_path / "run" / "global_step3").is_dir()
     rows = [row["consumed_tokens"] for row in lines_of(tmp_path / "run", "metrics") if row["iteration"]]
     assert rows == [16 * 8, 32 * 8, 48 * 8]
 
 
-def whole_narrow_run(rank: int, world_size: int, values: dict[str, Any]) -> None:
-    """For the pool: a run whose rows are cut to multiples of 8 tokens."""
+def in_narrow_rows(rank: int, world_size: int, run: Callable[..., Any], *given: Any) -> Any:
+    """For the pool: a run whose rows are cut to multiples of 8 tokens, which makes many widths."""
     generation._WIDTHS = 8
-    whole_run(rank, world_size, values)
+    return run(rank, world_size, *given)
 
 
 def test_long_answers_cost_reward_and_may_go_untrained(task: dict[str, Any]) -> None:
@@ -244,16 +226,23 @@ def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any]
 
 
 def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: str, tmp_path: Path) -> None:
-    keys = {"reward_model": judge, "train_iters": 2, "save": str(tmp_path / "run"), "checkpoint_factor": 2}
+    """And so is what a function does not say; the run goes on, other rewards are there."""
+    keys: dict[str, Any] = {"reward_model": judge, "train_iters": 2, "save": str(tmp_path / "run")}
+    keys["checkpoint_factor"] = 2
+    keys["reward_functions"] = [task["reward_functions"][0].replace("wordy", name) for name in ("broken", "wordy")]
+    keys["rollout.shuffle"] = False
     word = WORDS.index("b")
     rows = run_ranks(judged_by_a_damaged_model, 1, with_keys(task, keys), word)[0]
     lines, metrics = rows[:32], [row for row in rows[32:] if "train/reward" in row]
     for line in lines:
-        failed = word in line["tokens"]
+        failed, three = word in line["tokens"], line["prompt"] in ("0 + 3 =", "1 + 2 =", "2 + 1 =", "3 + 0 =")
         assert (line["rewards"]["reward_model"] is None) == failed and line["rewards"]["wordy"] is not None
-        assert line.get("failures") == ({"reward_model": "scored NaN, in fp32"} if failed else None)
-    failures = [sum("failures" in line for line in lines[first : first + 16]) for first in (0, 16)]
-    assert [row["train/rewards/failures"] for row in metrics] == failures and 0 < sum(failures) < 32
+        assert (line["rewards"]["broken"] is None) == three
+        said = {**line.get("failures", {})}
+        assert ("no three" in said.pop("broken", "")) == three
+        assert said == ({"reward_model": "scored NaN, in fp32"} if failed else {})
+    failures = [sum(len(line.get("failures", {})) for line in lines[first : first + 16]) for first in (0, 16)]
+    assert [row["train/rewards/failures"] for row in metrics] == failures and 8 < sum(failures) < 40
     for row in metrics:
         shares = [row[f"train/time/{part}_share"] for part in ("sampling", "judging", "training")]
         assert min(shares) > 0 and sum(shares) == pytest.approx(1.0)
@@ -293,12 +282,6 @@ def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any
     assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
 
 
-def steps_in_narrow_rows(rank: int, world_size: int, values: dict[str, Any]) -> Seen:
-    """For the pool: steps whose rows are cut to multiples of 8 tokens, which makes many widths."""
-    generation._WIDTHS = 8
-    return steps_of(rank, world_size, values, 4)
-
-
 @pytest.mark.parametrize("layout", with_more(["tp2, sp", "pp2", "pp2, deepspeed"], "pp2, deepspeed", product=["pp2"]))
 def test_rows_are_as_wide_as_the_longest_answer(layout: str, task: dict[str, Any]) -> None:
     ranks, keys = LAYOUTS[layout.partition(", d")[0]]
@@ -306,7 +289,7 @@ def test_rows_are_as_wide_as_the_longest_answer(layout: str, task: dict[str, Any
     wide = {"seq_length": 64, "max_position_embeddings": 64, "rollout.max_completion_length": 50}
     values = with_keys(task, wide, {"train_batch_size": 4, "rollout.num_generations": 2, "kl_div_beta": 0.05})
     small = {"train_micro_batch_size_per_gpu": 2} if "pp2" in layout else {}
-    one = run_ranks(steps_in_narrow_rows, 1, values)[0]
-    found = run_ranks(steps_in_narrow_rows, ranks, with_keys(values, keys, engine, small))[0]
+    one = run_ranks(in_narrow_rows, 1, steps_of, values, 4)[0]
+    found = run_ranks(in_narrow_rows, ranks, steps_of, with_keys(values, keys, engine, small), 4)[0]
     assert len({(3 + max(map(len, answers))) // 8 for answers in one.answers}) > 1, "rows of several widths"
     assert found.answers == one.answers and found.losses == pytest.approx(one.losses, rel=1e-5, abs=1e-6)

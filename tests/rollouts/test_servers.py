@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -30,12 +29,15 @@ from megatron.objectives.preference import DIFFERENCE
 from megatron.rollouts.server_calls import Connection, ServerError
 from megatron.rollouts.weight_server import WeightServer
 from megatron.training import train
+from tests.generation.serving.server import Server
+from tests.launch.runs import wait_until
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.stand_ins import standing_in
+from tests.rollouts.stand_ins import StandIn, standing_in
+from tests.rollouts.test_resume import goes_on_bit_for_bit
 from tests.rollouts.test_rollouts import LAYOUTS, with_keys
 from tests.rollouts.toy import WORDS, Seen, lines_of, rollouts_of, steps_of, whole_run, write_task
-from tests.training.runs import LLAMA, begin, bit_equal
+from tests.training.runs import LLAMA, begin
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
 STEPS = 3
@@ -48,13 +50,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def in_process(ours: str, task: dict[str, Any]) -> Seen:
+def in_process(ours: Server, task: dict[str, Any]) -> Seen:
     return run_ranks(steps_of, 1, task, STEPS)[0]
 
 
 @pytest.fixture(scope="module")
-def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of our server, a process of its own, which begins with other weights."""
+def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Our server, a process of its own, which begins with other weights."""
     folder = tmp_path_factory.mktemp("server") / "model"
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
@@ -71,33 +73,22 @@ def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
     words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port]
     words += ["--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
-    address = f"http://127.0.0.1:{port}"
-    deadline = time.monotonic() + 400
-    while not _is_up(address):
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
-    yield address
+    server = Server(f"http://127.0.0.1:{port}", folder)
+    wait_until(lambda: process.poll() is not None or server.is_up(), 400)
+    assert process.poll() is None
+    yield server
     process.terminate()
     assert process.wait(300) == 0
 
 
-def _is_up(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health"):
-            return True
-    except (urllib.error.URLError, ConnectionError):
-        return False
-
-
-def with_server(task: dict[str, Any], address: str | list[str], folder: Path, **changes: Any) -> dict[str, Any]:
-    addresses = [address] if isinstance(address, str) else address
-    keys = {"rollout.servers": addresses, "rollout.sync": str(folder), "rollout.server_timeout_s": 100.0}
+def with_server(task: dict[str, Any], server: Server | StandIn, folder: Path, **changes: Any) -> dict[str, Any]:
+    keys = {"rollout.servers": [server.address], "rollout.sync": str(folder), "rollout.server_timeout_s": 100.0}
     return with_keys(task, {**keys, **changes})
 
 
 @pytest.mark.parametrize("fetched", [False, True])
 def test_our_server_trains_as_the_process_itself(
-    fetched: bool, task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path
+    fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
 ) -> None:
     """By a folder, or fetched over HTTP from the trainer (serve_model_weights)."""
     values = with_server(task, ours, tmp_path, serve_model_weights=fetched, weight_server_port=0)
@@ -106,13 +97,12 @@ def test_our_server_trains_as_the_process_itself(
     assert len({str(answers) for answers in seen.answers}) > 1, "weights change answers"
     assert seen.losses == pytest.approx(in_process.losses, rel=1e-6, abs=1e-6)
     assert all(metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in seen.metrics)
-    with urllib.request.urlopen(f"{ours}/health") as reply:
-        assert json.loads(reply.read())["weight_version"] == STEPS - 1
+    assert ours.get("/health")["weight_version"] == STEPS - 1
     (folder,) = tmp_path.iterdir()  # of this run alone
     assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "latest"]
 
 
-def test_conversations_by_our_server(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+def test_conversations_by_our_server(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     keys = {"rollout.temperature": 1.0, "rollout.max_completion_length": 12, "reward_functions": None}
     file = Path(task["vocab_file"]).with_name("environments.py")
     values = with_keys(task, keys, {"rollout.environment": f"{file}:Sums", "rollout.logprob_bound": 1e-4})
@@ -124,7 +114,7 @@ def test_conversations_by_our_server(task: dict[str, Any], ours: str, tmp_path: 
 
 
 @pytest.mark.more
-def test_our_server_writes_pairs(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+def test_our_server_writes_pairs(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """For online DPO, also where they are asked for ahead."""
     own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
     values = with_keys(own, {"train_impl": "dpo", "train_batch_size": 4, "rollout.temperature": 1.0})
@@ -135,19 +125,7 @@ def test_our_server_writes_pairs(task: dict[str, Any], ours: str, tmp_path: Path
         assert seen.metrics[0][DIFFERENCE] < 1e-5 and (seen.metrics[1][DIFFERENCE] < 1e-5) == (staleness == 0)
 
 
-def post(address: str, body: Any) -> tuple[int, str]:
-    """Status and content of an update that our server is asked for."""
-    request = urllib.request.Request(
-        f"{address}/v1/update_weights", json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=300) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as problem:
-        return problem.code, problem.read().decode()
-
-
-def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: str, tmp_path: Path) -> None:
+def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: Server, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     for body, reason in (
         ({"path": str(tmp_path / "nowhere"), "version": 1}, "holds no model.safetensors"),
@@ -157,8 +135,8 @@ def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: str, tmp
         ({"version": 1}, "give path or url"),
         ({"url": "file:///etc", "version": 1, "sha256": {"a": "00"}}, "url: "),
     ):
-        status, said = post(ours, body)
-        assert status == 400 and reason in said, said
+        status, reply, _ = ours.post("/v1/update_weights", body)
+        assert status == 400 and reason in reply["error"]["message"], reply
 
 
 def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) -> None:
@@ -169,7 +147,7 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
     ):
         with standing_in() as server:
             changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
-            seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path, **changes), 2)[0]
+            seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
         assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
         paths = [path for path, _ in server.asked]
         assert paths.count(text) == 32 and paths.count(update) == 2 and paths.index(update) < paths.index(text)
@@ -189,7 +167,7 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
 def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in(failures=2) as server:
         changes = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        seen = run_ranks(steps_of, 1, with_server(task, server.address, tmp_path, **changes), 1)[0]
+        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 1)[0]
     assert len(seen.answers[0]) == 16
     assert [path for path, _ in server.asked].count("/v1/completions") == 18
 
@@ -211,7 +189,7 @@ def test_what_is_wrong_with_a_server_is_said(
 ) -> None:
     with standing_in(**changes) as server:
         keys = {"rollout.server_api": api, "rollout.server_timeout_s": 1.0 if "failures" in changes else 100.0}
-        said = run_ranks(outcome_of, 1, with_server(task, server.address, tmp_path, **keys))[0]
+        said = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
     assert re.search(reason, said), said
     assert server.address in said or "step 1" in said
 
@@ -236,7 +214,7 @@ def test_a_signal_ends_waiting(task: dict[str, Any], tmp_path: Path) -> None:
     """For a server that fails: a run that goes on waiting ends with what the server says."""
     with standing_in(failures=1_000_000) as server:
         keys = {"rollout.server_api": "vllm", "save": str(tmp_path / "run"), "checkpoint_factor": 4}
-        run_ranks(signalled_while_it_waits, 1, with_server(task, server.address, tmp_path / "sync", **keys))
+        run_ranks(signalled_while_it_waits, 1, with_server(task, server, tmp_path / "sync", **keys))
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["status"], status["iteration"], status["reason"]) == ("stopped", 0, "signal SIGTERM")
 
@@ -245,7 +223,7 @@ def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Pat
     with socket.socket() as deaf:  # which nobody else can have, and which listens to none
         deaf.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        values = with_server(task, address, tmp_path, **{"rollout.server_timeout_s": 0.5})
+        values = with_server(task, StandIn(address), tmp_path, **{"rollout.server_timeout_s": 0.5})
         said = run_ranks(outcome_of, 1, values)[0]
     assert f"rollout.servers: {address}: GET /v1/models: cannot be reached" in said
 
@@ -289,7 +267,7 @@ def test_gpt_neox_names_servers_by_hosts_and_ports(task: dict[str, Any]) -> None
     assert rollout_servers(NeoXArgs.from_dict(task)) == ()
 
 
-def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """And what was damaged on the way does not come into our server."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
@@ -298,22 +276,22 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
     try:
         for version in range(3):
             server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
-        url = server.url(2, ours)
-        with urllib.request.urlopen(f"{url}/manifest.json") as reply:
-            assert json.loads(reply.read()) == {"version": 2, "sha256": files}
-        with urllib.request.urlopen(f"{url}/config.json") as reply:
-            assert reply.read() == b"config.json"
+        url = server.url(2, ours.address)
+        with urllib.request.urlopen(f"{url}/manifest.json") as file:
+            assert json.loads(file.read()) == {"version": 2, "sha256": files}
+        with urllib.request.urlopen(f"{url}/config.json") as file:
+            assert file.read() == b"config.json"
         secret = url.split("/")[3]
-        for other in (url.replace(secret, "x"), f"{url}/..", server.url(0, ours)):
+        for other in (url.replace(secret, "x"), f"{url}/..", server.url(0, ours.address)):
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(f"{other}/config.json")
         (tmp_path / "model.safetensors").write_bytes(b"another")
-        status, said = post(ours, {"url": url, "version": 2, "sha256": files})
-        assert status == 400 and "damaged, or replaced" in said
+        status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
+        assert status == 400 and "damaged, or replaced" in reply["error"]["message"]
     finally:
         server.close()
-    status, said = post(ours, {"url": url, "version": 2, "sha256": files})
-    assert status == 502 and "config.json cannot be fetched" in said
+    status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
+    assert status == 502 and "config.json cannot be fetched" in reply["error"]["message"]
 
 
 def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
@@ -335,7 +313,7 @@ def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, An
         server.close()
 
 
-def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """With rollout.staleness: by weights of before, with old log-probabilities of the trainer's."""
     keys = {"rollout.staleness": 1, "train_iters": 4, "rollout.temperature": 1.0, "rollout.logprob_bound": 0}
     values = with_server(task, ours, tmp_path / "sync", **keys, save=str(tmp_path / "run"), checkpoint_factor=4)
@@ -348,23 +326,21 @@ def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: str, tmp_path: 
     waited = [row["train/time/waiting_share"] for row in metrics if "train/reward" in row]
     assert len(waited) == 4 and all(0.0 < share < 1.0 for share in waited)
     assert not any("train/time/sampling_share" in row for row in metrics)
-    with urllib.request.urlopen(f"{ours}/health") as reply:
-        assert json.loads(reply.read())["weight_version"] == 2, "nothing is asked for behind the end"
+    assert ours.get("/health")["weight_version"] == 2, "nothing is asked for behind the end"
 
 
 def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Path) -> None:
     """Two generations ahead, by a stand-in: what is asked for when, and of which weights."""
     with standing_in() as server:
         keys = {"rollout.server_api": "sglang", "rollout.staleness": 2, "rollout.logprob_bound": 0, "train_iters": 9}
-        values = with_server(task, server.address, tmp_path, **keys)
+        values = with_server(task, server, tmp_path, **keys)
         weights = run_ranks(weights_after_waiting, 1, values)[0]
     assert weights == [0, 0, 0, 1, 2]
     assert sorted(path.name for path in tmp_path.glob("*/*")) == ["2", "3", "4", "latest"]
 
 
 def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
-    """For the pool: the versions of the weights of five generations; the next two are there before they are
-    needed."""
+    """For the pool: the weights of five generations by version; the next two are there before their time."""
     training = begin(values)
     rollouts = rollouts_of(training)
     batches, versions = iter(rollouts), []
@@ -386,7 +362,7 @@ def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) ->
 
 @pytest.mark.parametrize("layout", with_more(["dp2", "tp2, sp", "pp2", "zero3"], "zero3", product=["tp2, sp", "pp2"]))
 def test_every_layout_gives_servers_the_same_weights(
-    layout: str, task: dict[str, Any], in_process: Seen, ours: str, tmp_path: Path
+    layout: str, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
 ) -> None:
     seen = run_ranks(steps_of, 2, with_server(task, ours, tmp_path, **LAYOUTS[layout][1]), STEPS)[0]
     assert seen.answers == in_process.answers
@@ -397,23 +373,16 @@ def test_every_layout_gives_servers_the_same_weights(
 def test_data_ranks_share_the_servers_out(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in() as one, standing_in() as other:
         keys = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        run_ranks(steps_of, 2, with_server(task, [one.address, other.address + "/"], tmp_path, **keys), 1)
+        keys["rollout.servers"] = [one.address, other.address + "/"]
+        run_ranks(steps_of, 2, with_server(task, one, tmp_path, **keys), 1)
         for server in (one, other):
             paths = [path for path, _ in server.asked]
             assert paths.count("/v1/completions") == 8 and paths.count("/collective_rpc") == 1
 
 
-def test_a_run_by_a_server_goes_on_bit_for_bit(task: dict[str, Any], ours: str, tmp_path: Path) -> None:
+def test_a_run_by_a_server_goes_on_bit_for_bit(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     keys = {"train_iters": 4, "checkpoint_factor": 2}
-    whole, again = (
-        {**with_server(task, ours, tmp_path / f"{name} sync", **keys), "save": str(tmp_path / name)}
-        for name in ("whole", "again")
-    )
-    again["load"] = again["save"]
-    expected = run_ranks(whole_run, 1, whole)[0]
-    run_ranks(whole_run, 1, again, stop_at=3)
-    assert (tmp_path / "again" / "global_step2").is_dir()
-    assert bit_equal(run_ranks(whole_run, 1, again)[0], expected)
+    goes_on_bit_for_bit(with_server(task, ours, tmp_path / "sync", **keys), tmp_path)
 
 
 def test_what_is_under_way_ends_with_the_run() -> None:

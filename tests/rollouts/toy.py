@@ -38,14 +38,10 @@ def lengths(completion_ids, **columns):
 
 
 def broken(prompts, completions, answer, **columns):
-    """Raises where the sum is 3, hangs for one prompt, gives NaN where the sum is 4."""
-    import time
-
+    """Raises where the sum is 3."""
     if "3" in answer:
         raise ValueError("no three")
-    if "1 + 4 =" in prompts:
-        time.sleep(60)
-    return [float("nan") if one == "4" else float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
+    return right(prompts, completions, answer)
 '''
 
 ENVIRONMENT = '''"""Environments of the task."""
@@ -134,8 +130,7 @@ def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
 
 
 class Seen(NamedTuple):
-    """What a run did. answers: of each generation, their tokens; differences: means and maxima of the
-    difference of log-probabilities of each step."""
+    """What a run did. answers: of each generation, their tokens."""
 
     answers: list[list[list[int]]]
     losses: list[float]

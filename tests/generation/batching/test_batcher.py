@@ -2,7 +2,6 @@
 
 import random
 import re
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,13 +12,14 @@ from megatron.generation import Batcher, Event, Model, Request, RequestError, Sa
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.neox_arguments import ConfigError
 from megatron.tokenizer import CharLevelTokenizer
-from tests.generation.batching.test_kv_cache import chunked, random_model
+from tests.generation.batching.test_kv_cache import chunked
+from tests.generation.models import POSITIONS, random_model
 from tests.generation.runs import LAYOUTS, answers
 from tests.marks import with_more
 from tests.model.runs import LLAMA
 from tests.pool import run_ranks
 
-POSITIONS = 128
+VOCAB = 64
 VALUES = {**LLAMA, "max_position_embeddings": POSITIONS, "num_layers": 2}
 WAYS = [
     SamplingParams(),
@@ -30,13 +30,8 @@ WAYS = [
 ]
 
 
-class Bytes(CharLevelTokenizer):
-    vocab_size = 64
-
-
 def model_of(world_size: int = 1, **changes: Any) -> Model:
-    loaded = random_model({**VALUES, **changes}, world_size)
-    return Model(loaded.args, loaded.groups, Bytes(), loaded.stage, loaded.dtype)
+    return random_model({**VALUES, **changes}, world_size, VOCAB)
 
 
 def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
@@ -72,18 +67,6 @@ def same(found: list[tuple], expected: list[tuple]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one[:4] == other[:4]
         torch.testing.assert_close(one[4], other[4], rtol=0, atol=1e-5)
-
-
-def finished(batcher: Batcher, first: list[Request], late: Sequence[Request] = ()) -> list[list[Event]]:
-    """The events of each; the late ones come one by one while the first run."""
-    events: dict[int, list[Event]] = {}
-    ids, left = [batcher.add(request) for request in first], list(late)
-    while batcher.busy or left:
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
-        if left:
-            ids.append(batcher.add(left.pop(0)))
-    return [events[id] for id in ids]
 
 
 def preemptions(batcher: Batcher) -> list[int]:
@@ -132,7 +115,7 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
     """For the pool: half of the requests come while the others run."""
     batcher = Batcher(model_of(world_size, **layout), maximum_rows=9)
-    outcomes = [outcome(events) for events in finished(batcher, REQUESTS[:9], REQUESTS[9:])]
+    outcomes = [outcome(events) for events in answers(batcher, REQUESTS[:9], REQUESTS[9:])]
     assert batcher.blocks.free_blocks == batcher.blocks.total
     return outcomes
 
@@ -251,7 +234,7 @@ def test_a_text_ends_with_the_tokens_asked_for() -> None:
     plain = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=())])[0])[0]
     stopped = outcome(answers(batcher, [Request([9, 9], maximum_tokens=9, stop_token_ids=(63, plain[4]))])[0])
     assert (stopped[0], stopped[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
-    assert stopped[1] == Bytes().detokenize(stopped[0][:-1])
+    assert stopped[1] == CharLevelTokenizer().detokenize(stopped[0][:-1])
 
 
 def test_what_is_not_a_number_ends_all_and_leaks_nothing() -> None:

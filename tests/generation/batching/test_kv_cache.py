@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.generation import Batcher, Completion, Model, Request, SamplingParams, complete, for_inference
+from megatron.generation import Batcher, Model, Request, SamplingParams, complete
 from megatron.generation.batching import batcher as batching
-from megatron.mpu import ParallelGroups
-from megatron.tokenizer import CharLevelTokenizer
+from tests.generation.models import STATE_MODELS, UNTIED, random_model
 from tests.generation.runs import LAYOUTS, answers
-from tests.generation.state_models import MODELS as STATE_MODELS
 from tests.marks import with_more
 from tests.model.runs import MODELS
-from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.pool import run_ranks
 
 # The last two begin alike, over more than a block.
@@ -24,16 +21,7 @@ PROMPTS = [[5, 3, 9, 9, 1, 2, 4], [7], [6, 1], [3, 8, 2] * 6, [3, 8, 2] * 6 + [4
 POSITIONS = 32  # of tests.model.stages.SMALL
 TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every position there is
 CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
-# A tied head likes to say the last token again, and never ends.
-UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
-UNTIED |= {name: {**values, "max_position_embeddings": POSITIONS} for name, values in STATE_MODELS.items()}
 SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
-
-
-class Few(CharLevelTokenizer):
-    """So few tokens that the end of document comes now and then."""
-
-    vocab_size = 10
 
 
 class Found(NamedTuple):
@@ -41,19 +29,6 @@ class Found(NamedTuple):
 
     logprobs: list[Tensor]
     texts: list[list[tuple[list[int], bool]]]
-
-
-def random_model(values: dict[str, Any], world_size: int = 1) -> Model:
-    args = for_inference(small(**values).for_world(world_size))
-    groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[args.params_dtype]
-    stage = stage_with(args, random_weights(args), groups).to(dtype)
-    stage.dtype = dtype
-    return Model(args, groups, Few(), stage, dtype)
-
-
-def texts_of(completions: list[Completion]) -> list[tuple[list[int], bool]]:
-    return [(completion.tokens, completion.finished) for completion in completions]
 
 
 @contextmanager
@@ -88,7 +63,7 @@ def logprobs_of(model: Model) -> list[Tensor]:
 def find(values: dict[str, Any], world_size: int = 1) -> Found:
     model = random_model(values, world_size)
     runs = [complete(model, PROMPTS, how, maximum_tokens=TO_COME, seeds=range(5)) for how in SAMPLINGS]
-    return Found(logprobs_of(model), [texts_of(run) for run in runs])
+    return Found(logprobs_of(model), [[(one.tokens, one.finished) for one in run] for run in runs])
 
 
 def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Found]:
@@ -166,28 +141,21 @@ def test_a_rank_caches_its_own_layers_and_heads() -> None:
     assert run_ranks(shapes, 4) == [[(1, 3, 8, 20)] * 4] * 4  # two of four layers, one of two key-value heads
 
 
-class Counted(NamedTuple):
-    tokens: list[tuple[int, int]]  # rows and columns of every forward
-    logits: list[int]  # tokens of every forward of the head
-
-
-def counted(recompute: bool) -> Counted:
-    model, counts = random_model({**MODELS["llama"], "recompute": recompute}), Counted([], [])
+def counted(recompute: bool) -> list[tuple[int, int]]:
+    """Rows and columns of every forward, whose head runs one token a row."""
+    model, shapes, heads = random_model({**MODELS["llama"], "recompute": recompute}), [], []
     layers = model.stage.layers
-    layers["0"].register_forward_pre_hook(lambda _, inputs: counts.tokens.append(tuple(inputs[0].shape)))
-    layers["8"].register_forward_pre_hook(lambda _, inputs: counts.logits.append(inputs[0].shape[:2].numel()))
+    layers["0"].register_forward_pre_hook(lambda _, inputs: shapes.append(tuple(inputs[0].shape)))
+    layers["8"].register_forward_pre_hook(lambda _, inputs: heads.append(inputs[0].shape[:2].numel()))
     complete(model, PROMPTS[:4], SamplingParams(1.0), maximum_tokens=TO_COME, seeds=range(4))
-    return counts
+    assert heads == [rows for rows, _ in shapes]
+    return shapes
 
 
 def test_a_step_runs_one_token_of_unfinished_rows() -> None:
     cached, whole = counted(recompute=False), counted(recompute=True)
-    assert sum(rows * columns for rows, columns in cached.tokens) < sum(
-        rows * columns for rows, columns in whole.tokens
-    )
-    longest = max(i for i, (_, columns) in enumerate(cached.tokens) if columns > 1)
-    rows = [rows for rows, _ in cached.tokens[longest + 1 :]]
+    assert sum(rows * columns for rows, columns in cached) < sum(rows * columns for rows, columns in whole)
+    longest = max(i for i, (_, columns) in enumerate(cached) if columns > 1)
+    rows = [rows for rows, _ in cached[longest + 1 :]]
     assert longest < 4 < len(rows)
     assert rows[0] > 1 and rows == sorted(rows, reverse=True) and rows[-1] < rows[0], "finished rows leave"
-    for counts in (cached, whole):
-        assert counts.logits == [rows for rows, _ in counts.tokens], "of one token a row"

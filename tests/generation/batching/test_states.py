@@ -7,10 +7,11 @@ import pytest
 from megatron.generation import Batcher, Model, Request, SamplingParams
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.neox_arguments import ConfigError
-from tests.generation.batching.test_batcher import Bytes, finished, outcome, preemptions, requests_of, same
-from tests.generation.batching.test_kv_cache import chunked, random_model
+from tests.generation.batching.test_batcher import VOCAB, outcome, preemptions, requests_of, same
+from tests.generation.batching.test_kv_cache import chunked
+from tests.generation.models import POSITIONS, random_model
+from tests.generation.models import STATE_MODELS as MODELS
 from tests.generation.runs import LAYOUTS, answers
-from tests.generation.state_models import MODELS, POSITIONS
 from tests.marks import with_more
 from tests.pool import run_ranks
 
@@ -18,8 +19,7 @@ REQUESTS = requests_of(8, seed=3, longest=20)
 
 
 def model_of(name: str, world_size: int = 1, **changes: Any) -> Model:
-    loaded = random_model({**MODELS[name], **changes}, world_size)
-    return Model(loaded.args, loaded.groups, Bytes(), loaded.stage, loaded.dtype)
+    return random_model({**MODELS[name], **changes}, world_size, VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, 
     for name in MODELS:
         batcher = Batcher(model_of(name, world_size, **layout), maximum_rows=4)
         with chunked(20):
-            found[name] = [outcome(events) for events in finished(batcher, REQUESTS[:5], REQUESTS[5:])]
+            found[name] = [outcome(events) for events in answers(batcher, REQUESTS[:5], REQUESTS[5:])]
         assert leaves_nothing(batcher)
     return found
 
@@ -93,7 +93,7 @@ def test_cancelling_frees_slots_at_once(alone: dict[str, list[tuple]]) -> None:
         for id in gone[1:5]:
             batcher.cancel(id)
         assert (batcher.running, batcher.waiting, len(batcher.scheduler.free_slots)) == (1, 1, 3)
-        same([outcome(events) for events in finished(batcher, REQUESTS)], alone[name])
+        same([outcome(events) for events in answers(batcher, REQUESTS)], alone[name])
         assert leaves_nothing(batcher)
 
 

@@ -1,6 +1,7 @@
 """Requests to score, and models to score them with, also on ranks of the worker pool."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,26 +9,17 @@ from torch import Tensor
 
 from megatron.data import Batch
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
-from megatron.model import Model, for_inference
-from megatron.mpu import ParallelGroups
-from megatron.tokenizer import CharLevelTokenizer
-from tests.generation.state_models import HYBRID
-from tests.generation.state_models import MODELS as STATE_MODELS
-from tests.model.runs import MODELS
-from tests.model.stages import groups_of, random_weights, small, stage_with
+from megatron.model import Model
+from tests.generation.models import UNTIED as PLAIN
+from tests.generation.models import random_model
 
 COLUMNS = 50  # of 64 rows of vocabulary
-UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}
-DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
-UNTIED["dynamic"] = {**UNTIED["llama"], **DYNAMIC}
-# Whose rows are a text each.
-UNTIED |= {name: {**values, "max_position_embeddings": 32} for name, values in STATE_MODELS.items()}
-UNTIED["dynamic hybrid"] = {**HYBRID, **DYNAMIC, "max_position_embeddings": 32}
+_DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
+UNTIED = {**PLAIN, "dynamic": {**PLAIN["llama"], **_DYNAMIC}, "dynamic hybrid": {**PLAIN["hybrid"], **_DYNAMIC}}
 
 
 def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreRequest]:
-    """Contexts that come back, single tokens, continuations that are the beginning of others or the same,
-    long ones."""
+    """Contexts that come back, single tokens, continuations that begin others or repeat them, long ones."""
     draw = random.Random(seed)
     texts = [[draw.randrange(vocabulary) for _ in range(n)] for n in (1, 2, 5, 9, 12, positions // 2)]
     requests: list[ScoreRequest] = []
@@ -44,10 +36,7 @@ def some_requests(vocabulary: int, positions: int, seed: int = 0) -> list[ScoreR
 
 
 def model_of(values: dict[str, Any], world_size: int = 1) -> Model:
-    args = for_inference(small(**values).for_world(world_size))
-    groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-    stage = stage_with(args, random_weights(args), groups)
-    return Model(args, groups, CharLevelTokenizer(), stage, torch.float32, COLUMNS)
+    return random_model(values, world_size, 512, COLUMNS)
 
 
 def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
@@ -59,11 +48,13 @@ def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
     return logits[first - 1 :, 0, :COLUMNS]
 
 
-def one_by_one(model: Model, requests: list[ScoreRequest]) -> list[ContinuationScore]:
+def one_by_one(
+    model: Any, requests: list[ScoreRequest], logits_of: Callable[[Any, list[int], int], Tensor] = logits_after
+) -> list[ContinuationScore]:
     """Each as a text of its own, in one process."""
     scores = []
     for context, continuation in requests:
-        logits = logits_after(model, [*context, *continuation][:-1], len(context)).double().log_softmax(-1)
+        logits = logits_of(model, [*context, *continuation][:-1], len(context)).double().log_softmax(-1)
         labels = torch.tensor(continuation)
         logprobs = logits.gather(1, labels.unsqueeze(1)).squeeze(1)
         scores.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
@@ -78,8 +69,7 @@ def assert_same(ours: list[ContinuationScore], theirs: list[ContinuationScore], 
 
 
 def scored(rank: int, world_size: int, layout: dict[str, Any], names: list[str]) -> dict[str, list[ContinuationScore]]:
-    """For the pool: of each model, `some_requests` in batches from memory, in one process also in small
-    ones."""
+    """For the pool: `some_requests` of each model, in one process also in small batches."""
     scores = {}
     for name in names:
         model = model_of({**UNTIED[name], **layout}, world_size)

@@ -1,5 +1,4 @@
-"""Scores of continuations against transformers and whole texts run one by one, and the work that they
-take."""
+"""Scores of continuations against transformers and whole texts run one by one; the work that they take."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import from_hf
 from megatron.generation.scoring import logprobs as scoring
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, score
 from megatron.generation.scoring.tree_rows import make_tree_rows, rolling_windows
@@ -17,7 +16,7 @@ from megatron.model import Model, for_inference
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
-from tests.checkpointing.family_models import CASES, PADDED, VOCAB, collected, on_disk, random_model
+from tests.checkpointing.family_models import CASES, VOCAB, ours_of, random_model
 from tests.generation.runs import LAYOUTS
 from tests.generation.scoring import cases
 from tests.generation.scoring.cases import COLUMNS, UNTIED, assert_same, model_of, one_by_one, some_requests
@@ -32,22 +31,20 @@ MORE = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotro
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 
 
+@torch.no_grad()
+def logits_of_transformers(model: Any, tokens: list[int], first: int) -> Tensor:
+    return model(torch.tensor([tokens])).logits[0, first - 1 :]
+
+
 @pytest.mark.parametrize("case", with_more(CASES, *MORE, product=CASES.keys() - {*IN_TEST, *MORE}))
 def test_against_transformers(case: str) -> None:
     theirs = random_model(case)
-    config, tensors = on_disk(theirs)
-    keys, weights = from_hf(config, tensors.__getitem__, padded_vocab_size=PADDED)
+    keys, weights = ours_of(theirs)
     args = for_inference(NeoXArgs.from_dict({**keys, "precision": "fp32"}).for_world(1))
-    stage = stage_with(args, collected(weights))
+    stage = stage_with(args, weights)
     ours = Model(args, ParallelGroups.single(), CharLevelTokenizer(), stage, torch.float32, columns=VOCAB)
     requests = some_requests(VOCAB, ours.positions)
-    expected = []
-    for context, continuation in requests:
-        with torch.no_grad():
-            logits = theirs(torch.tensor([[*context, *continuation][:-1]])).logits[0, len(context) - 1 :]
-        labels = torch.tensor(continuation)
-        logprobs = logits.double().log_softmax(-1).gather(1, labels.unsqueeze(1)).squeeze(1)
-        expected.append(ContinuationScore(logprobs.tolist(), (logits.argmax(-1) == labels).tolist()))
+    expected = one_by_one(theirs, requests, logits_of_transformers)
     assert any(any(reference_score.greedy) for reference_score in expected)
     for batch_size in (None, 1):
         assert_same(score(ours, requests, batch_size=batch_size), expected)
@@ -73,14 +70,10 @@ def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScor
 
 def test_bf16_takes_the_softmax_in_fp32() -> None:
     model = model_of({**UNTIED["llama"], "precision": "bfloat16"})
-    model = Model(model.args, model.groups, model.tokenizer, model.stage.bfloat16(), torch.bfloat16, COLUMNS)
     logits = cases.logits_after(model, [*CONTEXT, 4, 4], len(CONTEXT))
     assert logits.dtype == torch.bfloat16
     expected = logits.double().log_softmax(-1).gather(1, torch.tensor([[4], [4], [8]])).squeeze(1).tolist()
     assert score(model, [(CONTEXT, [4, 4, 8])])[0].logprobs == pytest.approx(expected, abs=1e-5)
-
-
-# -- the work it takes ---------------------------------------------------------------------------------------
 
 
 def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple[int, int]:
@@ -147,9 +140,6 @@ def test_the_longest_are_run_first() -> None:
     turns = sum(b > a for a, b in zip(plain, plain[1:], strict=False))
     assert turns == 1, "branched rows, then the others"
     assert done == sorted(done) and done[-1] == len(some_requests(COLUMNS, model.positions)) and len(set(done)) > 4
-
-
-# -- what is wrong with requests -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["llama", "learned", "window", "dynamic"])

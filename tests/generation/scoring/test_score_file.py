@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from megatron.generation.scoring import logprobs as scoring
 from megatron.generation.scoring import precompute as precomputing
 from megatron.generation.scoring import score_file
 from megatron.tokenizer import HFTokenizer
-from tests.generation.runs import LAYOUTS, TOKENIZER, command
+from tests.generation.runs import LAYOUTS, command
+from tests.generation.runs import lines as rows
+from tests.generation.serving.server import FOLDER, NAME, make_model
 from tests.pool import run_ranks
 
 POSITIONS = 48
@@ -38,18 +39,9 @@ LINES: list[dict[str, str]] = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random llama with the golden tokenizer, as a HuggingFace folder."""
     folder = tmp_path_factory.mktemp("hf")
-    config = transformers.LlamaConfig(
-        vocab_size=381, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=48, max_position_embeddings=POSITIONS, initializer_range=0.3, bos_token_id=None,
-        eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    shutil.copy(TOKENIZER, folder / "tokenizer.json")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    return folder
+    make_model(folder, POSITIONS)
+    return folder / NAME
 
 
 @cache
@@ -84,10 +76,6 @@ def argv(model: Path, folder: Path, kind: str, *more: str) -> list[str]:
     return ["--hf-model", str(model), "--set", f"text_gen_type={kind}", f"log_dir={folder}/logs", *more]
 
 
-def rows(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     """No file of configuration: a HuggingFace folder, in one process and on four ranks."""
     given = tmp_path / "in.jsonl"
@@ -96,7 +84,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     assert code == 0, err
     assert f"6 lines of scores are in {given}.scores.jsonl" in out
     scores = rows(Path(f"{given}.scores.jsonl"))
-    tokenizer = HFTokenizer(TOKENIZER)
+    tokenizer = HFTokenizer(FOLDER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
     sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
     requests = [
@@ -126,7 +114,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
         assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
     # Imported as a checkpoint, its vocabulary is padded to 384 rows, which share out no probability.
     import_hf(HFFolder(model), tmp_path / "imported")
-    words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={TOKENIZER}"]
+    words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={FOLDER}"]
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
     code, _, err = run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")
     assert code == 0, err
@@ -205,9 +193,6 @@ def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Pat
     assert code == 1 and message in err and "sample_input_file" in err
     assert len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*scores*"))
-
-
-# -- precompute ----------------------------------------------------------------------------------------------
 
 
 def write(prefix: Path, documents: list[list[int]]) -> str:

@@ -1,18 +1,15 @@
 """A server on ranks of the worker pool, and a model that transformers made for it."""
 
-import io
 import json
 import os
 import shutil
 import signal
 import socket
-import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,8 @@ import torch
 import transformers
 
 from tests.checkpointing.golden import GOLDEN
+from tests.generation.runs import command
+from tests.launch.runs import wait_until
 from tests.pool import run_ranks
 
 FOLDER = GOLDEN / "dataset" / "hf_tokenizer"  # with a chat template
@@ -91,11 +90,14 @@ class Server:
 
     def idle(self) -> dict[str, Any]:
         """What `/health` says once nothing runs."""
-        deadline = time.monotonic() + 100
-        while (load := self.get("/health"))["running"] or load["waiting"]:
-            assert time.monotonic() < deadline, load
-            time.sleep(0.02)
-        return load
+        wait_until(lambda: not any(self.get("/health")[kind] for kind in ("running", "waiting")))
+        return self.get("/health")
+
+    def is_up(self) -> bool:
+        try:
+            return bool(self.get("/health").get("total_blocks"))
+        except (urllib.error.URLError, ConnectionError):
+            return False
 
     def signal(self, number: int) -> None:
         self.told = True
@@ -104,15 +106,9 @@ class Server:
 
 def served(rank: int, world_size: int, argv: Sequence[str], pid: str) -> tuple[int, str, str]:
     """For the pool: tools/serve.py as typed; exit code, stdout, stderr."""
-    from tools import serve
-
     if rank == 0:
         Path(pid).write_text(str(os.getpid()))
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err):
-        code = serve.main(argv)
-    sys.stdout.flush()
-    return code, out.getvalue(), err.getvalue()
+    return command(rank, world_size, argv, "tools/serve.py")
 
 
 @contextmanager
@@ -136,7 +132,8 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        _wait(server, thread, problem)
+        wait_until(lambda: not thread.is_alive() or server.is_up(), 200)
+        assert thread.is_alive(), problem or server.ended
         yield server
     finally:
         if thread.is_alive() and (folder / "pid").exists() and not server.told:
@@ -144,15 +141,3 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
         thread.join()
     if problem:
         raise problem[0]
-
-
-def _wait(server: Server, thread: threading.Thread, problem: list[BaseException]) -> None:
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        assert thread.is_alive(), problem or server.ended
-        try:
-            if server.get("/health").get("total_blocks"):
-                return
-        except (urllib.error.URLError, ConnectionError):
-            time.sleep(0.05)
-    raise AssertionError("the server did not come up")

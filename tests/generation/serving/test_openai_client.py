@@ -72,11 +72,8 @@ def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[
     names = [reference[1].decode([token]) for token in expected]  # a blank stays, bytes of a character are no text
     assert choice.logprobs.tokens == names and any("\N{REPLACEMENT CHARACTER}" not in name for name in names)
     assert choice.finish_reason == "length"
-    assert (
-        reply.usage is not None
-        and reply.usage.prompt_tokens == len(prompt)
-        and reply.usage.total_tokens == len(prompt) + 12
-    )
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (len(prompt), len(prompt) + 12)
     whole = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
     torch.testing.assert_close(torch.tensor(choice.logprobs.token_logprobs), whole.max(-1).values, rtol=0, atol=1e-4)
     for top_logprobs, row in zip(choice.logprobs.top_logprobs or [], whole, strict=True):
@@ -94,12 +91,8 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any
     rows = logprobs(reference, prompt)[:-1]
     expected = rows.gather(1, torch.tensor(prompt[1:]).unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(torch.tensor(echoed.token_logprobs[1:]), expected, rtol=0, atol=1e-4)
-    streamed = "".join(
-        piece.choices[0].text
-        for piece in client.completions.create(
-            model=NAME, prompt=prompt, max_tokens=4, echo=True, temperature=0, stream=True
-        )
-    )
+    asked: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 4, "echo": True, "temperature": 0}
+    streamed = "".join(piece.choices[0].text for piece in client.completions.create(**asked, stream=True))
     assert streamed == PROMPT + reference[1].decode(greedy(reference, prompt, 4))
 
 
@@ -108,25 +101,23 @@ def test_chat_streamed_and_whole(client: openai.OpenAI, reference: tuple[Any, An
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]},
     ]
-    plain = [messages[0], {"role": "user", "content": "Who are you?"}]
+    messages.append({"role": "tool", "tool_call_id": "c1", "content": "Nine coins."})
+    plain = [messages[0], {"role": "user", "content": "Who are you?"}, messages[2]]
     prompt = reference[1].apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
     expected = greedy(reference, prompt, 10)
     asked: dict[str, Any] = {
         "model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 10, "logprobs": True,
-        "top_logprobs": 2,
+        "top_logprobs": 2, "extra_body": {"return_token_ids": True},
     }  # fmt: skip
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == reference[1].decode(expected)
     assert whole.choices[0].message.role == "assistant"
     assert whole.usage is not None and whole.usage.prompt_tokens == len(prompt)
+    assert whole.choices[0].model_extra["prompt_token_ids"] == prompt
     content = whole.choices[0].logprobs.content
     rows = logprobs(reference, prompt + expected)[len(prompt) - 1 : -1]
-    torch.testing.assert_close(
-        torch.tensor([[top.logprob for top in one.top_logprobs] for one in content]),
-        rows.topk(2).values,
-        rtol=0,
-        atol=1e-4,
-    )
+    found = torch.tensor([[top.logprob for top in one.top_logprobs] for one in content])
+    torch.testing.assert_close(found, rows.topk(2).values, rtol=0, atol=1e-4)
     assert [one.logprob for one in content] == [one.top_logprobs[0].logprob for one in content]
     pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert len(pieces) > 5, "as they come"
@@ -311,20 +302,6 @@ def test_ends_biases_and_least_lengths(client: openai.OpenAI, reference: tuple[A
     early, late = write({}, stop=[stop]), write({}, stop=[stop], min_tokens=3)
     assert (early[0], early[1:]) == (plain[: len(early[0])], ("stop", "")) and len(early[0]) < 3
     assert late[0] == plain[: len(late[0])] and len(late[0]) > 3 and late[2].startswith(stop)
-
-
-def test_answers_of_tools(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
-    messages: list[Any] = [
-        {"role": "user", "content": "What does it cost?"},
-        {"role": "tool", "tool_call_id": "c1", "content": "Nine coins."},
-    ]
-    prompt = reference[1].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    reply = client.chat.completions.create(
-        model=NAME, messages=messages, max_tokens=3, temperature=0, extra_body={"return_token_ids": True}
-    )
-    assert reply.choices[0].model_extra is not None
-    assert reply.choices[0].model_extra["prompt_token_ids"] == prompt
-    assert reply.choices[0].message.content == reference[1].decode(greedy(reference, prompt, 3))
 
 
 def test_a_flood_is_turned_away(server: Server) -> None:

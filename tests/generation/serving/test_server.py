@@ -68,8 +68,7 @@ def test_every_layout_writes_the_same(folder: Path) -> None:
 
 @pytest.mark.ends_processes
 def test_a_signal_lets_running_requests_end(folder: Path) -> None:
-    """With two replicas; what would take longer than serve_shutdown_timeout_s is told so, and the exit code
-    is 0."""
+    """With two replicas; what takes longer than serve_shutdown_timeout_s is told so; the exit code is 0."""
     long = {"model": NAME, "prompt": "A", "max_tokens": 39_000, "temperature": 0, "ignore_eos": True}
     with (
         serving(folder, 2, serve_shutdown_timeout_s=4, serve_max_rows=1) as server,  # so that each has one

@@ -1,8 +1,6 @@
 """Environments of the user's in processes of their own: no failure of one reaches another."""
 
-import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -12,6 +10,7 @@ import pytest
 
 from megatron.rollouts.environments.environments import Environment, EnvironmentFailure, Environments, Outcome
 from megatron.rollouts.rewards import RewardError
+from tests.launch.runs import alive, wait_until
 
 FILE = Path(__file__).with_name("user_environments.py")
 Open = Callable[[str], Environment]
@@ -36,17 +35,6 @@ def start(opened: dict[str, Environments]) -> Open:
         return opened[name].open()
 
     return with_name
-
-
-def is_there(process: int) -> bool:
-    """Whether it is, after a little time to go."""
-    for _ in range(2000):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 def test_conversations_share_nothing(start: Open) -> None:
@@ -86,18 +74,16 @@ def test_draws_are_the_seed_s(start: Open) -> None:
     ],
 )
 def test_a_failure_is_named_and_its_own(told: str, reason: str, start: Open) -> None:
+    """Of a step, and of a reset that takes one."""
     with closing(start("Misbehaves")) as bad, closing(start("Misbehaves")) as good:
-        bad.reset("p", 1, {})
         good.reset("p", 1, {})
+        if told == "raise":
+            with pytest.raises(EnvironmentFailure, match=reason):
+                bad.reset("p", 1, {"starts": told})
+        bad.reset("p", 1, {})
         with pytest.raises(EnvironmentFailure, match=f"^{reason}$"):
             bad.step(told)
         assert good.step("fine") == Outcome("a", None, False)
-
-
-def test_a_failure_of_reset_is_named(start: Open) -> None:
-    with closing(start("Misbehaves")) as environment:
-        with pytest.raises(EnvironmentFailure, match="ValueError: no such move"):
-            environment.reset("p", 1, {"starts": "raise"})
 
 
 def test_it_is_given_tokens_and_is_closed_if_it_answers(start: Open, tmp_path: Path) -> None:
@@ -127,15 +113,6 @@ def test_conversations_need_files(start: Open, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(socket, "socketpair", none_left)
         with pytest.raises(EnvironmentFailure, match="Too many open files.*ulimit -n"):
             start("Echo")
-
-
-def test_what_it_has_started_ends_with_it(start: Open) -> None:
-    environment = start("Misbehaves")
-    environment.reset("p", 1, {})
-    child = int(str(environment.step("child").observation))
-    os.kill(child, 0)
-    environment.close()
-    assert not is_there(child)
 
 
 def test_a_host_that_is_killed_is_started_again(opened: dict[str, Environments], start: Open) -> None:
@@ -180,14 +157,15 @@ def test_what_is_no_environment_is_refused_before_anything(entry: str, reason: s
         environments.check({"answer", "seed"} if reason == "field seed" else {"answer"})
 
 
-def test_nothing_is_left_of_a_run(start: Open) -> None:
+def test_nothing_is_left_of_a_run() -> None:
+    """What an environment has started ends with it, or with all."""
     environments = Environments(f"{FILE}:Misbehaves", timeout_s=1.0, workers=1)
-    environment = environments.open()
-    environment.reset("p", 1, {})
-    child = int(str(environment.step("child").observation))
-    host = environments._host
-    assert host is not None
-    environments.close()
-    assert not is_there(child)
+    for closed in (Environment.close, lambda _: environments.close()):
+        environment = environments.open()
+        environment.reset("p", 1, {})
+        child = int(str(environment.step("child").observation))
+        assert alive(child)
+        closed(environment)
+        wait_until(lambda child=child: not alive(child))
     with pytest.raises(EnvironmentFailure, match="the run ends"):
         environments.open()

@@ -80,19 +80,13 @@ class Closes:
             stream.write(repr(self.given))
 
 
-class Waits:
+class Waits(Echo):
     async def reset(self, prompt, seed, **columns):
         pass
 
-    def step(self, completion):
-        pass
 
-
-class Picky:
+class Picky(Echo):
     def reset(self, prompt, seed):
-        pass
-
-    def step(self, completion):
         pass
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
 from importlib.util import find_spec
@@ -17,6 +16,7 @@ import pytest
 
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.rollouts.rewards.calls import trl_arguments
+from tests.launch.runs import alive, wait_until
 
 FILE = Path(__file__).with_name("user_functions.py")
 TIMEOUT_S = 1.0
@@ -54,30 +54,6 @@ def place(text: str, after: int = 0) -> str:
     return f"{FILE.name}:{found + after}"
 
 
-def wait_for_end(process: int) -> None:
-    for _ in range(2000):
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return
-        if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    os.kill(process, signal.SIGKILL)
-    pytest.fail("it still runs")
-
-
-@pytest.mark.parametrize("prompt", ["p", [{"role": "user", "content": "p"}]])
-def test_arguments_are_those_of_trl(score: Score, prompt: Any) -> None:
-    names = {"answer": 0, "row": 0, "prompt": "not handed on", "completion_ids": []}
-    completions = [
-        Completion(prompt, f"text {row}", [row, 7], {**names, "answer": {"deep": [row]}, "row": row})
-        for row in range(3)
-    ]
-    found = score("seen", completions)
-    assert found.failures == [] and found.parts == {"seen": [2.0, 2.0, 2.0]}
-
-
 def trl_function(name: str) -> Any:
     """A method of TRL's GRPO trainer, from its source: importing it takes half a minute."""
     torch, spec = pytest.importorskip("torch"), find_spec("trl")
@@ -93,21 +69,24 @@ def trl_function(name: str) -> Any:
     return space[name]
 
 
-def test_trl_gives_the_same() -> None:
+@pytest.mark.parametrize("prompt", ["q", [{"role": "user", "content": "q"}]])
+def test_trl_gives_the_same(prompt: Any) -> None:
     """TRL's own code calls a function that notes what it is given, and so does ours."""
     given: list[dict[str, Any]] = []
     trainer = Mock(reward_funcs=[lambda **columns: given.append(columns) or [None, 0.5]], environments=None,
                    reward_processing_classes=[None], reward_func_names=["noted"])  # fmt: skip
     trainer.accelerator.device = "cpu"
-    prompts = [[{"role": "user", "content": "q"}]] * 2
-    columns = [{"prompt": prompts[0], "answer": "1", "tags": ["x"]}, {"prompt": prompts[0], "answer": None, "tags": []}]
-    answers = [[{"role": "assistant", "content": text}] for text in ("a", "b")]
-    rewards = trl_function("_calculate_rewards")(trainer, columns, prompts, answers, [[1], [2, 3]])
+    ours = {"prompt": prompt, "completion_ids": []}  # are not handed on
+    columns: list[dict[str, Any]] = [{**ours, "answer": "1", "tags": ["x"]}, {**ours, "answer": None, "tags": []}]
+    answers: list[Any] = ["a", "b"]
+    if prompt != "q":
+        answers = [[{"role": "assistant", "content": text}] for text in answers]
+    rewards = trl_function("_calculate_rewards")(trainer, columns, [prompt] * 2, answers, [[1], [2, 3]])
     for name in ("trainer_state", "log_extra", "log_metric"):
         del given[0][name]
-    rows = [[prompts[0], "a", [1], columns[0], None], [prompts[1], "b", [2, 3], columns[1], None]]
+    rows = [[prompt, "a", [1], columns[0], None], [prompt, "b", [2, 3], columns[1], None]]
     assert trl_arguments(rows) == given[0]
-    said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}, *answers[0]]
+    said = [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]
     assert trl_arguments([[*rows[0][:4], said], rows[1]])["completions"] == [said, answers[1]]
     assert rewards[0].isnan() and rewards[1] == 0.5
 
@@ -226,7 +205,7 @@ def test_close_ends_the_worker_and_its_children(score: Score, opened: dict[str, 
     opened["process"].close()
     for process in found:
         assert process is not None
-        wait_for_end(int(process))
+        wait_until(lambda process=process: not alive(int(process)))
     with pytest.raises(RuntimeError, match="closed"):
         score("process", rows([1]))
 
@@ -258,7 +237,7 @@ functions.score([Completion("p", "c", [], {{}})])
         worker = int(parent.stdout.readline().split()[1])
         parent.send_signal(number)
         assert parent.wait(timeout=200) != 0
-        wait_for_end(worker)
+        wait_until(lambda: not alive(worker))
 
 
 @pytest.mark.parametrize(

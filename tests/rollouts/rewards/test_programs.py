@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
 from megatron.rollouts.rewards import programs as programs_module
 from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program
+from tests.launch.runs import wait_until
 
 FORKS = """
 import os, time
@@ -59,7 +60,11 @@ def test_the_tests_decide() -> None:
 
 @pytest.mark.parametrize(
     "program",
-    ["import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0", "quit()"],
+    [
+        *("import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0"),
+        *("quit()", "import os; os.write(3, b'x' * 1000)"),
+        "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
+    ],
 )
 def test_no_program_passes_without_its_tests(program: str) -> None:
     assert not run_program(program, "x = '''", 20)
@@ -99,13 +104,6 @@ def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     refused = f"refused = False\ntry:\n    {program}\nexcept {problem}:\n    refused = True"
     assert run_program(refused, "assert refused", 100)
     assert not Path("/etc/rewards_test").exists()
-
-
-@pytest.mark.parametrize(
-    "program", ["os.write(3, b'x' * 1000)", "os.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)"]
-)
-def test_reports_and_kills_pass_no_tests(program: str) -> None:
-    assert not run_program(f"import os\n{program}", "pass", 100)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_closing_ends_the_program_that_runs() -> None:
     thread, before = threading.Thread(target=score), descendants()
     with all_end():
         thread.start()
-        wait_for(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
+        wait_until(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
         functions.close()
         thread.join(100)
     assert not thread.is_alive() and len(failed) == 1
@@ -265,12 +263,4 @@ def all_end() -> Iterator[None]:
         done.set()
         looks.join()
     assert seen - before
-    wait_for(lambda: not (seen - before) & processes().keys())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    for _ in range(1000):
-        if condition():
-            return
-        time.sleep(0.1)
-    pytest.fail("it did not come about")
+    wait_until(lambda: not (seen - before) & processes().keys())

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -74,9 +74,8 @@ def test_fenced_blocks(text: str, inside: str | None) -> None:
     assert fenced_block(text, ("python", "py")) == inside
 
 
-@pytest.mark.parametrize(
-    ("completion", "expected", "reward"),
-    [
+VERDICTS: dict[Callable[..., float | None], list[tuple[str, Any, float]]] = {
+    exact_match: [
         (r"It is \boxed{Paris}.", "Paris", 1.0),
         (r"It is \boxed{paris}.", "Paris", 0.0),
         ("  Paris\n", "Paris ", 1.0),
@@ -86,14 +85,7 @@ def test_fenced_blocks(text: str, inside: str | None) -> None:
         ("#### 7", "He has 3 + 4 = 7 #### 7", 1.0),
         ("", "", 1.0),
     ],
-)
-def test_exact_match(completion: str, expected: Any, reward: float) -> None:
-    assert exact_match(completion, {"answer": expected}) == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "expected", "reward"),
-    [
+    arithmetic: [
         ("The answer is 42.", "42", 1.0),
         ("42 apples, not 43", 42, 0.0),
         ("It costs $1,234,567.50 in all", "1234567.5", 1.0),
@@ -136,15 +128,7 @@ def test_exact_match(completion: str, expected: Any, reward: float) -> None:
         ("\u0663", "3", 1.0),
         ("4 #### 5", "5 #### 5", 1.0),
     ],
-    ids=shown,
-)
-def test_arithmetic(completion: str, expected: Any, reward: float) -> None:
-    assert arithmetic(completion, {"answer": expected}) == reward
-
-
-@pytest.mark.parametrize(
-    ("completion", "expected", "reward"),
-    [
+    expression: [
         ("(x + 1)^2", "x^2 + 2x + 1", 1.0),
         ("(x + 1)^2", "x^2 + 1", 0.0),
         (r"\boxed{\frac{x}{2} + \sqrt{2}}", "0.5*x + 2**(1/2)", 1.0),
@@ -185,10 +169,16 @@ def test_arithmetic(completion: str, expected: Any, reward: float) -> None:
         ("", "", 1.0),
         ("", "x", 0.0),
     ],
-    ids=shown,
-)  # fmt: skip
-def test_expression(completion: str, expected: str, reward: float) -> None:
-    assert expression(completion, {"answer": expected}) == reward
+}
+
+
+@pytest.mark.parametrize(
+    ("verify", "completion", "expected", "reward"),
+    [(verify, *row) for verify, rows in VERDICTS.items() for row in rows],
+    ids=lambda value: getattr(value, "__name__", shown(value)),
+)
+def test_verdicts(verify: Callable[..., float | None], completion: str, expected: Any, reward: float) -> None:
+    assert verify(completion, {"answer": expected}) == reward
 
 
 @pytest.mark.parametrize(
