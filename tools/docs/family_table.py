@@ -24,8 +24,8 @@ def table() -> str:
         "|---|---|---|---|---|",
     ]
     tested = (
-        f"\nTested against transformers {pinned[1]}: logits and three steps of AdamW of each family, and its greedy text"
-        " (but that of\nFalcon-Mamba and Nemotron-H).\n"
+        f"\nTested against transformers {pinned[1]}: logits and three steps of AdamW of each family, and its greedy"
+        " text (but that of\nFalcon-Mamba and Nemotron-H).\n"
     )
     return "\n".join([*head, *map(_line, family_rows())]) + "\n" + tested
 
