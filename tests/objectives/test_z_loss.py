@@ -57,5 +57,6 @@ def test_a_run_adds_it_to_the_mean_over_tokens() -> None:
         ranks = run_ranks(one_step, world_size, layout)
         for rank in ranks:
             torch.testing.assert_close(rank.loss, loss.detach(), rtol=1e-5, atol=0)
-        for key, weight in whole_weights(args, ranks).items():
-            torch.testing.assert_close(weight, expected[key], rtol=1e-5, atol=1e-5)
+        for layer, tensors in whole_weights(args, ranks).items():
+            for name, weight in tensors.items():
+                torch.testing.assert_close(weight, expected[layer, name], rtol=1e-5, atol=1e-5)
