@@ -86,10 +86,9 @@ class BudgetPlugin:
 
 
 def is_whole(config: pytest.Config) -> bool:
-    """Whether all tests of a target were asked for."""
+    """Whether a target was run, rather than some tests by name."""
     option = config.option
     narrowed = option.keyword or option.deselect or option.ignore or option.ignore_glob or option.collectonly
-    changed = config.getoption("changed", False)
-    if narrowed or changed or option.maxfail or getattr(option, "lf", False):
+    if narrowed or option.maxfail or getattr(option, "lf", False):
         return False
     return {Path(argument).resolve() for argument in config.args} == {TESTS.resolve()}
