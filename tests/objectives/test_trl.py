@@ -193,6 +193,6 @@ def test_trl_still_gives_these_numbers(script: str, tmp_path: Path) -> None:
         with np.load(made) as again:
             assert set(again) == set(arrays(made.stem))
             for name, values in arrays(made.stem).items():
-                # fp32 sums cancel to small entries: their error is of the largest one's size (seen: 2e-6 of it).
+                # fp32 sums cancel to small entries: their error is of the largest one's size (seen: 2e-6).
                 atol = 1e-5 * max(1.0, float(np.abs(values).max()))
                 np.testing.assert_allclose(again[name], values, rtol=1e-4, atol=atol)
