@@ -55,7 +55,11 @@ class BudgetPlugin:
         self.budget_file, self.record = budget_file, record
         self.seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.functions: defaultdict[str, float] = defaultdict(float)
-        self.commit = clean_commit(Path(root))  # before the tests, of which none may write into the tree
+        self.root, self.commit = Path(root), ""
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if session.config.getoption("record"):  # before the tests, of which none may write into the tree
+            self.commit = clean_commit(self.root) or ""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         kind = next((mark for mark in KINDS if mark in report.keywords), "ordinary")
@@ -78,7 +82,7 @@ class BudgetPlugin:
     def _write_record(self, exitstatus: int) -> str:
         if exitstatus != pytest.ExitCode.OK:
             return f"{self.record.name} is as it was: not all tests passed"
-        if self.commit is None:
+        if not self.commit:
             return f"{self.record.name} is as it was: files differed from the commit that was tested"
         seconds = {kind: dict(rooms) for kind, rooms in self.seconds.items()}
         write_record(FullRun(self.commit, seconds, dict(self.functions)), self.record)

@@ -9,7 +9,7 @@ import ast
 import re
 import subprocess
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -131,9 +131,11 @@ class ImportGraph:
                     users.setdefault(target, set()).add(path)
         return users
 
-    def dependents(self, changed: Iterable[str]) -> dict[str, int]:
-        """Python files that depend on one of some files, these too, with the edges to the nearest."""
-        steps = dict.fromkeys(changed, 0)
+    def dependents(self, changed: Collection[str]) -> dict[str, int]:
+        """Python files that depend on one of some files, these too, with the edges to the nearest. A changed
+        `__init__` may hand on other names: all of its package counts as changed."""
+        packages = tuple(path.removesuffix("__init__.py") for path in changed if path.endswith("/__init__.py"))
+        steps = dict.fromkeys([*changed, *(path for path in self.files if packages and path.startswith(packages))], 0)
         waiting = deque(steps)
         while waiting:
             here = waiting.popleft()

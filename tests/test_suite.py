@@ -69,6 +69,7 @@ def tree(tmp_path: Path) -> Path:
         ("megatron/data/labels.py", ["test_labels"]),
         ("megatron/data/ends.py", ["test_labels", "room/test_room"]),  # inside a function; by the room's conftest
         ("megatron/losses/pairs.py", ["test_losses"]),  # by a name made at run time
+        ("megatron/data/__init__.py", ["room/test_room", "test_command", "test_labels", "test_pack"]),
         ("deepy.py", ["test_command"]),  # a command in a string; a message that names it starts nothing
         ("configs/small.yml", ["test_command"]),
         ("docs/launch.md", ["test_command"]),
@@ -78,8 +79,8 @@ def tree(tmp_path: Path) -> Path:
     ],
 )
 def test_files_that_a_change_touches(tree: Path, changed: str, files: list[str]) -> None:
-    found = select(tree, [changed]).files
-    assert found is not None and sorted(found) == sorted(f"tests/{name}.py" for name in files)
+    selected = select(tree, [changed]).files
+    assert selected is not None and sorted(selected) == sorted(f"tests/{name}.py" for name in files)
 
 
 def test_nearest_files_come_first(tree: Path) -> None:
