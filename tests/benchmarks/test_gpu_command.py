@@ -47,8 +47,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Exit status, output and table of all stub parts."""
     folder = tmp_path_factory.mktemp("gpu")
     run = start(folder, "--minutes", "1")
-    said = run.communicate(timeout=200)[0]
-    return run.returncode, said, table(folder)
+    stdout = run.communicate(timeout=200)[0]
+    return run.returncode, stdout, table(folder)
 
 
 def test_every_part_is_told_by_itself(ran: Ran) -> None:

@@ -130,8 +130,8 @@ def test_carried_tensors_are_one_file_and_outlive_their_source(tmp_path: Path) -
 def test_training_carries_the_rest(by_import: bool, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", "gemma3", torch.float32)
     source = imported(path, tmp_path / "run")[0].parent if by_import else path
-    found = HFFolder(path)
-    keys = from_hf(found.config, found.get)[0]
+    opened = HFFolder(path)
+    keys = from_hf(opened.config, opened.get)[0]
     del keys["padded_vocab_size"]
     keys.pop("seq_length", None)
     values = config(keys, {

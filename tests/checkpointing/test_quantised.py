@@ -207,8 +207,8 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = in_fp8(tmp_path / "hf", case)
-    said = "14 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16"
-    assert same_bits(converted(tmp_path, said, capsys), expected)
+    message = "14 weights are quantised (fp8 in blocks of 128 x 128) and read as bfloat16"
+    assert same_bits(converted(tmp_path, message, capsys), expected)
     # The same weights in the model of transformers that was never on disk
     model = random_model(case, **SIZES)
     model.load_state_dict(expected, strict=False)
@@ -220,7 +220,7 @@ def test_a_quantised_model_is_imported_and_goes_out_whole(
     run = load_checkpoint_args(tmp_path / "neox" / "global_step0")[0].replace(model_parallel_size=1)
     loaded = load_hf_weights(tmp_path / "hf", run, layers=[2], tensor_rank=0, tensor_size=1)
     assert torch.equal(loaded[2]["mlp.linear2.weight"], expected["model.layers.0.mlp.down_proj.weight"])
-    assert vocab_size_from_hf(tmp_path / "hf", run, 90)[1].endswith(said)
+    assert vocab_size_from_hf(tmp_path / "hf", run, 90)[1].endswith(message)
     (tmp_path / "hf" / "tokenizer.model").write_bytes(b"")
     assert hf_model_keys(str(tmp_path / "hf"))["precision"] == "bfloat16"
 

@@ -40,10 +40,10 @@ def _parsed(text: str) -> ast.Module:
 @cache
 def _functions(text: str) -> dict[str, list[ast.AST]]:
     """Functions and classes of a file by qualified name, of which a file may have several."""
-    found: dict[str, list[ast.AST]] = {}
+    scopes: dict[str, list[ast.AST]] = {}
     for name, scope in _scopes(_parsed(text)):
-        found.setdefault(name, []).append(scope)
-    return found
+        scopes.setdefault(name, []).append(scope)
+    return scopes
 
 
 def _dump(node: ast.AST) -> str:
@@ -93,11 +93,11 @@ def _matches(tree: ast.AST, mistake: Mistake) -> Iterator[tuple[ast.AST, ast.AST
 
 
 def _places(path: Path, tree: ast.AST, mistake: Mistake) -> list[Place]:
-    found = {
+    spans = {
         Place(path, first.lineno, first.col_offset, last.end_lineno, last.end_col_offset)  # type: ignore[attr-defined]
         for first, last in _matches(tree, mistake)
     }
-    return sorted(found)
+    return sorted(spans)
 
 
 class Tree:
@@ -133,13 +133,13 @@ class Tree:
 
     def _named(self, files: Mapping[Path, str], mistake: Mistake) -> list[list[Place]]:
         """Places in each function of the mistake's name that holds any."""
-        own_name, found = mistake.function.rpartition(".")[2], []
+        own_name, matches = mistake.function.rpartition(".")[2], []
         for path, text in files.items():
             if own_name in text:
                 for scope in _functions(text).get(mistake.function, ()):
                     if places := _places(path, scope, mistake):
-                        found.append(places)
-        return found
+                        matches.append(places)
+        return matches
 
     def changed(self, mistake: Mistake) -> tuple[Path, str]:
         """The file of a mistake, and its text with it. Raises NoLongerApplies."""

@@ -147,8 +147,8 @@ def test_blocks_cover_all_sequences():
 
 def test_tool(chat: Path, capsys: pytest.CaptureFixture[str]):
     main([str(chat), "--vocab-file", str(TOKENIZER)])
-    said = capsys.readouterr().out.splitlines()[0]
-    assert said == f"{chat}: 24 documents, 4099 values, int32, ids 0 to 379 (vocabulary 380)"
+    first_line = capsys.readouterr().out.splitlines()[0]
+    assert first_line == f"{chat}: 24 documents, 4099 values, int32, ids 0 to 379 (vocabulary 380)"
     for words, message in (
         ([chat, "--vocab-size", 379], f"{chat}.bin: document "),
         ([chat.parent / "none"], "none.idx: "),
