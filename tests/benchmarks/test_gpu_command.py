@@ -183,7 +183,7 @@ def test_stub_rows_are_what_the_step_writes() -> None:
 
 def write(folder: Path, kind: str = "gpu") -> Path:
     """A table of what stub parts might have given."""
-    found: dict[str, Any] = {
+    measured_rows: dict[str, Any] = {
         "facts": Outcome("facts", "passed", 4.0, result=eval(FACTS_FOUND)),
         "tests": Outcome("tests", "failed", 9.0, "1 of 2 tests failed", tests=[
             {"name": "test_stub.py::test_a", "outcome": "passed", "reason": ""},
@@ -201,7 +201,7 @@ def write(folder: Path, kind: str = "gpu") -> Path:
     }  # fmt: skip
     path = folder / "2030-01-02-stub.json"
     about = {"kind": kind, "date": "2030-01-02", "commit": "abc", "device": "NVIDIA Stub"}
-    results.write(path, about, stub_parts.parts(folder), found)
+    results.write(path, about, stub_parts.parts(folder), measured_rows)
     return path
 
 

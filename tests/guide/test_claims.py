@@ -26,13 +26,13 @@ def marks_of(file: str) -> dict[str, set[str]]:
     text = (ROOT / file).read_text()
     of_file = re.search(r"^pytestmark = (\[[^]]*]|.*)", text, re.MULTILINE)
     of_all = set(re.findall(r"pytest\.mark\.(\w+)", of_file[1])) if of_file else set()
-    found, own = dict[str, set[str]](), set[str]()
+    marks_by_name, own = dict[str, set[str]](), set[str]()
     for line in text.splitlines():
         if mark := re.match(r"@pytest\.mark\.(\w+)", line):
             own.add(mark[1])
         elif function := re.match(r"(?:async )?def (test_\w+)", line):
-            found[function[1]], own = DECIDE & (of_all | own), set()
-    return found
+            marks_by_name[function[1]], own = DECIDE & (of_all | own), set()
+    return marks_by_name
 
 
 def problems_of(claim: dict[str, Any]) -> Iterator[str]:
