@@ -1,8 +1,8 @@
-"""How long the tests of each room take, beside the last full pass and a budget: tests/budget.toml.
+"""How long the tests of each room take, beside the last full run and a budget: tests/budget.toml.
 
 A plugin of pytest, loaded by tests/conftest.py. At the end of a run of `make test` or `make test-all` it
 prints seconds of a worker per kind of test and room. A room above its budget is a warning, since seconds
-depend on the machine. `--record` (make test-all) writes tests/last_full_run.json where all passed.
+depend on the machine. `--record` (make test-all) writes tests/last_full_run.json.
 """
 
 import tomllib
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.last_run import RECORD, ROOT, FullRun, clean_commit, read_record, write_record
+from tests.last_run import RECORD, ROOT, FullRun, clean_commit, function_of, read_record, write_record
 
 BUDGET = Path(__file__).with_name("budget.toml")
 TESTS = BUDGET.parent
@@ -38,7 +38,7 @@ def over_budget(seconds: Seconds, budget: Seconds) -> list[str]:
 
 
 def table(seconds: Seconds, last: Seconds, budget: Seconds) -> list[str]:
-    """Seconds of a worker: this run, the last full pass, the budget; the longest first, then all of it."""
+    """Seconds of a worker: this run, the last full run, the budget; the longest first, then all of it."""
     lines = [f"{'':<28}{'seconds':>10}{'last full':>12}{'budget':>10}"]
     for kind, rooms in sorted(seconds.items()):
         columns = [rooms, last.get(kind, {}), budget.get(kind, {})]
@@ -55,6 +55,7 @@ class BudgetPlugin:
         self.budget_file, self.record = budget_file, record
         self.seconds: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
         self.functions: defaultdict[str, float] = defaultdict(float)
+        self.failed: set[str] = set()
         self.root, self.commit = Path(root), ""
 
     def pytest_sessionstart(self, session: pytest.Session) -> None:
@@ -64,7 +65,9 @@ class BudgetPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         kind = next((mark for mark in KINDS if mark in report.keywords), "ordinary")
         self.seconds[kind][room_of(report.nodeid)] += report.duration
-        self.functions[report.nodeid.partition("[")[0]] += report.duration if kind == "ordinary" else 0
+        self.functions[function_of(report.nodeid)] += report.duration if kind == "ordinary" else 0
+        if report.failed:
+            self.failed.add(function_of(report.nodeid))
 
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
@@ -80,13 +83,13 @@ class BudgetPlugin:
             terminalreporter.write_line(self._write_record(exitstatus))
 
     def _write_record(self, exitstatus: int) -> str:
-        if exitstatus != pytest.ExitCode.OK:
-            return f"{self.record.name} is as it was: not all tests passed"
+        if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+            return f"{self.record.name} is as it was: the run did not reach its end"
         if not self.commit:
             return f"{self.record.name} is as it was: files differed from the commit that was tested"
         seconds = {kind: dict(rooms) for kind, rooms in self.seconds.items()}
-        write_record(FullRun(self.commit, seconds, dict(self.functions)), self.record)
-        return f"{self.record.name}: a full pass of {self.commit[:12]}; commit it"
+        write_record(FullRun(self.commit, list(self.failed), seconds, dict(self.functions)), self.record)
+        return f"{self.record.name}: a full run of {self.commit[:12]}, {len(self.failed)} failed; commit it"
 
 
 def is_whole(config: pytest.Config) -> bool:

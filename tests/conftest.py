@@ -20,8 +20,8 @@ SERVER = pytest.StashKey[subprocess.Popen[bytes]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("suite")
-    group.addoption("--changed", action="store_true", help="leave out what no change since the last full pass touches")
-    group.addoption("--record", action="store_true", help="write tests/last_full_run.json where all tests pass")
+    group.addoption("--changed", action="store_true", help="leave out what no change since the last full run touches")
+    group.addoption("--record", action="store_true", help="write tests/last_full_run.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:

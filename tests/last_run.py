@@ -1,7 +1,8 @@
-"""What the last full pass of `make test-all` measured: tests/last_full_run.json, which that target writes.
+"""What the last full run of `make test-all` saw: tests/last_full_run.json, which that target writes.
 
-commit: of the tree that passed; `make test CHANGED=1` (.ci/run) compares with it. seconds: per kind of test
-(ordinary, more, product) and room. expensive: test functions whose tests took EXPENSIVE_S or more together.
+commit: of the tree that was tested; `make test CHANGED=1` (.ci/run) compares with it. failed: test functions
+that failed there, which no later run leaves out. seconds: per kind of test (ordinary, more, product) and
+room. expensive: test functions whose tests took EXPENSIVE_S or more together.
 """
 
 import json
@@ -17,6 +18,7 @@ EXPENSIVE_S = 2.0
 @dataclass(frozen=True)
 class FullRun:
     commit: str = ""
+    failed: list[str] = field(default_factory=list)
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     expensive: dict[str, float] = field(default_factory=dict)
 
@@ -29,8 +31,13 @@ def read_record(path: Path = RECORD) -> FullRun:
 def write_record(run: FullRun, path: Path = RECORD) -> None:
     rounded = {kind: {room: round(s) for room, s in sorted(rooms.items())} for kind, rooms in run.seconds.items()}
     expensive = {name: round(s, 1) for name, s in sorted(run.expensive.items()) if s >= EXPENSIVE_S}
-    content = {"commit": run.commit, "seconds": rounded, "expensive": expensive}
+    content = {"commit": run.commit, "failed": sorted(run.failed), "seconds": rounded, "expensive": expensive}
     path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def function_of(nodeid: str) -> str:
+    """Without a case's parameters."""
+    return nodeid.partition("[")[0]
 
 
 def git(*words: str, root: Path = ROOT) -> str | None:

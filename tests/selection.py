@@ -1,9 +1,9 @@
 """Which tests a change can make fail. A plugin of pytest, loaded by tests/conftest.py.
 
 `pytest --changed` (`make test CHANGED=1`, .ci/run) leaves out tests that are `more`, or expensive by the
-record of the last full pass (tests/last_run.py), in files that depend on none of the files changed since that
-pass (tests/import_graph.py). All other tests run always. Everything runs where no record of an ancestor is
-there, or a file of CORE changed. What was left out is printed.
+record of the last full run (tests/last_run.py), in files that depend on nothing changed since that run
+(tests/import_graph.py). All other tests, and those that failed there, run always. Everything runs where no
+record of an ancestor is there, or a file of CORE changed. What was left out is printed.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.import_graph import ImportGraph
-from tests.last_run import RECORD, ROOT, FullRun, changed_since
+from tests.last_run import RECORD, ROOT, FullRun, changed_since, function_of
 
 # What decides how every test runs.
 CORE = (
@@ -50,10 +50,10 @@ def select(root: Path, changed: Iterable[str]) -> Selection:
 
 
 def select_since(record: FullRun, root: Path = ROOT) -> Selection:
-    """The same for what changed since the last full pass."""
+    """The same for what changed since the last full run."""
     changed = changed_since(record.commit, root)
     if changed is None:
-        why = f"{record.commit[:12]} is no ancestor" if record.commit else "no full pass is recorded"
+        why = f"{record.commit[:12]} is no ancestor" if record.commit else "no full run is recorded"
         return Selection(None, f"{why} (tests/last_full_run.json, written by make test-all)")
     return select(root, changed)
 
@@ -88,7 +88,9 @@ class SelectionPlugin:
             config.workeroutput[LEFT_OUT] = dict(self.left_out)
 
     def _is_costly(self, item: pytest.Item) -> bool:
-        return bool(item.get_closest_marker("more")) or item.nodeid.partition("[")[0] in self.record.expensive
+        name = function_of(item.nodeid)
+        costly = bool(item.get_closest_marker("more")) or name in self.record.expensive
+        return costly and name not in self.record.failed
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -160,7 +161,7 @@ def suite(tree: Path, pytester: pytest.Pytester) -> Path:
     (tree / "tests/conftest.py").write_text(CONFTEST.format(root=str(ROOT), folder=str(tree)))
     (tree / "tests/budget.toml").write_text("[ordinary]\nroom = 0\n[more]\nroom = 60\n")
     (tree / ".gitignore").write_text("__pycache__\n")
-    record = FullRun(commit(tree), {}, {"tests/room/test_one.py::test_dear": 9.0})
+    record = FullRun(commit(tree), [], {}, {"tests/room/test_one.py::test_dear": 9.0})
     write_record(record, tree / "tests/last_full_run.json")
     commit(tree)
     pytester.chdir()
@@ -188,7 +189,16 @@ def test_only_what_changed_of_the_long_tests_runs(
     done.stdout.fnmatch_lines(["none: pyproject.toml changed*"])
 
 
-def test_a_full_pass_is_recorded(suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_there_is_not_left_out(
+    suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(suite))
+    file = suite / "tests/last_full_run.json"
+    write_record(replace(read_record(file), failed=["tests/room/test_one.py::test_dear"]), file)
+    run_suite(pytester, suite, "--changed").assert_outcomes(passed=3)
+
+
+def test_a_full_run_is_recorded(suite: Path, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(suite))
     file, head = suite / "tests/last_full_run.json", git(suite, "rev-parse", "HEAD")
     before = file.read_text()
@@ -197,11 +207,21 @@ def test_a_full_pass_is_recorded(suite: Path, pytester: pytest.Pytester, monkeyp
     done.stdout.fnmatch_lines(["*seconds of a worker*", "*seconds*last full*budget*", "more room*", "ordinary room*"])
     record = json.loads(file.read_text())
     assert record["commit"] == head and record["expensive"] == {} and set(record["seconds"]) == {"more", "ordinary"}
-    (suite / "tests/room/test_one.py").write_text("def test_cheap(): assert False\n")
-    for words in (("--record",), ("--record", "-k", "more")):  # a failure, and a part; files differ in both
-        file.write_text(before)
-        run_suite(pytester, suite, *words)
+    assert record["failed"] == []
+    file.write_text(before)
+    one = suite / "tests/room/test_one.py"
+    for content, words in (("", ("-k", "more")), ("1 / 0\n", ())):  # a part, and a file that cannot be imported
+        one.write_text(content)
+        commit(suite)
+        run_suite(pytester, suite, "--record", *words)
         assert file.read_text() == before
+    one.write_text("def test_cheap(): assert False\n")
+    run_suite(pytester, suite, "--record")  # the file differs from the commit
+    assert file.read_text() == before
+    head = commit(suite)
+    run_suite(pytester, suite, "--record")
+    record = json.loads(file.read_text())
+    assert record["commit"] == head and record["failed"] == ["tests/room/test_one.py::test_cheap"]
 
 
 def test_budgets_warn() -> None:
@@ -251,7 +271,7 @@ def test_every_room_has_a_budget() -> None:
 
 
 def test_the_record_names_tests_that_are_there() -> None:
-    """A renamed test is none that is known to be expensive: it runs always, until the next full pass."""
+    """A renamed test is none that is known to be expensive: it runs always, until the next full run."""
     record = read_record()
     assert all(name.startswith("tests/") for name in record.expensive)
     assert selection.TEST_FILE.fullmatch("tests/test_suite.py") and last_run.RECORD.parent == ROOT / "tests"
