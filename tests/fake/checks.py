@@ -54,24 +54,27 @@ def derived(case: Case) -> Counter[tuple[Any, ...]]:
     return Counter({key: number * steps for key, number in counted.items()})
 
 
-def assert_clean(seen: dict[str, Any]) -> None:
+def clean(fake_cuda: FakeCuda, case: Case) -> dict[str, Any]:
+    """What is seen of a case; nothing in it is a mistake."""
+    seen = fake_cuda.run(case)
     assert seen["findings"] == [], seen["findings"]
     assert seen["error"] is None, seen["error"]
+    return seen
 
 
-def assert_compiled(seen: dict[str, Any], graphs: int | None = None) -> None:
-    """Blocks were compiled without breaks, into so many graphs where told, and never again."""
-    assert_clean(seen)
+def compiled(fake_cuda: FakeCuda, case: Case, graphs: int | None = None) -> dict[str, Any]:
+    """The same; blocks were compiled without breaks, into so many graphs where told, and never again."""
+    seen = clean(fake_cuda, case)
     assert seen["compiled"] == seen["compiled again"] and seen["compiled"]["breaks"] == 0
     assert seen["compiled"]["graphs"] > 0 and graphs in (None, seen["compiled"]["graphs"])
+    return seen
 
 
 def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
     """Each rank's collectives are the derived ones, and all ranks of a group run its in one order."""
     by_group: dict[tuple[int, ...], list[tuple[Any, ...]]] = {}
     for case in cases:
-        seen = fake_cuda.run(case)
-        assert_clean(seen)
+        seen = clean(fake_cuda, case)
         collectives = [tuple(one) for one in seen["collectives"]]
         assert Counter(collectives) == derived(case), f"rank {case.rank}"
         for group in {one[:3] for one in collectives}:
@@ -79,15 +82,17 @@ def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
             assert by_group.setdefault(group, of_group) == of_group, f"rank {case.rank} in group {group}"
 
 
-def assert_construction(seen: dict[str, Any]) -> None:
+def assert_construction(fake_cuda: FakeCuda, case: Case) -> None:
     """No more is held at any moment than this rank's part, in the dtype it trains in, and the values of two
     parameters as they are drawn, whole and in fp32."""
+    seen = fake_cuda.run(case)
     largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
     assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest, "construction"
 
 
-def assert_documents(seen: dict[str, Any], case: Case) -> None:
+def assert_documents(fake_cuda: FakeCuda, case: Case) -> None:
     """The kernel is told of less than twice as many documents as there are, and no longer ones."""
+    seen = fake_cuda.run(case)
     calls = len(seen["varlen"]) // len(case.documents)
     assert calls >= LAYERS
     for step, rows in enumerate(case.documents):

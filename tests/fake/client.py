@@ -1,6 +1,8 @@
-"""The process that has loaded the shim, as tests see it."""
+"""The process that has loaded the shim, as tests see it, and what it does: it imports torch after the shim,
+once for all cases (`python -m tests.fake.client LIBRARY`)."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import asdict
@@ -8,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tests.fake.layouts import Case
+from tests.fake.shim import preload
 
 
 class FakeCuda:
     """A process that runs cases, and what it answered: each case is run once."""
 
     def __init__(self, library: Path) -> None:
-        command = [sys.executable, "-m", "tests.fake.child", str(library)]
+        command = [sys.executable, "-m", "tests.fake.client", str(library)]
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._answers: dict[str, dict[str, Any]] = {}
@@ -35,3 +38,19 @@ class FakeCuda:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def main(library: str) -> None:
+    """Run cases, one a line of JSON on stdin, and answer each with one on stdout."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints does not stand between the answers
+    preload(Path(library))
+    from tests.fake.runs import run
+
+    for line in sys.stdin:
+        print(json.dumps(run(Case(**json.loads(line)))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

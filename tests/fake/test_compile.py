@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_compiled, assert_documents, assert_layout
+from tests.fake.checks import assert_documents, assert_layout, clean, compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import (
     COMPILE,
@@ -45,8 +45,7 @@ CASES: dict[str, Case] = {
 def test_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
     assert_layout(fake_cuda, [case])
-    seen = fake_cuda.run(case)
-    assert_compiled(seen, GRAPHS[case.world])
+    seen = compiled(fake_cuda, case, GRAPHS[case.world])
     if case.world > 1:  # else the steps that were counted ran eagerly
         assert seen["kernels"]["_c10d_functional.wait_tensor"] > 0
 
@@ -56,16 +55,14 @@ def test_packed_steps_with_validation_between(name: str, fake_cuda: FakeCuda) ->
     """However documents lie, and although every batch is validated after its step: the first step's graph."""
     layout: dict[str, Any] = {"one": {}, "tp2": TP2, "tp2 sp": SP2}[name]
     case = Case(2 if layout else 1, 0, {**COMPILE, **PACKED, **layout}, STEPS, validates=True)
-    seen = fake_cuda.run(case)
-    assert_compiled(seen, GRAPHS[case.world])
-    assert_documents(seen, case)
+    compiled(fake_cuda, case, GRAPHS[case.world])
+    assert_documents(fake_cuda, case)
 
 
 def test_prompts_that_pairs_share_may_change(fake_cuda: FakeCuda) -> None:
     values = {**COMPILE, **PACKED_DPO}
-    seen = fake_cuda.run(Case(values=values, documents=PAIRS, prefixes=PREFIXES, pairs=True))
     # Before the first step FlexAttention was tried by itself; blocks, logits forwards, logits backwards.
-    assert_compiled(seen, 4)
+    compiled(fake_cuda, Case(values=values, documents=PAIRS, prefixes=PREFIXES, pairs=True), 4)
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.product)], ids=["eager", "compiled"])
@@ -74,9 +71,7 @@ def test_what_recomputation_runs_again(eager: bool, fake_cuda: FakeCuda) -> None
     kept for the backward passes lies between full and none."""
     compile_ = {} if eager else COMPILE
     forms = {"none": {}, "selective": SELECTIVE, "half": {**RECOMPUTE, "recompute_every": 2}, "full": RECOMPUTE}
-    seen = {name: fake_cuda.run(Case(values={**compile_, **values})) for name, values in forms.items()}
-    for one in seen.values():
-        assert_clean(one)
+    seen = {name: clean(fake_cuda, Case(values={**compile_, **values})) for name, values in forms.items()}
     attention = "aten._scaled_dot_product_cudnn_attention"
     counts = {name: one["kernels"][attention] for name, one in seen.items()}
     assert counts == {"none": LAYERS, "selective": LAYERS, "half": 3 * LAYERS // 2, "full": 2 * LAYERS}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_compiled
+from tests.fake.checks import clean, compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, RECOMPUTE, Case
 from tests.marks import with_more
@@ -47,7 +47,6 @@ def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
 
 
 def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:
-    assert_clean(seen)
     collectives = Counter(tuple(one) for one in seen["collectives"])
     between = {key: number for key, number in collectives.items() if key[3] == "all_to_all"}
     assert between == derived(rank, layers)
@@ -64,15 +63,14 @@ def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:
 
 @pytest.mark.parametrize("rank", with_more([0, 3, 6], product=[0, 6]))
 def test_shared_out_over_eight_gpus(rank: int, fake_cuda: FakeCuda) -> None:
-    seen = fake_cuda.run(Case(TP * DP, rank, {**QWEN, **SHARED_OUT, "num_layers": 3}, native=True))
-    assert_step(seen, rank, 3)
+    assert_step(clean(fake_cuda, Case(TP * DP, rank, {**QWEN, **SHARED_OUT, "num_layers": 3}, native=True)), rank, 3)
 
 
 @pytest.mark.product
 @pytest.mark.timeout(1200)
 def test_30b_over_eight_gpus(fake_cuda: FakeCuda) -> None:
     """The whole model; other ranks see the same (by the layers of the test above)."""
-    seen = fake_cuda.run(Case(TP * DP, 5, {**QWEN, **SHARED_OUT}, native=True))
+    seen = clean(fake_cuda, Case(TP * DP, 5, {**QWEN, **SHARED_OUT}, native=True))
     assert_step(seen, 5, LAYERS)
     whole = LAYERS * (OF_EXPERTS + OF_BLOCK) + OF_REST
     assert 29e9 < TP * whole < 32e9
@@ -94,6 +92,5 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"tp2 sp"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    seen = fake_cuda.run(COMPILED[name])
-    assert_compiled(seen)
+    seen = compiled(fake_cuda, COMPILED[name])
     assert seen["kernels"]["aten._grouped_mm"] >= 6 * 2, "experts do not run on torch's kernel"

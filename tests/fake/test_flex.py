@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_compiled, assert_layout
+from tests.fake.checks import assert_layout, clean, compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, PACKED_DPO, PAIRS, PREFIXES, RECOMPUTE, SP2, WINDOW, Case
 from tests.marks import with_more
@@ -37,14 +37,11 @@ MORE = ("rows, by itself", "sinks, by itself")
 @pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {"documents", *MORE}))
 def test_blocks_of_flex_attention(name: str, fake_cuda: FakeCuda) -> None:
     case = CASES[name]
-    seen = fake_cuda.run(case)
-    assert_clean(seen)
+    seen = (compiled if "compile" in case.values else clean)(fake_cuda, case)
     calls = LAYERS * max(1, len(case.documents))
     again = 2 if "recompute" in name else 1
     assert seen["kernels"]["flex_attention"] == again * calls
     assert seen["kernels"]["flex_attention_backward"] == calls and not seen["varlen"]
-    if "compile" in case.values:
-        assert_compiled(seen)
 
 
 @pytest.mark.product

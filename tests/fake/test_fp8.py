@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_compiled, assert_layout
+from tests.fake.checks import assert_layout, clean, compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, HIDDEN, MICRO_BATCH, RECOMPUTE, SEQ, SP2, TP2, Case
 from tests.fake.test_native import native
@@ -52,8 +52,7 @@ def seen_products(seen: dict[str, Any]) -> Counter[tuple[Any, ...]]:
 def test_products_of_inner_blocks(recipe: str, fake_cuda: FakeCuda) -> None:
     """Those of the first and the last block, of heads and of attention are bf16."""
     capability = (10, 0) if recipe == "mxfp8" else (9, 0)
-    seen = fake_cuda.run(Case(values={**DEEP, "precision_fp8": recipe}, capability=capability))
-    assert_clean(seen)
+    seen = clean(fake_cuda, Case(values={**DEEP, "precision_fp8": recipe}, capability=capability))
     assert seen_products(seen) == derived(recipe, INNER)
     plain = fake_cuda.run(Case(values=DEEP))
     assert plain["scaled"] == []
@@ -69,8 +68,7 @@ def _products(seen: dict[str, Any]) -> int:
 @pytest.mark.more
 def test_keys_of_layers_and_of_weight_gradients(fake_cuda: FakeCuda) -> None:
     keys = {**DEEP, "precision_fp8": "tensorwise", "te_fp8_wgrad": False, "num_layers_at_start_in_bf16": 3}
-    seen = fake_cuda.run(Case(values={**keys, "num_layers_at_end_in_bf16": 0}))
-    assert_clean(seen)
+    seen = clean(fake_cuda, Case(values={**keys, "num_layers_at_end_in_bf16": 0}))
     assert seen_products(seen) == derived("tensorwise", 1, wgrad=False)
 
 
@@ -103,4 +101,4 @@ COMPILED: dict[str, Case] = {
 def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
     """One for blocks in bf16, one for those in FP8, whose scales are its inputs, and that of the logits (over
     tensor ranks two); new scales compile nothing."""
-    assert_compiled(fake_cuda.run(COMPILED[name]), graphs=4 if "tp2" in name else 3)
+    compiled(fake_cuda, COMPILED[name], graphs=4 if "tp2" in name else 3)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.posttrain import CUT
 from benchmarks.posttrain import SHAPES as PAIR_SHAPES
 from benchmarks.train_throughput import keys_of, parse
-from tests.fake.checks import assert_clean
+from tests.fake.checks import clean
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import DPO, Case
 
@@ -56,8 +56,7 @@ SHAPES: dict[str, tuple[dict[str, Any], int | None, str]] = {
 def test_the_step_fits(name: str, fake_cuda: FakeCuda) -> None:
     keys, mean, kernel = SHAPES[name]
     documents = [] if mean is None else [starts(keys, mean)]
-    seen = fake_cuda.run(Case(values=keys, documents=documents, pairs="train_impl" in keys))
-    assert_clean(seen)
+    seen = clean(fake_cuda, Case(values=keys, documents=documents, pairs="train_impl" in keys))
     assert seen["kernels"][kernel] == keys["num_layers"]
     state = STATE_BYTES * seen["parameters"] / 2
     assert seen["passes"] + state < MEMORY, f"{(seen['passes'] + state) / 1e9:.0f} GB"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_construction, assert_documents, assert_layout, derived
+from tests.fake.checks import assert_construction, assert_documents, assert_layout, clean, derived
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import (
     BIG,
@@ -70,9 +70,7 @@ def test_ranks_of_a_thousand(ranks: list[int], fake_cuda: FakeCuda) -> None:
 
 def test_attention_kernels(fake_cuda: FakeCuda) -> None:
     """Whole rows run on one fused kernel a layer; windows on the varlen one, without masks."""
-    plain, windows = fake_cuda.run(Case()), fake_cuda.run(Case(values=WINDOW))
-    for seen in (plain, windows):
-        assert_clean(seen)
+    plain, windows = clean(fake_cuda, Case()), clean(fake_cuda, Case(values=WINDOW))
     assert plain["kernels"]["aten._scaled_dot_product_cudnn_attention_backward"] == LAYERS
     assert windows["kernels"]["torch_attn._varlen_attn_backward"] == LAYERS
     assert {(call["documents"], call["longest"]) for call in windows["varlen"]} == {(MICRO_BATCH, SEQ)}
@@ -85,10 +83,8 @@ def test_attention_kernels(fake_cuda: FakeCuda) -> None:
 )
 def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
     case = Case(values={**PACKED, **values}, documents=TWO_DOCUMENTS)
-    seen = fake_cuda.run(case)
-    assert_clean(seen)
-    assert seen["kernels"][kernel] == LAYERS * len(TWO_DOCUMENTS)
-    assert_documents(seen, case)
+    assert clean(fake_cuda, case)["kernels"][kernel] == LAYERS * len(TWO_DOCUMENTS)
+    assert_documents(fake_cuda, case)
 
 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:
@@ -107,7 +103,7 @@ def test_peak_bytes(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("values", [{}, TP2], ids=["one", "tp2"])
 def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
-    assert_construction(fake_cuda.run(Case(values.get("model_parallel_size", 1), values=values)))
+    assert_construction(fake_cuda, Case(values.get("model_parallel_size", 1), values=values))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +126,7 @@ def test_prompts_that_pairs_share(values: dict[str, Any], kernel: str, fake_cuda
 def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
     """After a step, log-probabilities of its rows, then their tokens into a cache and one token more."""
     case = Case(2, 1, TP2, inference=True)
-    seen = fake_cuda.run(case)
-    assert_clean(seen)
+    seen = clean(fake_cuda, case)
     hidden, forward = 2 * SEQ * MICRO_BATCH * HIDDEN, 2 * LAYERS + 1
     more = Counter({(0, 1, 2, "all_reduce", hidden): 2 * forward})  # the rows scored, and read into the cache
     more[0, 1, 2, "all_reduce", 2 * MICRO_BATCH * HIDDEN] = forward  # one token a row
@@ -145,8 +140,7 @@ def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> Non
     """Each linear gathers with one product and scatters with another, and columns gather again beside; the
     other collectives are as without."""
     values = {**SP2, **more, "async_tensor_parallel": True}
-    seen, without = fake_cuda.run(Case(2, 1, values)), derived(Case(2, 1, SP2))
-    assert_clean(seen)
+    seen, without = clean(fake_cuda, Case(2, 1, values)), derived(Case(2, 1, SP2))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
     for kind, fewer in (("all_gather", 4 * LAYERS), ("reduce_scatter", 4 * LAYERS)):
         without[0, 1, 2, kind, hidden] -= fewer

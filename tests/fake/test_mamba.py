@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_compiled
+from tests.fake.checks import compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, Case
 from tests.marks import with_more
@@ -49,8 +49,7 @@ def derived() -> Counter[tuple[Any, ...]]:
 
 @pytest.mark.parametrize("name", with_more(CASES, "tp2", product=["packed", "ZeRO 3"]))  # half a minute each
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    seen = fake_cuda.run(CASES[name])
-    assert_compiled(seen)
+    seen = compiled(fake_cuda, CASES[name])
     if name == "tp2":
         assert Counter(tuple(one) for one in seen["collectives"]) == derived()
         assert seen["parameters"] == 2 * (MAMBA2 + MAMBA + OTHERS) + 4 * IN_FP32

@@ -5,36 +5,21 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_construction, assert_documents, assert_layout
+from tests.fake.checks import assert_construction, assert_documents, assert_layout, clean
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import PACKED, TP2, Case
 
 PACKED_ROWS: dict[str, Any] = {"values": PACKED, "documents": [[[0, 100], [0]]]}
 RANK: dict[str, Any] = {"world": 4, "rank": 1, "values": TP2}
-Check = Callable[[FakeCuda, Case], None]
-
-
-def clean(fake: FakeCuda, case: Case) -> None:
-    assert_clean(fake.run(case))
-
-
-def layout(fake: FakeCuda, case: Case) -> None:
-    assert_layout(fake, [case])
-
-
-def documents(fake: FakeCuda, case: Case) -> None:
-    assert_documents(fake.run(case), case)
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], Check, str]] = {
+MISTAKES: dict[str, tuple[dict[str, Any], Callable[[FakeCuda, Case], Any], str]] = {
     "tensor on the cpu": ({}, clean, r"CPU, \[256\]: aten.ones at model/stage"),
     "item in the loss": ({}, clean, "waits .*_local_scalar_dense at model/stage"),
     "int64 cu_seqlens": (PACKED_ROWS, clean, "cu_seqlens .*int64"),
     "mask of seq x seq": (PACKED_ROWS, clean, "seq x seq, .* at model/attention/masks"),
-    "swapped groups": (RANK, layout, "rank 1"),
-    "skipped collective": (RANK, layout, "rank 1"),
-    "whole stage at construction": ({}, lambda fake, case: assert_construction(fake.run(case)), "construction"),
-    "documents by tokens": (PACKED_ROWS, documents, "384 documents for 3"),
+    "swapped groups": (RANK, lambda fake, case: assert_layout(fake, [case]), "rank 1"),
+    "skipped collective": (RANK, lambda fake, case: assert_layout(fake, [case]), "rank 1"),
+    "whole stage at construction": ({}, assert_construction, "construction"),
+    "documents by tokens": (PACKED_ROWS, assert_documents, "384 documents for 3"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.fake.checks import assert_clean, assert_compiled
+from tests.fake.checks import clean, compiled
 from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, LLAMA_13B, RECOMPUTE, Case
 from tests.marks import with_more
@@ -64,8 +64,7 @@ LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (2, 8, 2), (1, 1, 1), (2,
 @pytest.mark.parametrize("layout", with_more(LAYOUTS, *LAYOUTS[3:5], product=LAYOUTS[5:]), ids=str)
 def test_a_step(layout: tuple[int, int, int], fake_cuda: FakeCuda) -> None:
     stage, tensor, micro_batches = layout
-    seen = fake_cuda.run(native(stage, tensor, micro_batches, **SHAPE))
-    assert_clean(seen)
+    seen = clean(fake_cuda, native(stage, tensor, micro_batches, **SHAPE))
     kept, more, air = derived(stage, tensor, micro_batches)
     scalars = 64 * 1024  # steps, learning rates, marks of the watch
     assert kept <= seen["kept"] <= kept + scalars
@@ -78,9 +77,8 @@ def test_a_step(layout: tuple[int, int, int], fake_cuda: FakeCuda) -> None:
 
 
 def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
-    case = native(2)
     with pytest.raises(AssertionError, match="the host waits for a value"):
-        assert_clean(fake_cuda.run(replace(case, mistake="item in the loss")))
+        clean(fake_cuda, replace(native(2), mistake="item in the loss"))
 
 
 COMPILED: dict[str, Case] = {
@@ -99,8 +97,7 @@ def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
     """`fully_shard` gathers weights outside of the graph, which has all of a block in it (and that of the
     logits is another, over tensor ranks two): as many calls as where weights are whole."""
     case = COMPILED[name]
-    seen = fake_cuda.run(case)
-    assert_compiled(seen, graphs=3 if "tp8" in name else 2)
+    seen = compiled(fake_cuda, case, graphs=3 if "tp8" in name else 2)
     whole = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": {"stage": 0}}))
     assert seen["calls compiled"] == whole["calls compiled"] > 20
 
@@ -108,8 +105,7 @@ def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
 @pytest.mark.product
 def test_13b_fits_80_gb(fake_cuda: FakeCuda) -> None:
     """Eight GPUs at ZeRO 2, with recomputation: weights are whole in bf16, gradients and states cut."""
-    seen = fake_cuda.run(native(2, **LLAMA_13B))
-    assert_clean(seen)
+    seen = clean(fake_cuda, native(2, **LLAMA_13B))
     assert max(seen["construction"], seen["peak"]) < 80e9 * 0.9  # the rest is the context's, and fragments
     whole = sum(seen["parts"].values()) / 12 * DATA
     assert 12.9e9 < whole < 13.1e9

@@ -99,6 +99,16 @@ def run(values: Mapping[str, Any]) -> Iterator[Training]:
             training.checkpointer._lock.close()
 
 
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Waiting for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def on_ranks(
     fn: Callable[..., Any], world: int, *args: Any, timeout: float = 90.0, env: Mapping[str, str] | None = None
 ) -> list[Any]:

@@ -8,7 +8,7 @@ import torch
 from megatron.training import train
 from megatron.training.checkpoint import host_copies as module
 from megatron.training.checkpoint.host_copies import HostCopies, host_copies
-from tests.gpu.runs import CPU, run
+from tests.gpu.runs import CPU, no_waiting, run
 from tests.training.checkpoint.test_host_copies import saved, sums, tensors
 from tests.training.runs import ADAMW, NEOX, config
 
@@ -37,11 +37,8 @@ def test_no_copy_waits_for_the_device() -> None:
     copies, source = host_copies(GPU), torch.randn(512, 512, device=GPU)
     warm = copies.copy(source.t())
     del warm
-    try:
-        torch.cuda.set_sync_debug_mode("error")
+    with no_waiting():
         copied = copies.copy(source.t())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     copies.wait()
     assert torch.equal(copied, source.t().cpu())
 

@@ -1,9 +1,7 @@
 """Preferences begin at ln 2 on the device, packed and padded, and greedy text is the CPU's."""
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,8 +12,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training import train
 from tests.generation.runs import GIVEN, LAYOUTS, golden_model
 from tests.gpu.runs import PRECISIONS, run
-from tests.training.preference.test_pairs_train import pairs
-from tests.training.runs import ADAMW, LLAMA, config
+from tests.training.preference.test_pairs_train import pairs, pairwise
+from tests.training.runs import metric_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -23,18 +21,12 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("pack_impl", ["best_fit", "unpacked"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_dpo_begins_at_ln_2(precision: str, pack_impl: str, tmp_path: Path, device: torch.device) -> None:
-    values: dict[str, Any] = config(
-        LLAMA, ADAMW, PRECISIONS[precision], pairs(tmp_path), {"eod_mask_loss": False},
-        train_impl="dpo", dataset_impl="pairwise", pack_impl=pack_impl, train_batch_size=4, train_iters=8,
-        train_micro_batch_size_per_gpu=2, save=str(tmp_path / "run"), checkpoint_factor=100,
-    )  # fmt: skip
-    for key in ("data_path", "split"):
-        del values[key]
-    with run(values) as training:
+    steps = {"train_iters": 8, "train_micro_batch_size_per_gpu": 2, "checkpoint_factor": 100}
+    save = {"save": str(tmp_path / "run"), "pack_impl": pack_impl}
+    with run(pairwise(pairs(tmp_path), PRECISIONS[precision], steps, save)) as training:
         assert training.groups.device == device
         train(training)
-    rows = map(json.loads, (tmp_path / "run" / "logs" / "metrics.jsonl").read_text().splitlines())
-    losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+    losses = [row["train/lm_loss"] for row in metric_rows(tmp_path / "run")]
     # Policy and reference are the same weights and the same kernels; the reference's scores are kept in fp32.
     assert losses[0] == pytest.approx(math.log(2), abs={"fp32": 1e-5, "bf16": 1e-2}[precision])
     assert losses[-1] < losses[0]
@@ -47,18 +39,14 @@ def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Pat
     losses = []
     for sharing in (True, False):
         save = tmp_path / str(sharing)
-        values: dict[str, Any] = config(
-            LLAMA, ADAMW, PRECISIONS[precision], pairs(tmp_path), {"eod_mask_loss": False},
-            train_impl="dpo", dataset_impl="pairwise", pack_impl="best_fit", prefix_sharing=sharing, train_iters=3,
-            save=str(save), checkpoint_factor=100, reference_cache_dir=str(tmp_path / "references"),
+        values = pairwise(
+            pairs(tmp_path), PRECISIONS[precision], pack_impl="best_fit", prefix_sharing=sharing, train_batch_size=None,
+            train_iters=3, save=str(save), checkpoint_factor=100, reference_cache_dir=str(tmp_path / "references"),
         )  # fmt: skip
-        for key in ("data_path", "split", "train_batch_size"):
-            del values[key]
         rows = preference_samples_per_epoch(NeoXArgs.from_dict(values))
         with run({**values, "train_batch_size": rows, "train_micro_batch_size_per_gpu": rows}) as training:
             train(training)
-        lines = (save / "logs" / "metrics.jsonl").read_text().splitlines()
-        losses.append([row["train/lm_loss"] for row in map(json.loads, lines) if "train/lm_loss" in row])
+        losses.append([row["train/lm_loss"] for row in metric_rows(save)])
     assert losses[0] == pytest.approx(losses[1], rel={"fp32": 1e-4, "bf16": 0.05}[precision])
 
 

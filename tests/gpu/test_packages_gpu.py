@@ -103,5 +103,4 @@ def test_adam_of_apex_equals_torchs(device: torch.device) -> None:
         results.append(
             [*params, *(state[key].float() for state in states for key in ("step", "exp_avg", "exp_avg_sq"))]
         )
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

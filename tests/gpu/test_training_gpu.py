@@ -2,13 +2,14 @@
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.training import NonFiniteError, train
 from megatron.training.loop import batches_of
-from tests.gpu.runs import PRECISIONS, fp16, run
+from tests.gpu.runs import PRECISIONS, fp16, no_waiting, run
 from tests.training.runs import LLAMA, NEOX, bit_equal, config
 from tests.training.test_nonfinite import poison
 
@@ -67,11 +68,8 @@ def test_native_steps_do_not_wait(optimizer: str) -> None:
         batches, engine = batches_of(training), training.engine
         for _ in range(2):
             engine.train_step(next(batches), 1e-3)
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_waiting():
             losses = [engine.train_step(next(batches), 1e-3).loss for _ in range(2)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert all(math.isfinite(float(loss)) for loss in losses)
 
 
@@ -84,11 +82,8 @@ def test_steps_with_experts_do_not_wait(compiled: bool | str) -> None:
     with run(values) as training:
         batches, engine = batches_of(training), training.engine
         losses = [engine.train_step(next(batches), 1e-3).loss for _ in range(2)]
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with no_waiting():
             losses += [engine.train_step(next(batches), 1e-3).loss for _ in range(8)]
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert float(losses[-1]) < float(losses[0]) - 0.1
 
 
@@ -108,12 +103,7 @@ def test_deepspeeds_steps_wait_in_the_update_alone(changes: dict[str, Any]) -> N
             step()
             torch.cuda.set_sync_debug_mode("error")
 
-        engine._ds.step = step_may_wait
-        try:
-            torch.cuda.set_sync_debug_mode("error")
+        with mock.patch.object(engine._ds, "step", step_may_wait), no_waiting():
             losses = [engine.train_step(next(batches), 1e-3).loss for _ in range(2)]
             with pytest.raises(RuntimeError, match="synchroniz"):
                 losses[0].item()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            engine._ds.step = step

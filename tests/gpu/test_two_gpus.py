@@ -7,18 +7,13 @@ import pytest
 import torch
 
 from tests.gpu.runs import on_ranks
-from tests.training.runs import LLAMA, NEOX, SGD, config, curves, furthest, whole
+from tests.training.runs import LLAMA, NEOX, SGD, SP2, TABLE, config, curves, furthest, whole
 
 pytestmark = pytest.mark.gpu
-TP2: dict[str, Any] = {"model_parallel_size": 2}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "tp2": (LLAMA, TP2),
-    "tp2 sp": (LLAMA, {**TP2, "sequence_parallel": True}),
-    "tp2 sp async": (LLAMA, {**TP2, "sequence_parallel": True, "async_tensor_parallel": "auto"}),
-    "dp2": (NEOX, {}),
-    "dp2 zero1": (NEOX, {"zero_optimization": {"stage": 1}}),
-    "dp2 zero2": (NEOX, {"zero_optimization": {"stage": 2}}),
-    "dp2 zero3": (NEOX, {"zero_optimization": {"stage": 3}}),
+    **{name: (LLAMA, TABLE[name][1]) for name in ("tp2", "tp2 sp")},
+    "tp2 sp async": (LLAMA, {**SP2, "async_tensor_parallel": "auto"}),
+    **{name: (NEOX, TABLE[name][1]) for name in ("dp2", "zero1", "zero2", "zero3")},
 }
 MOE = {
     **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
@@ -26,12 +21,9 @@ MOE = {
 }  # fmt: skip
 LAYOUTS["ep2"] = (MOE, {"expert_parallel_size": 2})
 LAYOUTS["ep2 zero2"] = (MOE, {"expert_parallel_size": 2, "zero_optimization": {"stage": 2}})
-LAYOUTS["tp2 experts"] = (MOE, TP2)
+LAYOUTS["tp2 experts"] = (MOE, TABLE["tp2"][1])
 if find_spec("deepspeed") is not None:
-    DEEPSPEED = {"engine": "deepspeed"}
-    LAYOUTS["pp2"] = (NEOX, {"pipe_parallel_size": 2, **DEEPSPEED})
-    LAYOUTS["dp2 zero1, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 1}, **DEEPSPEED})
-    LAYOUTS["dp2 zero3, deepspeed"] = (NEOX, {"zero_optimization": {"stage": 3}, **DEEPSPEED})
+    LAYOUTS |= {name: (NEOX, TABLE[name][1]) for name in ("pp2, deepspeed", "zero1, deepspeed", "zero3, deepspeed")}
 STEPS = 4
 
 

@@ -63,8 +63,7 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
     assert len(expected[0]) == 8
     for rank_reads in run_ranks(read_all, world_size, keys):
         for seen in rank_reads:
-            for actual, reference in zip((*seen[0], *seen[1]), (*expected[0], *expected[1]), strict=True):
-                torch.testing.assert_close(actual, reference, rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(seen, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_no_batches_no_values() -> None:

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from megatron.data import Batch
-from megatron.model import layer_params
-from megatron.mpu import unshard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.engine import Engine
 from megatron.training.setup import build_engine
+from tests.model.runs import whole_weights
 from tests.model.stages import Weights, document_batch, groups_of, random_batch, small
 
 STEPS, RATE, MICRO_BATCHES = 4, 1e-3, 4
@@ -74,20 +73,6 @@ def train(
     return Run(losses, norms, metrics, engine.groups.rank("tensor"), engine.weights(master=True))
 
 
-def whole(args: NeoXArgs, runs: list[Run]) -> Weights:
-    """The whole parameters of all ranks."""
-    return {
-        layer: {
-            spec.name: unshard(
-                [held[layer][spec.name] for _, held in sorted(
-                    {run.tensor_rank: run.weights for run in runs
-                     if spec.name in run.weights.get(layer, {})}.items())], spec)
-            for spec in specs
-        }
-        for layer, specs in layer_params(args).items()
-    }  # fmt: skip
-
-
 def assert_same(
     args: NeoXArgs, ours: list[Run], reference: Run, label: object, bound: float = 1e-5, of_weights: float = 2e-5
 ) -> None:
@@ -97,7 +82,5 @@ def assert_same(
         assert run.norms == pytest.approx(reference.norms, rel=bound), label
         for now, then in zip(run.metrics, reference.metrics, strict=True):
             assert now == pytest.approx(then, rel=1e-4, abs=1e-6), label
-    expected = whole(args, [reference])
-    for layer, tensors in whole(args, ours).items():
-        for name, value in tensors.items():
-            assert torch.allclose(value, expected[layer][name], atol=of_weights), (label, layer, name)
+    weights, expected = whole_weights(args, ours), whole_weights(args, [reference])
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=of_weights, msg=lambda said: f"{label}: {said}")

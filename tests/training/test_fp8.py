@@ -21,7 +21,7 @@ from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_goes_on, stop_after
 from tests.training.preference.test_pairs_train import pairs
 from tests.training.preference.test_reference import first_losses
-from tests.training.runs import ADAMW, LLAMA, TABLE, begin, cells, config, curves
+from tests.training.runs import ADAMW, LLAMA, TABLE, begin, begun, cells, config, curves
 
 RECIPES = {"tensorwise": TensorwiseProduct, "rowwise": RowwiseProduct, "mxfp8": MXProduct, "te": DelayedProduct}
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -150,13 +150,8 @@ def test_losses_stay_beside_bf16(recipe: str, one_process: dict[str, list[float]
 CELLS = cells(
     [("te", "tp2 sp"), ("tensorwise", "zero3")],
     [("mxfp8", "tp2"), ("te", "pp2")],
-    [
-        ("rowwise", "tp2"),
-        ("tensorwise", "tp2"),
-        ("te", "zero3"),
-        ("te", "zero1, deepspeed"),
-        ("te", "zero3, deepspeed"),
-    ],
+    [(recipe, "tp2") for recipe in ("rowwise", "tensorwise")]
+    + [("te", layout) for layout in ("zero3", "zero1, deepspeed", "zero3, deepspeed")],
 )
 
 
@@ -171,8 +166,7 @@ def test_layouts_train_alike(recipe: str, layout: str, one_process: dict[str, li
 def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[float, dict[str, Any]]]:
     """For the pool: of each run loss and state of delayed scaling after three steps and a validation."""
     found = []
-    for given in configs:
-        training = begin(given)
+    for training in begun(configs):
         batches = batches_of(training)
         for _ in range(3):
             loss = training.engine.train_step(next(batches), 1e-3).loss
@@ -182,7 +176,6 @@ def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tu
         training.engine.token_logprobs(next(batches))
         assert not any(amax.any() for product in scaling.products.values() for amax in product.amax.values())
         found.append((float(loss), before))
-        training.engine.close()
     return found
 
 

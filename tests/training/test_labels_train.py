@@ -285,22 +285,12 @@ def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> lis
     return taken
 
 
+CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LLAMA)
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
-    cells(
-        [
-            ("plain", small_runs.NEOX),
-            ("tp2 sp", small_runs.LLAMA),
-            ("pp2", small_runs.NEOX),
-            ("zero3", small_runs.LLAMA),
-        ],
-        product=[
-            ("plain", small_runs.LLAMA),
-            ("tp2 sp", small_runs.NEOX),
-            ("pp2", small_runs.LLAMA),
-            ("zero3", small_runs.NEOX),
-        ],
-    ),
+    cells(zip(CUT, BOTH * 2, strict=True), product=zip(CUT, BOTH[::-1] * 2, strict=True)),
 )
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]

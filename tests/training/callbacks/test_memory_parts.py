@@ -37,13 +37,11 @@ def runs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict
     """For the pool: run each configuration to its end; of this rank the number of trained and of all elements
     of its parameters, and the number of the trained ones."""
     found = []
-    for values in configs:
-        training = begin(values)
+    for training in begun(configs):
         params = list(training.engine.stage.parameters())
         trained = [param.numel() for param in params if param.requires_grad]
         found.append({"all": sum(p.numel() for p in params), "trained": sum(trained), "count": len(trained)})
         train(training)
-        training.engine.close()
     return found
 
 

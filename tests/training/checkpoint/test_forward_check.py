@@ -1,7 +1,5 @@
 """A checkpoint carries logits of a fixed batch, and is refused where it gives others."""
 
-import contextlib
-import io
 from pathlib import Path
 from typing import Any
 
@@ -12,28 +10,16 @@ from torch import Tensor
 from megatron.checkpointing import load_tensors
 from megatron.checkpointing.layout import LOGITS
 from megatron.data import Batch
-from megatron.launch import process_info
-from megatron.neox_arguments import NeoXArgs
-from megatron.training import start
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import as_stopped_at, change_file
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
+from tests.training.runs import LLAMA, NEOX, TABLE, begin, config, run_to_end, said
 
 CHECK = {"checkpoint_validation_with_forward_pass": True}
-SP = {"model_parallel_size": 2, "sequence_parallel": True}
-CASES = {**LAYOUTS, "tp2 +sp": (2, SP), "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2})}
 
 
 def values(save: Path, *parts: dict[str, Any], model: dict[str, Any] = NEOX, **more: Any) -> dict[str, Any]:
     small = {"num_layers": 2, "train_iters": 2, "train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 2}
     return config(model, CHECK, small, *parts, {"save": str(save), **more})
-
-
-def log_of(rank: int, world_size: int, given: dict[str, Any]) -> list[str]:
-    """For the pool: the log of building a run."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        start(NeoXArgs.from_dict(given), process_info())
-    return printed.getvalue().splitlines()
 
 
 def stored(step: Path) -> list[Tensor]:
@@ -46,24 +32,22 @@ def spoil(state: dict[str, Tensor]) -> None:
 
 
 # The layout that saves, another one, and how the other one takes a checkpoint.
-PAIRS = [("tp2 +sp", "plain", "no_load_optim"), ("zero3", "tp2 x pp2", "finetune"), ("pp2", "zero1", "no_load_optim")]
+PAIRS = [("tp2 sp", "plain", "no_load_optim"), ("zero3", "tp2 pp2 sp", "finetune"), ("pp2", "zero1", "no_load_optim")]
 
 
 @pytest.mark.parametrize(("name", "other", "how"), PAIRS)
 def test_kept_and_found_again_but_not_with_a_wrong_weight(name: str, other: str, how: str, tmp_path: Path) -> None:
-    ranks, layout = CASES[name]
+    ranks, layout = TABLE[name]
     model, saved, damaged = LLAMA if "tp2" in name else NEOX, tmp_path / "saved", tmp_path / "damaged"
     precision = "bfloat16" if name == "zero3" else "fp32"
     given = values(saved, layout, precision=precision, model=model)
     run_ranks(run_to_end, ranks, given)
     parts = stored(saved / "global_step2")
     assert len(parts) == layout.get("model_parallel_size", 1) and torch.cat(parts, -1).shape == (32, 384)
-    lines = run_ranks(log_of, ranks, given)[0]
-    assert any("logits it was saved with (largest difference 0)" in line for line in lines)
+    assert "logits it was saved with (largest difference 0)" in run_ranks(said, ranks, given)[0]
     elsewhere = {how: True, "precision": precision, "model": model}
-    there = values(tmp_path / "there", CASES[other][1], load=str(saved), **elsewhere)
-    lines = run_ranks(log_of, CASES[other][0], there)[0]
-    assert any("logits it was saved with" in line for line in lines)
+    there = values(tmp_path / "there", TABLE[other][1], load=str(saved), **elsewhere)
+    assert "logits it was saved with" in run_ranks(said, TABLE[other][0], there)[0]
     as_stopped_at(2, saved, damaged)
     change_file(damaged / "global_step2", "layer_03-model_00-model_states.pt", spoil)
     with pytest.raises(AssertionError, match=r"CheckpointError.*logits.* differ by up to \d.* \(allowed: \d"):
@@ -79,7 +63,7 @@ def logits_of(rank: int, world_size: int, given: dict[str, Any]) -> Tensor:
 
 
 def test_they_are_the_models_logits(tmp_path: Path) -> None:
-    run_ranks(run_to_end, 2, values(tmp_path, CASES["pp2"][1], train_iters=1))
+    run_ranks(run_to_end, 2, values(tmp_path, TABLE["pp2"][1], train_iters=1))
     elsewhere = values(tmp_path / "x", load=str(tmp_path), no_load_optim=True)
     assert torch.equal(stored(tmp_path / "global_step1")[0], run_ranks(logits_of, 1, elsewhere)[0])
 
@@ -87,5 +71,5 @@ def test_they_are_the_models_logits(tmp_path: Path) -> None:
 def test_without_stored_logits_it_says_so(tmp_path: Path) -> None:
     given = values(tmp_path, train_iters=1)
     run_ranks(run_to_end, 1, {**given, "checkpoint_validation_with_forward_pass": False})
-    lines = run_ranks(log_of, 1, given)[0]
+    lines = run_ranks(said, 1, given)[0].splitlines()
     assert any(LOGITS in line and "not checked" in line for line in lines)

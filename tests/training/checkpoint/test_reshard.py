@@ -12,16 +12,13 @@ from megatron.training.checkpoint import writer as saving
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, refusals, stop_after
+from tests.training.layout_runs import zero
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, config, run_to_end
 from tools.ckpts.reshard import main as reshard_main
 
 TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
 # A run goes on with the engine of its checkpoint, and pipelines are DeepSpeed's.
 PP2, PP4 = ({"pipe_parallel_size": size, "engine": "deepspeed"} for size in (2, 4))
-
-
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

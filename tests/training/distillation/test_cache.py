@@ -21,7 +21,7 @@ from tests.training.runs import assert_alike, begin, curves_of
 
 TOP: dict[str, Any] = {"top_k": 8, "temperature": 1.5, "beta": 0.5, "weight": 0.8}
 KINDS = {"documents": {**DOCUMENTS, "train_iters": 6}, "labelled": {**LABELLED, "train_iters": 6}}
-KIND_OF = {"tp2, sp": "documents", "pp2": "labelled", "dp2": "labelled", "zero3": "documents"}
+KIND_OF = {"tp2 sp": "documents", "pp2": "labelled", "dp2": "labelled", "zero3": "documents"}
 
 
 def cached(teacher: str, folder: Path, kind: str = "documents", **layout: Any) -> dict[str, Any]:

@@ -112,6 +112,6 @@ def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
     [found] = run_ranks(first_steps, 1, [student(hf_teacher, {"gradient_clipping": 0.0})])[0]
     assert_right(found)
     assert found["rows"] == 381
-    layouts = [student(hf_teacher, LAYOUTS[name]) for name in ("tp2, sp", "pp2")]
+    layouts = [student(hf_teacher, LAYOUTS[name]) for name in ("tp2 sp", "pp2")]
     losses = [part.losses for part in run_ranks(curves, 2, layouts, 1)[0]]
     assert losses == [pytest.approx(found["right"][:1], rel=1e-5)] * 2

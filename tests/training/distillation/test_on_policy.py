@@ -14,7 +14,7 @@ from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.distillation.runs import LABELLED, LAYOUTS, student
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
-from tests.training.runs import begin
+from tests.training.runs import begun
 
 ON_POLICY: dict[str, Any] = {"lmbda": 0.3, "max_new_tokens": 6, "beta": 0.5, "weight": 0.7}
 UNPACKED = {**LABELLED, "pack_impl": "unpacked", "allow_chopped": True, "train_iters": 6}
@@ -25,8 +25,8 @@ Steps = list[tuple[str, float, list[Any]]]
 def steps_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Steps]:
     """For the pool: of each run's first steps their role, loss, and this rank's tokens and trained places."""
     runs = []
-    for values in configs:
-        training, found = begin(values), []
+    for training in begun(configs):
+        found = list[tuple[str, float, list[Any]]]()
         batches = on_policy_steps(training.args, training.progress, batches_of(training), OnPolicy(training))
         for number in range(STEPS):
             step = next(batches)
@@ -37,7 +37,6 @@ def steps_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[
             assert of_divergence == (role == "on_policy")  # whose labels are no reference
             training.progress.iteration += 1
             found.append((role, float(result.loss), seen))
-        training.engine.close()
         runs.append(found)
     return runs
 
@@ -67,7 +66,7 @@ def test_the_student_answers_the_prompts_of_the_step(alone: list[Steps]) -> None
             assert not torch.equal(labels, data_labels)
 
 
-@pytest.mark.parametrize("names", with_more([("pp2", "tp2, sp"), tuple(LAYOUTS)], product=[tuple(LAYOUTS)]))
+@pytest.mark.parametrize("names", with_more([("pp2", "tp2 sp"), tuple(LAYOUTS)], product=[tuple(LAYOUTS)]))
 def test_layouts_equal_one_process(names: tuple[str, ...], teacher: str, alone: list[Steps]) -> None:
     given = [student(teacher, UNPACKED, LAYOUTS[name], **ON_POLICY) for name in names]
     for name, found in zip(names, run_ranks(steps_of, 2, given, timeout=TIMEOUT)[0], strict=True):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_resume import refusals
 from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, TOKENIZER, student
-from tests.training.native.in_turn import refusals
 from tests.training.runs import Curve, assert_alike, curves, curves_of, metric_rows, run_to_end
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -18,7 +18,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "jsd": (LABELLED, {"beta": 0.3, "temperature": 2.0}),
     "top": ({}, {"beta": 1.0, "top_k": 8}),
 }
-CELLS = [("tp2, sp", "forward"), ("tp2, sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
+CELLS = [("tp2 sp", "forward"), ("tp2 sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
 OF_FOUR = {"tp2, pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2}}
 STEPS = 3
 

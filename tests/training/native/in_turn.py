@@ -4,15 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from megatron.generation.on_policy import answers_of
-from megatron.neox_arguments.errors import UserError
 from megatron.training import train
 from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import losses
-from tests.training.runs import begin, bit_equal
+from tests.training.runs import begun, bit_equal
 
 TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
 
@@ -20,12 +17,10 @@ TIMEOUT = 280.0  # of a job, ten times what the longest takes; a test has 300 s
 def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Weights]:
     """For the pool: the weights after each run with its loop."""
     weights = []
-    for values in configs:
-        training = begin(values)
+    for training in begun(configs):
         train(training, (), answers_of(training) if training.args.distillation is not None else None)
         held = training.engine.weights(master=True)
         weights.append({layer: {name: one.clone() for name, one in tensors.items()} for layer, tensors in held.items()})
-        training.engine.close()
     return weights
 
 
@@ -43,13 +38,3 @@ def assert_resumes(values: dict[str, Any], folder: Path, ranks: int = 1, **of_po
     assert losses(folder / "cut") == losses(folder / "through")
     assert len(losses(folder / "cut")) == values["train_iters"] > 2
     return [through for through, _, _ in found]
-
-
-def refusals(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[str]:
-    """For the pool: what each run says that does not begin."""
-    said = []
-    for values in configs:
-        with pytest.raises(UserError) as caught:
-            begin(values)
-        said.append(str(caught.value))
-    return said

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.training.loop import batches_of
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, begin, config
+from tests.training.runs import LLAMA, begun, config
 
 HIDDEN, FFN, VOCAB, HEADS, KV_HEADS, SEQ, BLOCKS = 32, 48, 384, 4, 2, 32, 4
 FIRST, LAST = 2, 1 + BLOCKS  # NeoX's index of the first block and of the last
@@ -56,8 +56,7 @@ class Recorder(TorchDispatchMode):
 def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[Event]]:
     """For the pool: the second step of each run."""
     found = []
-    for values in configs:
-        training = begin(values)
+    for training in begun(configs):
         engine, groups = training.engine, training.groups
         axes = {tuple(range(world_size)): WORLD} | {groups.members[axis]: axis for axis in (DATA, TENSOR)}
         recorder, batches = Recorder(axes), batches_of(training)
@@ -68,7 +67,6 @@ def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[
         with recorder:
             engine.train_step(step, 1e-3)
         found.append(recorder.events)
-        engine.close()
     return found
 
 

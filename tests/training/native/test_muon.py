@@ -17,7 +17,7 @@ from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
 from tests.training.runs import LAYOUTS as OF_TWO
-from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begin, bit_equal, config, curves, whole
+from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begun, bit_equal, config, curves, whole
 
 LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 
@@ -109,8 +109,7 @@ def slow(model: str, layout: dict[str, Any]) -> dict[str, Any]:
 def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Part]:
     """For the pool: by model, this rank's weights after steps with the same gradients in any layout."""
     results = {}
-    for model in MODELS:
-        training = begin(slow(model, layout))
+    for model, training in zip(MODELS, begun(slow(model, layout) for model in MODELS), strict=True):
         engine, groups = training.engine, training.groups
         assert isinstance(engine, NativeEngine)
         for step in range(2):
@@ -121,7 +120,6 @@ def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[
             engine._update.optimizer.step()
             engine.shards.publish()
         results[model] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
-        engine.close()
     return results
 
 

@@ -29,9 +29,9 @@ from megatron.training.preference.reference_cache import _OTHERWISE, add_scores,
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.stand_ins import installed
-from tests.training.checkpoint.test_resume import as_stopped_at, losses, refusals
+from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, config, run_to_end
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}
@@ -62,12 +62,7 @@ def begin(values: dict[str, Any]) -> tuple[Training, str]:
 
 def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
     """For the pool."""
-    step_losses = []
-    for values in runs:
-        training, _ = begin(values)
-        step_losses.append(float(training.engine.train_step(next(batches_of(training)), 0.0).loss))
-        training.engine.close()
-    return step_losses
+    return [float(one.engine.train_step(next(batches_of(one)), 0.0).loss) for one in begun(runs)]
 
 
 def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
@@ -178,10 +173,6 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     next(folder.glob("*/rows-*")).unlink()
     read, (computed, cached) = start_again()
     assert read == 1 and computed > 0 and computed + cached == 80, "rows that are lost are made again"
-
-
-def refused(*configs: dict[str, Any]) -> list[str]:
-    return run_ranks(refusals, 1, list(configs))[0]
 
 
 def spoil(folder: Path, by: float) -> np.ndarray:
