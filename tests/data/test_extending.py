@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataState, build_packed, data_fingerprint, epoch_iterations, order_keys, order_sha256
-from megatron.data.index_maps import IndexMaps, Packing
+from megatron.data.index_maps import IndexMaps, Packing, segment_generators
 from megatron.data.packing import build_maps
 from tests.data.samples import INDEXMAPS, golden_json, golden_maps
 from tests.data.test_index_maps import _case
@@ -38,6 +38,11 @@ def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     before = (windows, len(more.shuffle_idx))
     again = build_packed(dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=before)
     begins_as(again, more)
+
+
+def test_every_segment_has_an_order_of_its_own():
+    orders = [tuple(generator.permutation(50)) for generator in segment_generators(7, 3)]
+    assert orders[0] == tuple(np.random.RandomState(7).permutation(50)) and len(set(orders)) == 3
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in INDEXMAPS.glob("*") if p.name.startswith(("over", "unpacked"))))

@@ -172,6 +172,13 @@ def test_labels_outside_the_vocabulary_end_training(tmp_path: Path):
         samples[0]
 
 
+def test_a_token_outside_the_vocabulary_whose_label_is_masked_ends_training(tmp_path: Path):
+    text, label = write_rows(tmp_path / "text", [[1, 64, 3, 4]]), write_rows(tmp_path / "label", [[-100, -100, 3, 4]])
+    samples = train(labelled_args(tmp_path, (text, label), seq_length=3, padded_vocab_size=64))
+    with pytest.raises(DataError, match=r"text\.bin: document 0 .*64 .*token 1"):
+        samples[0]
+
+
 def test_no_sample_at_all_is_refused(tmp_path: Path):
     text, label = write_rows(tmp_path / "text", [[1, 2, 3]] * 3), write_rows(tmp_path / "label", [[-100] * 3] * 3)
     for changes in (

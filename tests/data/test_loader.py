@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import weakref
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,18 @@ def test_eod_mask_loss_masks_where_the_input_is_eod():
     assert batch.labels.tolist() == [[0, 0, 7, 0]]
     with pytest.raises(ValueError, match="end-of-document"):
         collate(samples, eod_mask_loss=True)
+
+
+def test_masked_ids_are_labels_and_no_inputs():
+    assert collate(np.array([[5, 1, 5, 2]]), masked_ids=[5]).loss_weights.tolist() == [[1, 0, 1]]
+
+
+def test_padding_is_counted_in_places_that_the_model_reads(dataset: PackedDataset):
+    full = dataset[0]
+    short = replace(full, filled=3)
+    assert full.filled == SEQ + 1
+    batch = collate_samples([full, short])
+    assert batch.padding == SEQ - 3 and batch.filled is not None and batch.filled.tolist() == [SEQ, 3]
 
 
 def test_moving_a_batch_keeps_what_is_no_tensor():

@@ -15,12 +15,14 @@ from megatron.data.build import build_datasets, epoch_iterations
 from megatron.data.errors import DataError
 from megatron.data.fingerprints import order_keys, order_sha256
 from megatron.data.index_maps import Packing
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import first_labelled_token
 from megatron.data.loader import collation, eval_batches
 from megatron.data.open_dataset import open_dataset
 from megatron.data.preferences.kto import mismatched_documents
 from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, build_preference_maps
 from megatron.data.preferences.reference_scores import Response, pack_responses, responses_of
+from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, SlicedDocuments
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.data.samples import write_rows
 
@@ -444,3 +446,11 @@ def test_partners(count: int, per_prompt: int):
 def test_keys_that_contradict_each_other(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         configuration(tmp_path, **{"pos_train_data_paths": ("p",), "neg_train_data_paths": ("n",)} | changes)
+
+
+def test_prompts_are_masked_where_a_row_begins_within_a_document(tmp_path: Path):
+    indexed = IndexedDataset(write_rows(tmp_path / "x", [[1, 2, 3, 4, 5, 6]]))
+    documents = SlicedDocuments([indexed], [DocumentSlices(*np.array([[0], [0], [0], [6]]))])
+    labels = PromptMaskedLabels(documents, np.array([3]))
+    assert labels.get(0, 0, 4).tolist() == [-100, -100, -100, 4]
+    assert labels.get(0, 2, 4).tolist() == [-100, 4, 5, 6]
