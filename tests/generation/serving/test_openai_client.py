@@ -96,6 +96,30 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any
     assert streamed == PROMPT + reference[1].decode(greedy(reference, prompt, 4))
 
 
+@pytest.mark.more
+def test_lm_eval_scores_and_writes_through_it(server: Server, folder: Path) -> None:
+    """Its `local-completions` beside its own `hf` backend, which reads the model's folder."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    address, model = f"{server.address}/v1/completions", str(folder / NAME)
+    client = LocalCompletionsAPI(model=NAME, base_url=address, tokenizer=model, num_concurrent=2, max_length=POSITIONS)
+    reference = HFLM(pretrained=model, device="cpu", dtype="float32")
+    pairs = [
+        ("The quick brown", " fox"),
+        ("", "A longer text by itself"),
+        ("The quick brown fox", " is seldom so quick"),
+    ]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    scores = client.loglikelihood(asked)
+    for (score, greedy_), (expected, expected_greedy) in zip(scores, reference.loglikelihood(asked), strict=True):
+        assert score == pytest.approx(expected, abs=1e-3) and greedy_ == expected_greedy
+    options = {"until": ["\n"], "max_gen_toks": 12}
+    asked = [Instance("generate_until", {}, (text, options), number) for number, text in enumerate(["A", PROMPT])]
+    assert client.generate_until(asked) == reference.generate_until(asked)
+
+
 def test_chat_streamed_and_whole(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
     messages: list[Any] = [
         {"role": "system", "content": "Be brief."},
