@@ -169,16 +169,18 @@ def test_what_fails_without_the_mistake_too_catches_nothing(
 
 
 @pytest.mark.parametrize(
-    "after, ending",
+    "after, limit, ending",
     [
-        ("while True: pass", "(hung)"),
-        ("import os; os.kill(os.getpid(), 9)", "(crashed)"),
-        ("return undefined", "test_module.py::test_outer in"),
+        ("while True: pass", "5", "(hung)"),
+        ("import os; os.kill(os.getpid(), 9)", "600", "(crashed)"),
+        ("return undefined", "600", "test_module.py::test_outer in"),
     ],
 )
-def test_other_endings(tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], after: str, ending: str) -> None:
+def test_other_endings(
+    tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], after: str, limit: str, ending: str
+) -> None:
     table(tmp_path / "tables", one={"function": "outer", "before": "return total", "after": after})
-    assert run(tree, tmp_path, "--limit", "5") == 0
+    assert run(tree, tmp_path, "--limit", limit) == 0
     out = capsys.readouterr().out
     assert "room/one: caught by tests/test_module.py" in out and ending in out
 
