@@ -22,17 +22,14 @@ def section(kind: str = "fixed_linear", least: int = 8, most: int = 64, **schedu
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "curriculum",
-    [
-        section(**LINEAR),
-        section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
-        section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
-        section("fixed_root", **LINEAR, root_degree=2),
-        section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
-        section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
-    ],
-)
+@pytest.mark.parametrize("curriculum", [
+    section(**LINEAR),
+    section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
+    section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
+    section("fixed_root", **LINEAR, root_degree=2),
+    section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
+    section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
+])  # fmt: skip
 def test_lengths_equal_deepspeed(curriculum: dict[str, Any]):
     scheduler = CurriculumScheduler(curriculum)
     lengths = [difficulty(curriculum, step) for step in range(1, 200)]
@@ -52,14 +49,11 @@ def test_length_without_a_curriculum_is_seq_length():
     assert step_length(off, 1) == step_length(configured(None), 1) == 64
 
 
-@pytest.mark.parametrize(
-    ("curriculum", "message"),
-    [
-        (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: .*at least one"),
-        (section(total_curriculum_step=9, difficulty_step=3), "difficulty_step: .* 2 ranks.* 3"),
-        (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* 9"),
-    ],
-)
+@pytest.mark.parametrize(("curriculum", "message"), [
+    (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: .*at least one"),
+    (section(total_curriculum_step=9, difficulty_step=3), "difficulty_step: .* 2 ranks.* 3"),
+    (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* 9"),
+])  # fmt: skip
 def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message: str):
     parallel = {"model_parallel_size": 2, "sequence_parallel": True}
     check_curriculum(configured(section(**LINEAR), **parallel))

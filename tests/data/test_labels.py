@@ -137,13 +137,10 @@ def test_rewards_keep_their_fractions(tmp_path: Path):
     assert [row[0] for row in open_rewards(path, text)] == [np.float32(v) for v in (0.25, -1.75, 3.5e-3)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
-        ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
+    ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
+])  # fmt: skip
 def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: str, tmp_path: Path):
     text = write_rows(tmp_path / "text", [[1, 2, 3], [4, 5, 6]])
     args = labelled_args(tmp_path, (text, write_rows(tmp_path / "label", rows)), seq_length=2)

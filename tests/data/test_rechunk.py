@@ -29,20 +29,14 @@ def test_lengths_of_the_phases():
     assert row_length(NeoXArgs.from_dict({**BASE, "seq_curriculum": None}), 1) == 64
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"seq_curriculum": {"seq_len": [16, 24], "until": [3]}},
-            "seq_len: 24 .*seq_length",
-        ),
-        ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
-        ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
-        ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
-        ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
-        ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seq_curriculum": {"seq_len": [16, 24], "until": [3]}}, "seq_len: 24 .*seq_length"),
+    ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
+    ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
+    ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
+    ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
+    ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
+])  # fmt: skip
 def test_phases_that_cannot_be(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(BASE | changes)

@@ -26,16 +26,13 @@ class Rows:
         return self.row
 
 
-@pytest.mark.parametrize(
-    ("options", "labelled", "ids", "trained"),
-    [
-        ({"apart": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-        ({"apart": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-        ({"apart": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
-        ({"apart": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
-        ({"apart": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("options", "labelled", "ids", "trained"), [
+    ({"apart": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"apart": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"apart": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
+    ({"apart": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
+    ({"apart": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
+])  # fmt: skip
 def test_sequences_of_a_row(options: dict, labelled: bool, ids: list[int], trained: list[int]) -> None:
     options = {"eod": 0, "mask_after_eod": False, **options}
     sample = SequenceDataset(Rows(labelled), **options)[0]  # type: ignore[arg-type]

@@ -104,17 +104,14 @@ def test_a_set_smaller_than_a_batch(tmp_path: Path):
     assert len(sets.valid) >= 48
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seq_length": 500}, r"valid .*split .*: \d+ tokens in 2 documents.* 501.*eval_iters"),
-        ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
-        ({"data_path": None}, "no training data.*data_path"),
-        ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
-        ({"split": "0,1,0"}, "no document .*training"),
-        ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seq_length": 500}, r"valid .*split .*: \d+ tokens in 2 documents.* 501.*eval_iters"),
+    ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
+    ({"data_path": None}, "no training data.*data_path"),
+    ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
+    ({"split": "0,1,0"}, "no document .*training"),
+    ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
+])  # fmt: skip
 def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(DataError, match=message):
         build(make_args(index_cache_dir=str(tmp_path), **changes))
@@ -208,17 +205,14 @@ def test_a_blend_to_validate_with_repeats_no_sample(pack_impl: str, tmp_path: Pa
         assert documents == {(m, d) for m, count in enumerate((30, 80)) for d in range(count)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "drawn"),
-    [
-        # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
-        ({}, [727, 273]),
-        ({"weighted_sampler_alpha": 0.0}, [500, 500]),
-        ({"weighted_sampler_alpha": 0.5}, [620, 380]),
-        ({"compat_weight_by_num_documents": True}, [500, 500]),
-        ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "drawn"), [
+    # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
+    ({}, [727, 273]),
+    ({"weighted_sampler_alpha": 0.0}, [500, 500]),
+    ({"weighted_sampler_alpha": 0.5}, [620, 380]),
+    ({"compat_weight_by_num_documents": True}, [500, 500]),
+    ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
+])  # fmt: skip
 def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path: Path):
     args = make_blend(tmp_path, train_data_weights=None, weight_by_num_documents=True, **changes)
     assert build_train_blend(args).maps.drawn.tolist() == drawn

@@ -305,16 +305,13 @@ def test_what_is_exactly_the_same(tmp_path: Path) -> None:
     assert metadata["counts"] == {"exact/document": 1, "exact/nothing_left": 1}
 
 
-@pytest.mark.parametrize(
-    ("flags", "stays"),
-    [
-        ([], ["a", "d"]),
-        (["--keep", "longest"], ["c", "d"]),
-        (["--keep", "best", "--score", "meta.score"], ["b", "d"]),
-        (["--jaccard", "0.999"], ["a", "b", "c", "d"]),
-        (["--jaccard", "0.9"], ["a", "d"]),
-    ],
-)
+@pytest.mark.parametrize(("flags", "stays"), [
+    ([], ["a", "d"]),
+    (["--keep", "longest"], ["c", "d"]),
+    (["--keep", "best", "--score", "meta.score"], ["b", "d"]),
+    (["--jaccard", "0.999"], ["a", "b", "c", "d"]),
+    (["--jaccard", "0.9"], ["a", "d"]),
+])  # fmt: skip
 def test_which_of_a_cluster_stays(flags: list[str], stays: list[str], tmp_path: Path) -> None:
     base, other = documents(2, seed=11)[0], "Entirely different words are found in this one, and nowhere else."
     text = " ".join("".join(random.Random(n).choices("abcdef", k=6)) for n in range(300))
@@ -388,24 +385,21 @@ def test_repairs_languages_and_personal_data(tmp_path: Path) -> None:
     assert [row["text"] for row in read(tmp_path / "as it is")][1].endswith(broken)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--text-key body", 'raw.jsonl:1: no key "body".*id, text, meta.*--text-key'),
-        ("--exact word", "--exact: .*word.*document, paragraph, line"),
-        ("--normalize nfkc", "--normalize: .*nfkc.*ftfy, control, nfc"),
-        ("--keep longest", "--keep, --jaccard and --device .*--minhash"),
-        ("--minhash --keep best", "--keep best .*--score"),
-        ("--minhash --keep best --score meta.n", "raw.jsonl:1: --score meta.n .*None"),
-        ("--minhash --device cuda:99", "--device cuda:99: "),
-        ("--language xx", "--language xx: py3langid"),
-        ("--language ", "--language: .*none"),
-        ("--set c4.min_num_sentences=1", "--set .*--recipe"),
-        ("--minhash --minhash-seed 5000000000", "--minhash-seed "),
-        ("--recipe c4 --word-language xx-none", "spaCy"),
-        ("--recipe gopher --set gopher-quality.min_doc_words=9999", "no document .*3"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    ("--text-key body", 'raw.jsonl:1: no key "body".*id, text, meta.*--text-key'),
+    ("--exact word", "--exact: .*word.*document, paragraph, line"),
+    ("--normalize nfkc", "--normalize: .*nfkc.*ftfy, control, nfc"),
+    ("--keep longest", "--keep, --jaccard and --device .*--minhash"),
+    ("--minhash --keep best", "--keep best .*--score"),
+    ("--minhash --keep best --score meta.n", "raw.jsonl:1: --score meta.n .*None"),
+    ("--minhash --device cuda:99", "--device cuda:99: "),
+    ("--language xx", "--language xx: py3langid"),
+    ("--language ", "--language: .*none"),
+    ("--set c4.min_num_sentences=1", "--set .*--recipe"),
+    ("--minhash --minhash-seed 5000000000", "--minhash-seed "),
+    ("--recipe c4 --word-language xx-none", "spaCy"),
+    ("--recipe gopher --set gopher-quality.min_doc_words=9999", "no document .*3"),
+])  # fmt: skip
 def test_what_cannot_be_is_said_in_a_line(flags: str, message: str, tmp_path: Path) -> None:
     source = jsonl(tmp_path / "raw.jsonl", rows(3))
     with pytest.raises(SystemExit, match=message) as refused:

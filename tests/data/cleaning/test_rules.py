@@ -68,15 +68,12 @@ def test_on_twenty_thousand_documents(seed: int) -> None:
     compare(documents(2500, seed), LEAST)
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0}),
-        ("gopher-repetition", {"top_n_grams": [[2, 0.1], [5, 0.2]], "dup_line_frac": 0}),
-        ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1}),
-        ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0}),
+    ("gopher-repetition", {"top_n_grams": [[2, 0.1], [5, 0.2]], "dup_line_frac": 0}),
+    ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1}),
+    ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10}),
+])  # fmt: skip
 def test_other_thresholds(name: str, settings: dict[str, object]) -> None:
     texts = documents(90, seed=2)
     our_verdicts = ours(name, texts, *(f"{name}.{key}={json.dumps(value)}" for key, value in settings.items()))
@@ -117,17 +114,14 @@ def test_sentences_are_datatrove_s() -> None:
     assert [splitter.sentences(line) for line in lines] == expected and max(expected) > 3
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "message"),
-    [
-        (["gofer"], [], "gofer.*gopher"),
-        (["gopher", "gopher-quality"], [], "twice"),
-        (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
-        (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
-        (["c4"], ["fineweb.new_line_ratio=1"], "fineweb.*RULE .*c4"),
-        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], r"top_n_grams=\[2\]: .*value"),
-    ],
-)
+@pytest.mark.parametrize(("names", "settings", "message"), [
+    (["gofer"], [], "gofer.*gopher"),
+    (["gopher", "gopher-quality"], [], "twice"),
+    (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
+    (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
+    (["c4"], ["fineweb.new_line_ratio=1"], "fineweb.*RULE .*c4"),
+    (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], r"top_n_grams=\[2\]: .*value"),
+])  # fmt: skip
 def test_settings_that_are_none(names: list[str], settings: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         rules_of(names, settings)

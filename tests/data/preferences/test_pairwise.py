@@ -173,15 +173,12 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
     build(2, precompute_model_name="sums", allow_chopped=False, **args)
 
 
-@pytest.mark.parametrize(
-    ("reference", "dtype", "message"),
-    [
-        ([[0, 1, 2]], np.float32, "1 documents .*float32.*2"),
-        ([[0, 1, 2], [0, 1]], np.int32, "2 documents .*int32.*float32"),
-        ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 .*3 .*2 tokens"),
-        ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
-    ],
-)
+@pytest.mark.parametrize(("reference", "dtype", "message"), [
+    ([[0, 1, 2]], np.float32, "1 documents .*float32.*2"),
+    ([[0, 1, 2], [0, 1]], np.int32, "2 documents .*int32.*float32"),
+    ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 .*3 .*2 tokens"),
+    ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
+])  # fmt: skip
 def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
     two = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
     write_rows(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)

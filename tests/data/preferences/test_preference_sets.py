@@ -428,19 +428,16 @@ def test_partners(count: int, per_prompt: int):
     assert sorted(partners) == documents.tolist() and (partners // per_prompt != documents // per_prompt).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: "),
-        ({"pack_impl": "packed"}, "pack_impl: "),
-        ({"max_length": 60}, "max_length: .*48"),
-        ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length: .*max_length 8"),
-        ({"kto_kl": "rotated"}, "kto_kl: .*train_impl: kto.*dpo"),
-        ({"train_impl": "normal"}, "dataset_impl: .*dpo, kto and rm"),
-        ({"eod_mask_loss": True}, "eod_mask_loss: "),
-        ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "kto_kl: .*row"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: "),
+    ({"pack_impl": "packed"}, "pack_impl: "),
+    ({"max_length": 60}, "max_length: .*48"),
+    ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length: .*max_length 8"),
+    ({"kto_kl": "rotated"}, "kto_kl: .*train_impl: kto.*dpo"),
+    ({"train_impl": "normal"}, "dataset_impl: .*dpo, kto and rm"),
+    ({"eod_mask_loss": True}, "eod_mask_loss: "),
+    ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "kto_kl: .*row"),
+])  # fmt: skip
 def test_keys_that_contradict_each_other(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         configuration(tmp_path, **{"pos_train_data_paths": ("p",), "neg_train_data_paths": ("n",)} | changes)

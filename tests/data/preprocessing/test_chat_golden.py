@@ -124,15 +124,12 @@ def test_mask_before_token(mask, capsys):
     assert "documents without the delimiter: 1\n" in capsys.readouterr().out  # row 6: trained whole, as in NeoX
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "needs --mask-before-token"),
-        (["--mask-before-token", "1,x"], "write token ids"),
-        (["--mask-before-token", "380"], "the vocabulary ends at 379"),
-        (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ([], "needs --mask-before-token"),
+    (["--mask-before-token", "1,x"], "write token ids"),
+    (["--mask-before-token", "380"], "the vocabulary ends at 379"),
+    (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),
+])  # fmt: skip
 def test_mask_flags_that_cannot_be(mask, flags, message):
     with pytest.raises(SystemExit, match=rf"^preprocess_data_with_mask.py: error: .*{message}[^\n]*$"):
         mask(*flags)

@@ -27,23 +27,20 @@ OPENING = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
 ENDED = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
-@pytest.mark.parametrize(
-    "template, messages, settings, expected",
-    [
-        (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
-        (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
-        (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
-        (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
-        (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
-        (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
-        (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
-        (CHATML, TALK[:4], {"only_last": True}, []),
-        (CHATML.replace("assistant", "model"), SWAPPED, {"role": "model", "only_last": True}, [" Ten. <|im_end|>\n"]),
-        # Of an opening without a prompt a template that marks nothing cannot tell the beginning
-        (CHATML, OPENING, {}, ["Nine coins.<|im_end|>\n"]),
-        (GENERATION, OPENING, {}, ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]),
-    ],
-)
+@pytest.mark.parametrize("template, messages, settings, expected", [
+    (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
+    (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
+    (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
+    (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
+    (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
+    (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
+    (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
+    (CHATML, TALK[:4], {"only_last": True}, []),
+    (CHATML.replace("assistant", "model"), SWAPPED, {"role": "model", "only_last": True}, [" Ten. <|im_end|>\n"]),
+    # Of an opening without a prompt a template that marks nothing cannot tell the beginning
+    (CHATML, OPENING, {}, ["Nine coins.<|im_end|>\n"]),
+    (GENERATION, OPENING, {}, ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]),
+])  # fmt: skip
 def test_spans(template, messages, settings, expected):
     assert trained(template, messages, **settings) == expected
 

@@ -45,19 +45,16 @@ SHAREGPT = [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value":
 LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
 
 
-@pytest.mark.parametrize(
-    "row, options, expected",
-    [
-        ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
-        (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
-        (ROW, EOT, "Nine coins.<|im_end|>\n"),
-        ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
-        (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
-        (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
-        (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
-        ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
-    ],
-)
+@pytest.mark.parametrize("row, options, expected", [
+    ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
+    (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
+    (ROW, EOT, "Nine coins.<|im_end|>\n"),
+    ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
+    (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
+    (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
+    (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
+    ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
+])  # fmt: skip
 def test_what_is_trained_of_a_row(row, options, expected):
     ((whole, trained),) = texts(row, **options)
     assert trained == expected and whole.startswith(texts(ROW, template=options.get("template", CHATML))[0][0][:30])
@@ -162,54 +159,43 @@ def test_both_sides_of_a_pair_go():
     assert encode(pair, keys=("chosen", "rejected"), max_length=limit, overlong="drop")[0] is None
 
 
-@pytest.mark.parametrize(
-    "row, options, message",
-    [
-        ([], {}, "list, not an object"),
-        ({"text": "x"}, {}, r'"messages" .*text'),
-        ({"messages": []}, {}, '"messages" .*empty'),
-        ({"messages": "hello"}, {}, '"messages" is text'),
-        ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str'),
-        ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 .*role'),
-        ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 .*content'),
-        ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int"),
-        ({"messages": [ASK]}, {}, r'"assistant" .*found: user'),
-        ({**ROW, "tools": "[{"}, {}, '"tools" .*JSON'),
-        ({**ROW, "tools": {}}, {}, '"tools" is dict'),
-        ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
-        ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "surrogate"),
-        (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
-        (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
-        (ROW, {"template": None}, "no chat template.*--chat-template"),
-        (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
-        (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
-        (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
-        ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
-        (
-            {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
-            {"keys": ("completion",)},
-            '"completion" .*role',
-        ),
-        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
-        ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
-        ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
-        ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
-        (ROW, SCORE, '"score" is missing'),
-        ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
-        *((called(calls), {}, '"messages" message 1: tool_calls') for calls in ([{"function": "f"}], ["f"], "f")),
-        (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
-        (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
-        (
-            ROW,
-            {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS},
-            r"<\|begin_of_text\|> twice",
-        ),
-        (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
-        ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
-        ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
-        ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
-    ],
-)
+@pytest.mark.parametrize("row, options, message", [
+    ([], {}, "list, not an object"),
+    ({"text": "x"}, {}, r'"messages" .*text'),
+    ({"messages": []}, {}, '"messages" .*empty'),
+    ({"messages": "hello"}, {}, '"messages" is text'),
+    ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str'),
+    ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 .*role'),
+    ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 .*content'),
+    ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int"),
+    ({"messages": [ASK]}, {}, r'"assistant" .*found: user'),
+    ({**ROW, "tools": "[{"}, {}, '"tools" .*JSON'),
+    ({**ROW, "tools": {}}, {}, '"tools" is dict'),
+    ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
+    ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "surrogate"),
+    (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
+    (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
+    (ROW, {"template": None}, "no chat template.*--chat-template"),
+    (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
+    (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
+    (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
+    ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
+    ({"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}, {"keys": ("completion",)}, '"completion" .*role'),
+    ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
+    ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
+    ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
+    ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
+    (ROW, SCORE, '"score" is missing'),
+    ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
+    *((called(calls), {}, '"messages" message 1: tool_calls') for calls in ([{"function": "f"}], ["f"], "f")),
+    (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
+    (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
+    (ROW, {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS}, r"<\|begin_of_text\|> twice"),
+    (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
+    ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
+    ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
+    ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
+])  # fmt: skip
 def test_rows_that_cannot_be_used(row, options, message):
     with pytest.raises(DataError, match=rf"^row: .*{message}[^\n]*$"):
         encode(row, **options)
@@ -264,18 +250,15 @@ def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
     assert "2 bad rows" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--tokenizer-path nobody/nothing", "nobody/nothing: .*Hugging"),
-        ("--tokenizer-path ./nowhere", "no such folder"),
-        ("--tokenizer-path {data}", "no tokenizer of transformers"),
-        ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
-        ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: "),
-        ("--tokenizer-path {saved} --map user", "ROLE=TEXT"),
-        ("--tokenizer-path {saved} --binary-reward", "--binary-reward .*--reward-key"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ("--tokenizer-path nobody/nothing", "nobody/nothing: .*Hugging"),
+    ("--tokenizer-path ./nowhere", "no such folder"),
+    ("--tokenizer-path {data}", "no tokenizer of transformers"),
+    ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
+    ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: "),
+    ("--tokenizer-path {saved} --map user", "ROLE=TEXT"),
+    ("--tokenizer-path {saved} --binary-reward", "--binary-reward .*--reward-key"),
+])  # fmt: skip
 def test_one_line_for_flags_that_cannot_be(saved, tmp_path, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()

@@ -41,18 +41,15 @@ def texts(prefix: Path, key: str = "text") -> list[bytes]:
     return [bytes(row) for row in rows_of(f"{prefix}_{key}_document")]
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "tokenizer", "options"),
-    [
-        ("corpusA", "corpusA", BPE, {"append_eod": True}),
-        ("corpusA", "corpusA", BPE, {"append_eod": True, "workers": 2}),  # as corpusA_w2, which is the same bytes
-        ("corpusB", "corpusB", BPE, {"append_eod": True}),
-        ("corpusA_noeod", "corpusA", BPE, {}),
-        ("corpusA_ftfy", "corpusA", BPE, {"append_eod": True, "ftfy": True}),
-        ("ascii_char", "ascii", CHAR, {"append_eod": True}),
-        ("corpusA_char", "corpusA", CHAR, {"append_eod": True}),
-    ],
-)
+@pytest.mark.parametrize(("name", "source", "tokenizer", "options"), [
+    ("corpusA", "corpusA", BPE, {"append_eod": True}),
+    ("corpusA", "corpusA", BPE, {"append_eod": True, "workers": 2}),  # as corpusA_w2, which is the same bytes
+    ("corpusB", "corpusB", BPE, {"append_eod": True}),
+    ("corpusA_noeod", "corpusA", BPE, {}),
+    ("corpusA_ftfy", "corpusA", BPE, {"append_eod": True, "ftfy": True}),
+    ("ascii_char", "ascii", CHAR, {"append_eod": True}),
+    ("corpusA_char", "corpusA", CHAR, {"append_eod": True}),
+])  # fmt: skip
 def test_bytes_equal_neox(name: str, source: str, tokenizer, options: dict, tmp_path: Path):
     run([DATASET / f"{source}.jsonl"], tmp_path / name, tokenizer=tokenizer, **options)
     assert pair(tmp_path / f"{name}_text_document") == pair(DATASET / f"{name}_text_document")
@@ -108,17 +105,14 @@ def test_documents_without_a_token(tmp_path: Path):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "cut', r"a\.jsonl:3: not valid JSON"),
-        ('{"body": "x", "n": 1}', r'a\.jsonl:3: no key "text" \(found: body, n\).*--jsonl-keys'),
-        ('{"text": 5}', r'a\.jsonl:3: "text" is int, not text'),
-        ("[1, 2]", r"a\.jsonl:3: no key"),
-        ('{"text": "\\ud800"}', r"a\.jsonl:3: .*surrogate"),
-        ("\udcff", r"a\.jsonl:3: not UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"text": "cut', r"a\.jsonl:3: not valid JSON"),
+    ('{"body": "x", "n": 1}', r'a\.jsonl:3: no key "text" \(found: body, n\).*--jsonl-keys'),
+    ('{"text": 5}', r'a\.jsonl:3: "text" is int, not text'),
+    ("[1, 2]", r"a\.jsonl:3: no key"),
+    ('{"text": "\\ud800"}', r"a\.jsonl:3: .*surrogate"),
+    ("\udcff", r"a\.jsonl:3: not UTF-8"),
+])  # fmt: skip
 def test_a_bad_line_is_named_and_nothing_is_written(line: str, message: str, workers: int, tmp_path: Path):
     content = '{"text": "good"}\n\n' + line + '\n{"text": "good"}\n'
     (tmp_path / "a.jsonl").write_bytes(content.encode(errors="surrogateescape"))
@@ -145,14 +139,11 @@ def test_the_command_as_people_type_it(tmp_path: Path):
     assert "80 documents, 7074 tokens" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("HFTokenizer",), r"HFTokenizer .*vocab_file.*--vocab-file"),
-        (("CharLevel",), "CharLevel"),
-        (("HFTokenizer", "--vocab-file", "/none.json"), "/none.json: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (("HFTokenizer",), r"HFTokenizer .*vocab_file.*--vocab-file"),
+    (("CharLevel",), "CharLevel"),
+    (("HFTokenizer", "--vocab-file", "/none.json"), "/none.json: no such file"),
+])  # fmt: skip
 def test_the_command_refuses_in_one_line(words: tuple[str, ...], message: str, tmp_path: Path):
     with pytest.raises(SystemExit, match=rf"^preprocess_data.py: error: [^\n]*{message}[^\n]*$"):
         command("--input", DATASET / "corpusA.jsonl", "--output-prefix", tmp_path / "x", "--tokenizer-type", *words)

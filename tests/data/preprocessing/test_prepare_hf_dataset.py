@@ -73,17 +73,14 @@ def test_counting_only_writes_nothing(chats: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
-        (["--skip-tokenize"], "--hf-tokenizer"),
-        (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
-        (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
-        (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 .*"id" is int'),
-        (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
+    (["--skip-tokenize"], "--hf-tokenizer"),
+    (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
+    (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
+    (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 .*"id" is int'),
+    (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_one_line(words: list[str], message: str, chats: Path, tmp_path: Path):
     given = [word.format(hf=HF_TOKENIZER) for word in words]
     with pytest.raises(SystemExit, match=rf"^prepare_hf_dataset.py: error: .*{message}") as stopped:
