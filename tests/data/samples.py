@@ -1,14 +1,17 @@
 """Golden files and small datasets for the tests of this room."""
 
 import json
-from collections.abc import Iterable, Sequence
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
-from megatron.data import IndexedDataset, IndexedDatasetWriter
+from megatron.data import DataError, IndexedDataset, IndexedDatasetWriter
 from megatron.data.index_maps import IndexMaps
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
@@ -39,9 +42,41 @@ def pair(prefix: Path | str) -> tuple[bytes, bytes]:
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 
+def copy_dataset(source: Path | str, prefix: Path) -> str:
+    for suffix in (".bin", ".idx"):
+        shutil.copy(f"{source}{suffix}", f"{prefix}{suffix}")
+    return str(prefix)
+
+
+def poke(file: Path, offset: int, layout: str, value: object) -> None:
+    """Put a value into a file; offsets below zero count from its end."""
+    content = bytearray(file.read_bytes())
+    struct.pack_into(layout, content, offset, value)
+    file.write_bytes(content)
+
+
 def jsonl(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def json_rows(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def gpt2_files(folder: Path) -> tuple[Path, Path]:
+    """GPT-2's vocabulary and merges, of the golden byte-level BPE."""
+    model = json.loads(TOKENIZER.read_text())["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    vocabulary_file, merges_file = folder / "gpt2-vocab.json", folder / "gpt2-merges.txt"
+    vocabulary_file.write_text(json.dumps(model["vocab"]))
+    merges_file.write_text("\n".join(["#version: 0.2", *merges]) + "\n")
+    return vocabulary_file, merges_file
+
+
+def refused(message: str, call: Callable, *args: Any, **options: Any) -> None:
+    with pytest.raises(DataError, match=message):
+        call(*args, **options)
 
 
 def plain_args(**changes: Any) -> SimpleNamespace:

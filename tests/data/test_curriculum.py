@@ -6,33 +6,28 @@ import pytest
 import torch
 from deepspeed.runtime.data_pipeline.curriculum_scheduler import CurriculumScheduler
 
-from megatron.data import check_curriculum, step_length, train_loader
+from megatron.data import check_curriculum, step_length
 from megatron.data.curriculum import difficulty
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.test_loader import make_args
+from tests.data.test_loader import alone
 
 LINEAR = {"total_curriculum_step": 100, "difficulty_step": 8}
 
 
 def section(kind: str = "fixed_linear", least: int = 8, most: int = 64, **schedule: Any) -> dict[str, Any]:
-    return {
-        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": least, "max_difficulty": most,
-        "schedule_type": kind, "schedule_config": schedule,
-    }  # fmt: skip
+    return {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": least, "max_difficulty": most,
+            "schedule_type": kind, "schedule_config": schedule}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "curriculum",
-    [
-        section(**LINEAR),
-        section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
-        section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
-        section("fixed_root", **LINEAR, root_degree=2),
-        section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
-        section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
-    ],
-)
+@pytest.mark.parametrize("curriculum", [
+    section(**LINEAR),
+    section(least=10, most=1023, total_curriculum_step=37, difficulty_step=16),
+    section(least=8, most=256, total_curriculum_step=50, difficulty_step=64),
+    section("fixed_root", **LINEAR, root_degree=2),
+    section("fixed_root", least=1, most=2048, total_curriculum_step=90, difficulty_step=1, root_degree=3),
+    section("fixed_discrete", difficulty=[8, 24, 64], max_step=[5, 17]),
+])  # fmt: skip
 def test_lengths_equal_deepspeed(curriculum: dict[str, Any]):
     scheduler = CurriculumScheduler(curriculum)
     lengths = [difficulty(curriculum, step) for step in range(1, 200)]
@@ -52,14 +47,11 @@ def test_length_without_a_curriculum_is_seq_length():
     assert step_length(off, 1) == step_length(configured(None), 1) == 64
 
 
-@pytest.mark.parametrize(
-    ("curriculum", "message"),
-    [
-        (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: .*at least one"),
-        (section(total_curriculum_step=9, difficulty_step=3), "difficulty_step: .* 2 ranks.* 3"),
-        (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* 9"),
-    ],
-)
+@pytest.mark.parametrize(("curriculum", "message"), [
+    (section("fixed_discrete", difficulty=[0, 64], max_step=[3]), "difficulty: .*at least one"),
+    (section(total_curriculum_step=9, difficulty_step=3), "difficulty_step: .* 2 ranks.* 3"),
+    (section("fixed_discrete", difficulty=[8, 9, 64], max_step=[3, 5]), "difficulty: .* 9"),
+])  # fmt: skip
 def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message: str):
     parallel = {"model_parallel_size": 2, "sequence_parallel": True}
     check_curriculum(configured(section(**LINEAR), **parallel))
@@ -69,11 +61,8 @@ def test_lengths_that_cannot_be_are_refused(curriculum: dict[str, Any], message:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_the_beginnings_of_the_whole_ones(dataset: PackedDataset, workers: int):
-    def batches(**more: Any) -> list[Any]:
-        args = make_args(workers=workers, eod_mask_loss=True)
-        return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))
-
-    whole, cut = batches(), batches(length=lambda n: (2, 3, 8)[min(n, 2)])
+    lengths = {"length": lambda n: (2, 3, 8)[min(n, 2)]}
+    whole, cut = (list(alone(dataset, workers, {"eod_mask_loss": True}, eod=50, **more)) for more in ({}, lengths))
     assert [[batch.tokens.shape[1] for batch in step] for step in cut[:3]] == [[2] * 4, [3] * 4, [8] * 4]
     for ours, theirs in zip(sum(cut, []), sum(whole, []), strict=True):
         length = ours.tokens.shape[1]

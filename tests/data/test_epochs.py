@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import DataError, epoch_iterations
+from megatron.data import DataError, IndexedDataset, epoch_iterations, write_npy
 from megatron.data.blending import EpochKey
-from tests.data.samples import golden_json
+from tests.data.samples import DATASET, golden_json
 from tests.data.test_text_sets import A, B, build, make_args
 
 GOLDEN = golden_json("summary.json")["packed_split_epochs1/train"]
@@ -36,18 +36,21 @@ def test_every_epoch_visits_every_window_once_in_one_order(tmp_path: Path):
 
 
 def test_epochs_of_several_sets_visit_each_sample_once(tmp_path: Path):
-    args, train = make(tmp_path, data_path=None, train_data_paths=(A, B), seq_length=32)
+    """In one order, whatever the format; two of the sets hold the same text."""
+    write_npy(IndexedDataset(B), tmp_path / "rows", 47)
+    paths = (A, str(tmp_path / "rows"), str(DATASET / "corpusA_lazy_text_document"))
+    args, train = make(tmp_path, data_path=None, train_data_paths=paths, seq_length=32)
     sizes = [len(member) for member in train.dataset.members]
-    seen = Counter(tuple(train[i].tokens) for i in range(len(train)))
+    assert sizes == [7073 // 32, (3197 // 47 * 47 - 1) // 32, 7073 // 32] and args.train_iters == 3 * sum(sizes) // 8
+    seen = [tuple(train[i].tokens) for i in range(len(train))]
     each = Counter(tuple(member[i].tokens) for member in train.dataset.members for i in range(len(member)))
-    assert seen == {window: 3 * count for window, count in each.items()}
-    assert args.train_iters == 3 * sum(sizes) // 8 and sizes[0] != sizes[1]
+    assert Counter(seen[: sum(sizes)]) == each and seen == seen[: sum(sizes)] * 3
 
 
 def test_sets_are_spread_over_the_epoch():
-    counts = [1000, 10, 333]
-    maps = EpochKey(tuple(counts)).build()
-    assert maps.drawn.tolist() == counts
+    counts = (1000, 10, 333)
+    maps = EpochKey(counts).build()
+    assert tuple(maps.drawn) == counts
     for number, count in enumerate(counts):
         places = np.flatnonzero(maps.dataset_index == number)
         assert maps.dataset_sample_index[places].tolist() == list(range(count))
@@ -63,8 +66,7 @@ def test_less_than_a_batch_is_refused(tmp_path: Path):
 
 def test_data_seed_is_the_seed_of_the_order(tmp_path: Path):
     def order(**seeds) -> list[int]:
-        train = build(make_args(index_cache_dir=str(tmp_path), **seeds)).train
-        return train.maps.shuffle_idx.tolist()
+        return build(make_args(index_cache_dir=str(tmp_path), **seeds)).train.maps.shuffle_idx.tolist()
 
     assert order(seed=5, data_seed=1234) == order(seed=1234)
     assert order(seed=1234, data_seed=5) == order(seed=5) != order(seed=1234)

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 
 from megatron.data import DataState, build_packed, data_fingerprint, epoch_iterations, order_keys, order_sha256
-from megatron.data.index_maps import IndexMaps, Packing, segment_generators
+from megatron.data.index_maps import IndexMaps, segment_generators
 from megatron.data.packing import build_maps
-from tests.data.samples import INDEXMAPS, golden_json, golden_maps
+from tests.data.samples import INDEXMAPS, golden_maps
 from tests.data.test_index_maps import _case
 from tests.data.test_packing import golden as build_golden
 from tests.data.test_text_sets import A, B, build, make_args, make_blend
-
-NEOX_CASES = ["packed_A", "packed_split_969_30_1/train"]
 
 
 def begins_as(longer: IndexMaps, maps: IndexMaps) -> None:
@@ -21,7 +19,7 @@ def begins_as(longer: IndexMaps, maps: IndexMaps) -> None:
         np.testing.assert_array_equal(getattr(longer, name)[: len(array)], array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", NEOX_CASES)
+@pytest.mark.parametrize("name", ["packed_A", "packed_split_969_30_1/train"])
 def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     dataset, arguments = _case(name)
     golden = golden_maps(name)
@@ -29,11 +27,10 @@ def test_windows_of_neox_stay_and_the_rest_follows(name: str):
     more = build_packed(dataset.sizes, **arguments | {"num_samples": 3 * windows}, before=(windows,))
     begins_as(more, golden)
     # Behind them every further window once, of whole epochs, in an order of its own
-    assert sorted(more.shuffle_idx[windows:]) == list(range(windows, len(more.shuffle_idx)))
-    assert len(more.shuffle_idx) >= 3 * windows
-    counts = np.bincount(more.doc_idx)
-    assert (counts[arguments["first"] : arguments["last"]] == counts[arguments["first"]]).all()
-    assert more.shuffle_idx[windows:].tolist() != sorted(more.shuffle_idx[windows:])
+    further = more.shuffle_idx[windows:].tolist()
+    assert further != sorted(further) == list(range(windows, len(more.shuffle_idx))) and len(further) >= 2 * windows
+    counts = np.bincount(more.doc_idx)[arguments["first"] : arguments["last"]]
+    assert (counts == counts[0]).all()
     # And once more: both segments stay
     before = (windows, len(more.shuffle_idx))
     again = build_packed(dataset.sizes, **arguments | {"num_samples": 9 * windows}, before=before)
@@ -48,35 +45,28 @@ def test_every_segment_has_an_order_of_its_own():
 @pytest.mark.parametrize("name", sorted(p.name for p in INDEXMAPS.glob("*") if p.name.startswith(("over", "unpacked"))))
 def test_whole_documents_of_neox_stay_and_the_rest_follows(name: str):
     """`compat_pack_impl`, whose shuffle depends on the number of samples."""
-    case, golden = golden_json("summary.json")[name], golden_maps(name)
-    _, maps, samples = build_golden(name, compat=True)
-    count = len(maps.shuffle_idx)
-    packing = Packing(case["pack_impl"], allow_chopped=case["allow_chopped"], compat=True)
-    labels = samples.labels if case["label"] else None
-    sizes = samples.indexed.sizes
+    case, samples = build_golden(name, compat=True)
+    count, sizes = len(samples.maps.shuffle_idx), samples.indexed.sizes
     wanted = (0, len(sizes), 2 * count, case["seq_length"], case["seed"])
-    more = build_maps(sizes, *wanted, packing, labels, (count,))
-    begins_as(more, golden)
+    more = build_maps(sizes, *wanted, samples.packing, samples.labels if case["label"] else None, (count,))
+    begins_as(more, golden_maps(name))
     assert sorted(more.shuffle_idx) == list(range(2 * count))
 
 
+TWO = {"data_path": None, "train_data_paths": (A, B)}
+BLEND = TWO | {"train_data_weights": (7.0, 3.0)}
+PHASES = {"until": (10, 30), "weights": ((1.0, 0.0), (0.5, 0.5), (0.2, 0.8))}
 SETS = {
     "one": {},
     "truncated": {"truncate_documents": 40},
     "listed": {"data_path": None, "train_data_paths": (A,)},
-    "blend": {"data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0)},
-    "schedule": {
-        "data_path": None, "train_data_paths": (A, B),
-        "train_data_weight_schedule": {"until": (10, 30), "weights": ((1.0, 0.0), (0.5, 0.5), (0.2, 0.8))},
-    },
+    "blend": BLEND,
+    "schedule": TWO | {"train_data_weight_schedule": PHASES},
     "best_fit": {"pack_impl": "best_fit"},
     "blocks": {"drop_last": True},
-    "compat": {"pack_impl": "unpacked", "compat_pack_impl": True},
-    "compat blend": {
-        "data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0),
-        "pack_impl": "pack_until_overflow", "compat_pack_impl": True,
-    },
-}  # fmt: skip
+    "compat": {"compat_pack_impl": True, "pack_impl": "unpacked"},
+    "compat blend": BLEND | {"compat_pack_impl": True, "pack_impl": "pack_until_overflow"},
+}
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -87,8 +77,7 @@ def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: 
     train, segment_ends = first.train, first.segment_ends
     samples = [list(train.pieces(i)) for i in range(len(train))]
     for steps in (50, 400, 36, 500):
-        data_state = DataState(35, 280, segment_ends)
-        longer = build(make_args(**made | {"train_iters": steps}), data_state=data_state)
+        longer = build(make_args(**made | {"train_iters": steps}), data_state=DataState(35, 280, segment_ends))
         assert longer.train is not None and len(longer.train) >= steps * 8
         longer_samples = [list(longer.train.pieces(i)) for i in range(min(len(longer.train), len(train)))]
         if name == "compat blend":  # rows that were the last ones now have the token that follows
@@ -96,8 +85,8 @@ def test_a_run_that_gets_longer_or_shorter_keeps_its_order(name: str, tmp_path: 
         assert longer_samples == samples[: len(longer_samples)]
         assert order_sha256(longer.train, 280) == order_sha256(train, 280)
         segment_ends = longer.segment_ends
-    assert order_keys(make_args(**made)) == order_keys(make_args(**made | {"train_iters": 400}))
-    assert data_fingerprint(make_args(**made)) == data_fingerprint(make_args(**made | {"train_iters": 400}))
+    for describe in (order_keys, data_fingerprint):
+        assert describe(make_args(**made)) == describe(make_args(**made | {"train_iters": 400}))
 
 
 def test_without_what_was_begun_the_order_is_another(tmp_path: Path):
@@ -108,8 +97,7 @@ def test_without_what_was_begun_the_order_is_another(tmp_path: Path):
 
 def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
     """Of a member of a blend too: each window of its joined epochs once."""
-    made = make_blend(tmp_path, eval_iters=0)
-    first = build(made)
+    first = build(make_blend(tmp_path))
     longer = build(make_blend(tmp_path, train_iters=400), data_state=DataState(125, 1000, first.segment_ends))
     for member, ends in zip(longer.train.members, longer.segment_ends["train"], strict=True):
         assert len(ends) == 2 and len(member) == ends[-1]
@@ -126,19 +114,17 @@ def test_no_sample_is_lost_or_repeated_where_epochs_meet(tmp_path: Path):
 def test_a_run_that_goes_on_finds_its_maps(tmp_path: Path):
     args = make_blend(tmp_path)
     first = build(args)
-    made = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    made = set((tmp_path / "cache").iterdir())
     again = build(args, data_state=DataState(100, 800, first.segment_ends))
-    assert again.segment_ends == first.segment_ends
-    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == made
+    assert again.segment_ends == first.segment_ends and set((tmp_path / "cache").iterdir()) == made
 
 
 def test_validation_samples_stay(tmp_path: Path):
     """GPT-NeoX takes them from an order that depends on how often is validated."""
     made = {"index_cache_dir": str(tmp_path), "split": "50,50,0", "seq_length": 32}
     first = build(make_args(**made))
-    sizes = dict(first.segment_ends)
     longer = build(make_args(**made, train_iters=2000), data_state=DataState(25, 200, first.segment_ends))
-    assert sizes["valid"] != longer.segment_ends["valid"]
+    assert first.segment_ends["valid"] != longer.segment_ends["valid"]
     valid = [[list(one.valid.pieces(i)) for i in range(len(first.valid))] for one in (first, longer)]
     assert valid[0] == valid[1]
     other = build(make_args(**made, train_iters=2000)).valid
@@ -152,8 +138,7 @@ def test_another_batch_size_takes_what_is_left(tmp_path: Path):
     longer = build(make_args(**made, train_iters=125), batch=16, data_state=DataState(100, 800, first.segment_ends))
     assert len(longer.train) >= 1200
     assert order_sha256(longer.train, 800) == order_sha256(first.train, 800)
-    passes = make_args(**made, train_epochs=3)
-    samples = 3 * 107
+    passes, samples = make_args(**made, train_epochs=3), 3 * 107
     assert epoch_iterations(passes, 8) == epoch_iterations(passes, 8, DataState(10, 80)) == samples // 8
     assert epoch_iterations(passes, 16, DataState(10, 80)) == 10 + (samples - 80) // 16
     assert epoch_iterations(passes, 16, DataState(50, 400)) == 50, "fewer passes than were made: nothing is left"

@@ -11,22 +11,22 @@ from megatron.data.index_maps import IndexKey, Packing
 from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import DATASET, INDEXMAPS, assert_equal_maps, golden_json, golden_maps, write_dataset
 
-CASES = ["packed_A", "packed_labels_instruct", "packed_split_969_30_1/train", "packed_split_969_30_1/valid"]
+SPLIT = "packed_split_969_30_1"
 
 
 def _case(name: str) -> tuple[IndexedDataset, dict]:
     """The data of a golden case and build_packed's arguments."""
     summary = golden_json("summary.json")[name]
-    dataset = IndexedDataset(DATASET / summary["data"])
-    arguments = {"first": 0, "last": len(dataset), "num_samples": summary["num_samples"]}
+    dataset, samples = IndexedDataset(DATASET / summary["data"]), summary["num_samples"]
+    first, last = 0, len(dataset)
     if "split_index" in summary:
         part = ["train", "valid", "test"].index(name.split("/")[-1])
-        first, last = summary["split_index"][part : part + 2]
-        arguments = {"first": first, "last": last, "num_samples": summary["num_samples"][part]}
-    return dataset, arguments | {"seq_length": summary["seq_length"], "seed": summary["seed"]}
+        (first, last), samples = summary["split_index"][part : part + 2], samples[part]
+    values = {"first": first, "last": last, "num_samples": samples}
+    return dataset, values | {key: summary[key] for key in ("seq_length", "seed")}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["packed_A", "packed_labels_instruct", f"{SPLIT}/train", f"{SPLIT}/valid"])
 def test_maps_and_samples_equal_neox(name: str):
     dataset, arguments = _case(name)
     maps = build_packed(dataset.sizes, **arguments)
@@ -93,14 +93,10 @@ def test_a_large_corpus_is_laid_out_to_its_last_window():
     assert len(maps.shuffle_idx) == (int(sizes.sum()) - 1) // 512
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        *({"index_sha256": "1" * 64}, {"labels_sha256": "1"}, {"first": 1}, {"last": 8}, {"num_samples": 11}),
-        *({"seq_length": 9}, {"seed": 2}, {"packing": Packing("best_fit")}, {"packing": Packing(truncate_documents=9)}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [
+    {"index_sha256": "1" * 64}, {"labels_sha256": "1"}, {"first": 1}, {"last": 8}, {"num_samples": 11},
+    {"seq_length": 9}, {"seed": 2}, {"packing": Packing("best_fit")}, {"packing": Packing(truncate_documents=9)},
+], ids=str)  # fmt: skip
 def test_everything_that_decides_the_maps_is_in_the_cache_key(change: dict):
     values = {"first": 0, "last": 9, "num_samples": 10, "seq_length": 8, "seed": 1, "packing": Packing()}
     key, again = (IndexKey("0" * 64, **values) for _ in range(2))

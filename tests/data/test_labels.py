@@ -1,5 +1,4 @@
-"""Labels and rewards beside the tokens: from config keys to batches, and what is said about those not
-listed."""
+"""Labels and rewards beside the tokens: from config keys to batches, and what is said of unlisted ones."""
 
 from pathlib import Path
 from typing import Any
@@ -8,42 +7,36 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.data import DataError, IndexedDataset, data_fingerprint, data_log_lines, epoch_iterations, order_keys
 from megatron.data.batch import collate_samples
 from megatron.data.blending import BlendedDataset, RepeatedDataset
-from megatron.data.build import epoch_iterations
-from megatron.data.errors import DataError
-from megatron.data.fingerprints import data_fingerprint, order_keys
-from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import open_labels, open_rewards
-from megatron.data.log_lines import data_log_lines
 from megatron.data.packed_dataset import PackedDataset
-from tests.data.samples import DATASET, INDEXMAPS, write_dataset, write_rows
+from tests.data.samples import DATASET, INDEXMAPS, refused, write_dataset, write_rows
 from tests.data.test_text_sets import build, make_args
 
 CHAT, INSTRUCT, KTO = (str(DATASET / name) for name in ("chat_conversation", "instruct", "chat_kto_conversation"))
 CHAT_TEXT, CHAT_LABEL = f"{CHAT}_document", f"{CHAT}_label_document"
 INSTRUCT_TEXT, INSTRUCT_LABEL = f"{INSTRUCT}_text_document", f"{INSTRUCT}_label_document"
+BOTH = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
 
 
 def labelled_args(tmp_path: Path, *sets: tuple[str, str], **changes: Any):
-    values = {
-        "data_path": None, "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache"), "train_iters": 5,
-        "train_data_paths": tuple(text for text, _ in sets),
-        "train_label_data_paths": tuple(label for _, label in sets),
-    }  # fmt: skip
+    values = {"data_path": None, "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache"), "train_iters": 5,
+              "train_data_paths": tuple(text for text, _ in sets),
+              "train_label_data_paths": tuple(label for _, label in sets)}  # fmt: skip
     return make_args(**values | changes)
 
 
-def train(args, epochs: int | None = None) -> Any:
-    dataset = build(args, epochs=epochs).train
-    return dataset
+def train(args, **options: int) -> Any:
+    return build(args, **options).train
 
 
 def test_packed_labels_are_those_of_neox(tmp_path: Path):
     recorded = np.load(INDEXMAPS / "packed_labels_instruct" / "samples.npz")
     # ceil(59 * 1.005) = 60 samples are wanted, as there
-    args = labelled_args(tmp_path, (INSTRUCT_TEXT, INSTRUCT_LABEL), train_iters=59)
-    samples = build_one(args)
+    samples = train(labelled_args(tmp_path, BOTH[1], train_iters=59), batch=1)
+    assert isinstance(samples, PackedDataset)
     for place, index in enumerate(recorded["_index"].tolist()):
         np.testing.assert_array_equal(samples[index].tokens, recorded["text"][place])
         np.testing.assert_array_equal(samples[index].labels, recorded["label"][place])
@@ -54,35 +47,25 @@ def test_packed_labels_are_those_of_neox(tmp_path: Path):
     assert 0 < batch.loss_weights.sum() < batch.loss_weights.numel()
 
 
-def build_one(args) -> PackedDataset:
-    dataset = build(args, batch=1).train
-    assert isinstance(dataset, PackedDataset)
-    return dataset
-
-
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])
 def test_blends_of_labelled_sets(pack_impl: str, tmp_path: Path):
-    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
-    args = labelled_args(tmp_path, *sets, pack_impl=pack_impl, train_data_weights=(3.0, 1.0), seq_length=128)
+    args = labelled_args(tmp_path, *BOTH, pack_impl=pack_impl, train_data_weights=(3.0, 1.0), seq_length=128)
     samples = train(args)
     assert isinstance(samples, BlendedDataset) and samples.maps.drawn.tolist() == [30, 10]
-    for i in range(40):
-        sample = samples[i]
+    for sample in map(samples.__getitem__, range(40)):
         counted = sample.labels >= 0
         assert (sample.labels[counted] == sample.tokens[counted]).all()
         assert 0 < counted.sum() < 129
-    packed = samples.members[0]
-    rows = {tuple(packed.labels[d][:129]) for d in range(len(packed.labels))}
     if pack_impl == "unpacked":
-        first = packed[0]
-        length = int(packed.indexed.sizes[packed.maps.doc_idx[packed.maps.shuffle_idx[0]]])
-        assert tuple(first.labels[:length]) in rows
+        packed = samples.members[0]
+        document = packed.maps.doc_idx[packed.maps.shuffle_idx[0]]
+        row = packed.labels[document][:129]
+        assert packed[0].labels[: len(row)].tolist() == row.tolist()
 
 
 def test_epochs_of_labelled_documents(tmp_path: Path):
     """24 documents each; all have labels: 48 samples a pass."""
-    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
-    args = labelled_args(tmp_path, *sets, pack_impl="unpacked", train_epochs=2, train_iters=None, seq_length=512)
+    args = labelled_args(tmp_path, *BOTH, pack_impl="unpacked", train_epochs=2, train_iters=None, seq_length=512)
     args.train_iters = epoch_iterations(args, 8)
     samples = train(args, epochs=2)
     assert isinstance(samples, RepeatedDataset) and len(samples) == 96 and args.train_iters == 12
@@ -93,11 +76,9 @@ def test_epochs_of_labelled_documents(tmp_path: Path):
 @pytest.mark.parametrize("keys", [{"pack_impl": "best_fit"}, {"pack_impl": "unpacked"}, {"drop_last": False}])
 def test_a_small_set_is_validated_with_once(keys: dict, tmp_path: Path):
     rows = [[10 + n] * (3 + n) for n in range(5)]
-    args = make_args(
-        data_path=None, train_data_paths=(CHAT_TEXT,), valid_data_paths=(write_rows(tmp_path / "valid", rows),),
-        eval_iters=50, index_cache_dir=str(tmp_path), **keys,
-    )  # fmt: skip
-    dataset = build(args).valid
+    paths = {"data_path": None, "train_data_paths": (CHAT_TEXT,),
+             "valid_data_paths": (write_rows(tmp_path / "valid", rows),)}  # fmt: skip
+    dataset = build(make_args(**paths, eval_iters=50, index_cache_dir=str(tmp_path), **keys)).valid
     seen = np.concatenate([dataset[i].tokens for i in range(len(dataset))])
     assert [int((seen == row[0]).sum()) for row in rows] == [len(row) for row in rows]
 
@@ -119,10 +100,8 @@ def test_changed_labels_change_the_maps(tmp_path: Path):
 
 def test_rewards_come_with_their_documents(tmp_path: Path):
     rewards = IndexedDataset(f"{KTO}_reward_document")
-    args = labelled_args(
-        tmp_path, (f"{KTO}_document", f"{KTO}_label_document"), pack_impl="unpacked", seq_length=128,
-        train_reward_data_paths=(f"{KTO}_reward_document",),
-    )  # fmt: skip
+    one, changes = (f"{KTO}_document", f"{KTO}_label_document"), {"pack_impl": "unpacked", "seq_length": 128}
+    args = labelled_args(tmp_path, one, **changes, train_reward_data_paths=(f"{KTO}_reward_document",))
     samples = train(args)
     documents = [int(samples.maps.doc_idx[row]) for row in samples.maps.shuffle_idx[:8]]
     batch = collate_samples([samples[i] for i in range(8)], length=16)
@@ -137,28 +116,22 @@ def test_rewards_keep_their_fractions(tmp_path: Path):
     assert [row[0] for row in open_rewards(path, text)] == [np.float32(v) for v in (0.25, -1.75, 3.5e-3)]
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
-        ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
-    ],
-)
+@pytest.mark.parametrize(("rows", "message"), [
+    ([[-100, 2, 3], [5, 6]], r"label\.bin: document 1 .*2 labels.*text\.bin .*3 tokens"),
+    ([[1, 2, 3]], r"label\.bin: .*1 documents.*text\.bin .*2: document 1 "),
+])  # fmt: skip
 def test_labels_of_other_documents_are_refused(rows: list[list[int]], message: str, tmp_path: Path):
     text = write_rows(tmp_path / "text", [[1, 2, 3], [4, 5, 6]])
     args = labelled_args(tmp_path, (text, write_rows(tmp_path / "label", rows)), seq_length=2)
-    with pytest.raises(DataError, match=message):
-        build(args)
+    refused(message, build, args)
 
 
 def test_what_can_be_no_label_or_reward_is_refused(tmp_path: Path):
     text = write_dataset(tmp_path / "text", [3, 3])
-    with pytest.raises(DataError, match=r"text\.bin: .*uint16.*int32"):
-        open_labels(str(tmp_path / "text"), text)
+    refused(r"text\.bin: .*uint16.*int32", open_labels, str(tmp_path / "text"), text)
     for bad in (float("nan"), float("inf")):
         path = write_rows(tmp_path / "r", [[1.0], [bad]], np.float32)
-        with pytest.raises(DataError, match=r"r\.bin: document 1 .*finite reward"):
-            open_rewards(path, text)
+        refused(r"r\.bin: document 1 .*finite reward", open_rewards, path, text)
     floats = write_rows(tmp_path / "f", [[1.0] * 40], np.float32)
     with pytest.raises(DataError, match=r"f\.bin .*float32.*tokens"):
         build(labelled_args(tmp_path, (floats, floats), train_label_data_paths=None, seq_length=8))
@@ -193,14 +166,13 @@ def test_no_sample_at_all_is_refused(tmp_path: Path):
 def test_labels_that_are_not_listed_are_named(tmp_path: Path):
     """24 chats and 24 instructions: the numbers are those of the golden label files."""
     masked = int((IndexedDataset(CHAT_LABEL).tokens < 0).sum())
-    args = labelled_args(tmp_path, (CHAT_TEXT, ""), (INSTRUCT_TEXT, ""), train_label_data_paths=None)
-    chat, instruct = data_log_lines(args)
+    chat, instruct = data_log_lines(labelled_args(tmp_path, *BOTH, train_label_data_paths=None))
     facts = (f"{masked} of 4099", f"{masked / 40.99:.1f} %", f"list {CHAT_LABEL} in train_label_data_paths")
     assert chat.startswith(f"{CHAT_TEXT}: ") and all(fact in chat for fact in facts)
     assert instruct.endswith(f"list {INSTRUCT_LABEL} in train_label_data_paths")
     (note,) = data_log_lines(make_args(data_path=CHAT_TEXT))
     assert f"list {CHAT_LABEL} in train_label_data_paths" in note and "train_data_paths" in note
-    assert data_log_lines(labelled_args(tmp_path, (CHAT_TEXT, CHAT_LABEL))) == []
+    assert data_log_lines(labelled_args(tmp_path, BOTH[0])) == []
     plain = write_dataset(tmp_path / "x_text_document", [3, 9])
     assert data_log_lines(make_args(data_path=plain.prefix)) == []
 
@@ -223,9 +195,10 @@ def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Pat
     label = write_rows(tmp_path / "label", [[-100, 0, 2, 0], [-100, 4, 0]])
     resets = {"eod": 0, "reset_attention_mask": True, "reset_position_ids": True}
     args = {"pack_impl": "best_fit", "seq_length": 8}
-    labelled = collate_samples([train(labelled_args(tmp_path, (text, label), **args))[0]], **resets)
-    plain = labelled_args(tmp_path, (text, label), train_label_data_paths=None, **args)
-    unlabelled = collate_samples([train(plain)[0]], **resets)
+    labelled, unlabelled = (
+        collate_samples([train(labelled_args(tmp_path, (text, label), **changes, **args))[0]], **resets)
+        for changes in ({}, {"train_label_data_paths": None})
+    )
     assert labelled.tokens.tolist() == unlabelled.tokens.tolist() == [[1, 0, 2, 0, 3, 4, 0, 0]]
     # The last document is the padding
     assert labelled.cu_seqlens.tolist() == [0, 4, 7, 8]
@@ -237,12 +210,9 @@ def test_documents_are_those_of_the_data_and_of_eod_without_labels(tmp_path: Pat
 
 def test_the_order_says_how_documents_were_packed(tmp_path: Path):
     """A run goes on only with rows made in the same way; more iterations only continue them."""
-    sets = ((CHAT_TEXT, CHAT_LABEL), (INSTRUCT_TEXT, INSTRUCT_LABEL))
-    orders = [
-        order_keys(labelled_args(tmp_path, *sets, **changes))
-        for changes in (
-            {"pack_impl": "best_fit"}, {"pack_impl": "best_fit", "train_iters": 50}, {"pack_impl": "unpacked"},
-            {"pack_impl": "best_fit", "allow_chopped": False},
-        )
-    ]  # fmt: skip
-    assert orders[0] == orders[1] and orders[0] not in orders[2:]
+
+    def order(pack_impl: str, **changes) -> dict:
+        return order_keys(labelled_args(tmp_path, *BOTH, pack_impl=pack_impl, **changes))
+
+    assert order("best_fit") == order("best_fit", train_iters=50)
+    assert order("best_fit") not in (order("unpacked"), order("best_fit", allow_chopped=False))

@@ -13,20 +13,17 @@ from tests.data.test_text_sets import build, make_args
 from tests.training.runs import LLAMA, config
 
 
-def sets_of(tmp_path: Path, names: str = "a", **changes: Any) -> Any:
+def sets_of(tmp_path: Path, names: str = "a", split: str = "70,20,10", **changes: Any) -> Any:
     """Sets of ten documents of three tokens, numbered on, and the sets that `split` makes of them."""
-    paths: dict[str, list[str]] = {"text": [], "label": [], "reward": []}
+    text, label, reward = ([], [], [])
     for k, name in enumerate(names):
         numbers = range(10 * k + 1, 10 * k + 11)
-        paths["text"].append(write_rows(tmp_path / f"{name}_document", [[n] * 3 for n in numbers]))
-        paths["label"].append(write_rows(tmp_path / f"{name}_label_document", [[-100, n, n] for n in numbers]))
-        paths["reward"].append(write_rows(tmp_path / f"{name}_reward_document", [[n / 2] for n in numbers], np.float32))
-    values = {
-        "data_path": None, "split": "70,20,10", "user_values": {"split": "70,20,10"}, "pack_impl": "unpacked",
-        "train_data_paths": tuple(paths["text"]), "train_label_data_paths": tuple(paths["label"]),
-        "train_reward_data_paths": tuple(paths["reward"]), "index_cache_dir": str(tmp_path / "cache"),
-        "seq_length": 4,
-    }  # fmt: skip
+        text.append(write_rows(tmp_path / f"{name}_document", [[n] * 3 for n in numbers]))
+        label.append(write_rows(tmp_path / f"{name}_label_document", [[-100, n, n] for n in numbers]))
+        reward.append(write_rows(tmp_path / f"{name}_reward_document", [[n / 2] for n in numbers], np.float32))
+    values = {"data_path": None, "split": split, "user_values": {"split": split}, "pack_impl": "unpacked",
+              "seq_length": 4, "train_data_paths": tuple(text), "train_label_data_paths": tuple(label),
+              "train_reward_data_paths": tuple(reward), "index_cache_dir": str(tmp_path / "cache")}  # fmt: skip
     return make_args(**values | changes)
 
 
@@ -50,13 +47,12 @@ def test_parts_of_each_set_of_a_blend(tmp_path: Path):
     sets = build(sets_of(tmp_path, "ab"))
     assert documents(sets.train) == {*range(1, 8), *range(11, 18)}
     assert documents(sets.valid) == {8, 9, 18, 19} and documents(sets.test) == {10, 20}
-    without_test = sets_of(tmp_path, "ab", split="80,20,0", user_values={"split": "80,20,0"})
-    assert build(without_test).test is None
+    assert build(sets_of(tmp_path, "ab", split="80,20,0")).test is None
     with pytest.raises(DataError, match=r"leaves none of its 10 documents to valid; use another split"):
-        write_rows(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
-        longer = {"train_label_data_paths": None, "train_reward_data_paths": None, "split": "99,1,0"}
-        paths = (str(tmp_path / "a_document"), str(tmp_path / "c_document"))
-        build(sets_of(tmp_path, "ab", **longer, train_data_paths=paths, user_values={"split": "99,1,0"}))
+        longer = write_rows(tmp_path / "c_document", [[n] * 3 for n in range(1, 500)])
+        paths = {"train_data_paths": (str(tmp_path / "a_document"), longer)}
+        without = {"train_label_data_paths": None, "train_reward_data_paths": None}
+        build(sets_of(tmp_path, "ab", split="99,1,0", **paths, **without))
 
 
 def test_a_split_that_is_not_written_or_not_alone_cuts_nothing(tmp_path: Path):

@@ -7,27 +7,26 @@ import signal
 import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.data import DataError, IndexedDataset, build_blend, build_packed, collation, eval_batches, train_loader
 from megatron.data.batch import collate, collate_samples
-from megatron.data.blending import BlendedDataset, build_blend
-from megatron.data.errors import DataError
-from megatron.data.index_maps import build_packed
-from megatron.data.indexed_dataset import IndexedDataset
-from megatron.data.loader import collation, eval_batches, micro_batch_seed, train_loader
+from megatron.data.blending import BlendedDataset
+from megatron.data.loader import micro_batch_seed
 from megatron.data.packed_dataset import PackedDataset
 from tests.data.samples import plain_args, write_rows
 
 SEQ = 8
 
 
-def make_args(micro: int = 2, size: int = 1, batch: int = 8, workers: int = 0, **changes):
-    steps = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": batch // (micro * size)}
-    return plain_args(**{"train_batch_size": batch, "seed": 7, "num_workers": workers} | steps | changes)
+def make_args(micro: int = 2, size: int = 1, workers: int = 0, **changes):
+    steps = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": 8 // (micro * size)}
+    return plain_args(**{"train_batch_size": 8, "seed": 7, "num_workers": workers} | steps | changes)
 
 
 def test_collate_shifts_labels_by_one():
@@ -80,24 +79,28 @@ def test_steps_hold_the_same_samples_in_every_layout(dataset: PackedDataset, mic
         assert rows == [dataset[i].tokens[:-1].tolist() for i in range(8 * number, 8 * number + 8)]
 
 
+def alone(dataset, workers: int = 0, changes: dict | None = None, **options):
+    """The loader of the only rank. changes: of the configuration."""
+    return train_loader(dataset, make_args(workers=workers, **(changes or {})), data_rank=0, data_size=1, **options)
+
+
 def _flat(loader) -> list[tuple[list, list, int]]:
-    return [(batch.tokens.tolist(), batch.labels.tolist(), batch.seed) for step in loader for batch in step]
+    return [(batch.tokens.tolist(), batch.labels.tolist(), batch.seed) for batch in chain(*loader)]
 
 
 @pytest.mark.parametrize("blended", [False, True])
 def test_a_restart_goes_on_where_it_stopped_also_with_other_workers(dataset: PackedDataset, blended: bool):
     if blended:
         dataset = BlendedDataset("train", (dataset, dataset), build_blend([3, 1], 56))
-    whole = _flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))
+    whole = _flat(alone(dataset))
     rows = [row for tokens, _, _ in whole for row in tokens]
     assert rows == [dataset[i].tokens[:-1].tolist() for i in range(len(rows))] and len(rows) > 40
     for workers in (0, 2):
-        rest = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1, consumed_samples=24)
-        assert _flat(rest) == whole[3 * 4 :]
+        assert _flat(alone(dataset, workers, consumed_samples=24)) == whole[3 * 4 :]
 
 
 def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
-    seeds = [seed for _, _, seed in _flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))]
+    seeds = [seed for _, _, seed in _flat(alone(dataset))]
     assert seeds == [micro_batch_seed(7, first) for first in range(0, 2 * len(seeds), 2)]
     assert len(set(seeds)) == len(seeds) and micro_batch_seed(8, 0) != micro_batch_seed(7, 0)
     # Fixed: a resumed run must draw what the interrupted one would have drawn
@@ -107,14 +110,14 @@ def test_seeds_are_a_function_of_run_and_sample(dataset: PackedDataset):
 
 def test_loading_leaves_the_global_generator_alone(dataset: PackedDataset):
     before = torch.get_rng_state()
-    _flat(train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1))
+    _flat(alone(dataset, workers=1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
     """Upstream's loader kept every batch it ever yielded."""
-    loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
+    loader = alone(dataset, workers)
     gc.collect()
     gc.disable()  # reference counts alone must do it
     try:
@@ -132,7 +135,7 @@ def test_no_batch_outlives_its_step(dataset: PackedDataset, workers: int):
 @pytest.mark.parametrize("end", ["close", "drop", "exhaust"])
 def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, end: str):
     before = multiprocessing.active_children()
-    loader = train_loader(dataset, make_args(workers=2), data_rank=0, data_size=1)
+    loader = alone(dataset, workers=2)
     workers = [worker for worker in multiprocessing.active_children() if worker not in before]
     assert len(workers) == 2
     if end == "exhaust":
@@ -147,7 +150,7 @@ def test_workers_start_at_once_and_end_with_the_loader(dataset: PackedDataset, e
 
 def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDataset):
     before = multiprocessing.active_children()
-    loader = train_loader(dataset, make_args(workers=1), data_rank=0, data_size=1)
+    loader = alone(dataset, workers=1)
     next(loader)
     [worker] = [worker for worker in multiprocessing.active_children() if worker not in before]
     for number in (signal.SIGINT, signal.SIGUSR1):
@@ -157,15 +160,10 @@ def test_workers_survive_signals_meant_for_the_main_process(dataset: PackedDatas
 
 @pytest.mark.gpu
 def test_pinned_batches_reach_the_gpu(dataset: PackedDataset):
-    args = make_args(workers=1)
-    for step, plain in zip(
-        train_loader(dataset, args, data_rank=0, data_size=1, pin_memory=True),
-        train_loader(dataset, args, data_rank=0, data_size=1),
-        strict=True,
-    ):
-        for pinned, expected in zip(step, plain, strict=True):
-            assert pinned.tokens.is_pinned() and pinned.seed == expected.seed
-            assert torch.equal(pinned.to("cuda").labels.cpu(), expected.labels)
+    pinned, plain = (alone(dataset, workers=1, pin_memory=pin) for pin in (True, False))
+    for ours, expected in zip(chain(*pinned), chain(*plain), strict=True):
+        assert ours.tokens.is_pinned() and ours.seed == expected.seed
+        assert torch.equal(ours.to("cuda").labels.cpu(), expected.labels)
 
 
 def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset):
@@ -173,9 +171,9 @@ def test_batch_arithmetic_that_does_not_add_up_is_refused(dataset: PackedDataset
         train_loader(dataset, make_args(size=1), data_rank=0, data_size=2)
 
 
-@pytest.mark.parametrize(
-    ("n", "micro", "size"), [(5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (17, 2, 4), (0, 2, 2), (1000, 2, 4)]
-)
+@pytest.mark.parametrize(("n", "micro", "size"), [
+    (5, 4, 2), (5, 1, 8), (5, 8, 1), (16, 2, 4), (17, 2, 4), (0, 2, 2), (1000, 2, 4),
+])  # fmt: skip
 def test_evaluation_counts_every_sample_once(dataset: PackedDataset, n: int, micro: int, size: int):
     ranks = [list(eval_batches(dataset, n, micro, rank, size)) for rank in range(size)]
     assert len({len(batches) for batches in ranks}) == 1
@@ -209,33 +207,20 @@ def _with_foreign_token(prefix: Path, token: int) -> PackedDataset:
 @pytest.mark.parametrize("token", [100, 2_000_000_000, -1])
 def test_a_token_outside_the_vocabulary_ends_training_at_its_step(tmp_path: Path, token: int, workers: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
-    [first] = [i for i in range(24) if _refused(dataset, i)][:1]
+    first = next(i for i in range(24) if any(d == 7 and a <= 15 < a + count for d, a, count in dataset.pieces(i)))
     message = rf"^{tmp_path}/x\.bin: document 7 .*{token} .* 15\b.* 100 .*padded_vocab_size.*vocab_file.*$"
-    loader = train_loader(dataset, make_args(workers=workers), data_rank=0, data_size=1)
-    for _ in range(first // 8):
-        next(loader)
-    # One line, also out of a worker: no traceback in the message
-    with pytest.raises(DataError, match=message):
-        next(loader)
-    evaluation = eval_batches(dataset, 24, 4, 0, 1)
-    for _ in range(first // 4):
-        next(evaluation)
-    with pytest.raises(DataError, match=message):
-        next(evaluation)
-
-
-def _refused(dataset: PackedDataset, index: int) -> bool:
-    try:
-        dataset[index]
-    except DataError:
-        return True
-    return False
+    for loader, size in ((alone(dataset, workers), 8), (eval_batches(dataset, 24, 4, 0, 1), 4)):
+        for _ in range(first // size):
+            next(loader)
+        # One line, also out of a worker: no traceback in the message
+        with pytest.raises(DataError, match=message):
+            next(loader)
 
 
 @pytest.mark.parametrize("token", [0, 99])
 def test_every_token_of_the_vocabulary_is_welcome(tmp_path: Path, token: int):
     dataset = _with_foreign_token(tmp_path / "x", token)
-    assert len(_flat(train_loader(dataset, make_args(), data_rank=0, data_size=1))) == len(dataset) // 8 * 4
+    assert len(_flat(alone(dataset))) == len(dataset) // 8 * 4
 
 
 def test_documents_of_a_batch_end_with_their_eod():
@@ -247,10 +232,9 @@ def test_documents_of_a_batch_end_with_their_eod():
     # What comes first in a document is not predicted from the one before
     assert batch.loss_weights.tolist() == [[1, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     only = collate(samples, eod=0, reset_attention_mask=True)
-    assert only.positions is None and only.cu_seqlens is not None and torch.equal(only.cu_seqlens, batch.cu_seqlens)
+    assert only.positions is None and torch.equal(only.cu_seqlens, batch.cu_seqlens)
     only = collate(samples, eod=0, reset_position_ids=True)
-    assert only.loss_weights.all()
-    assert only.cu_seqlens is None and only.positions is not None and torch.equal(only.positions, batch.positions)
+    assert only.loss_weights.all() and only.cu_seqlens is None and torch.equal(only.positions, batch.positions)
     for key in ("reset_attention_mask", "reset_position_ids"):
         with pytest.raises(ValueError, match="end-of-document"):
             collate(samples, **{key: True})
@@ -258,13 +242,9 @@ def test_documents_of_a_batch_end_with_their_eod():
 
 @pytest.mark.parametrize("key, name", [("reset_attention_mask", "cu_seqlens"), ("reset_position_ids", "positions")])
 def test_loaders_reset_as_the_configuration_says(dataset: PackedDataset, key: str, name: str):
-    eod = int(dataset[0].tokens[3])
-    args = make_args(**{key: True})
-    batches = [
-        next(train_loader(dataset, args, data_rank=0, data_size=1, eod=eod))[0],
-        next(eval_batches(dataset, 2, 2, 0, 1, collation(args, eod))),
-    ]
-    for batch in batches:
-        expected = collate_samples([dataset[0], dataset[1]], eod=eod, **{key: True})
+    eod, reset = int(dataset[0].tokens[3]), {key: True}
+    expected = collate_samples([dataset[0], dataset[1]], eod=eod, **reset)
+    evaluation = eval_batches(dataset, 2, 2, 0, 1, collation(make_args(**reset), eod))
+    for batch in (next(alone(dataset, 0, reset, eod=eod))[0], next(evaluation)):
         assert torch.equal(getattr(batch, name), getattr(expected, name))
         assert (batch.positions is None) != (batch.cu_seqlens is None)

@@ -1,7 +1,4 @@
-"""Megatron-core reads what we write, and we read what it writes.
-
-It runs in a process of its own: both import names are `megatron`.
-"""
+"""Megatron-core, in a process of its own (`megatron` too), reads what we write, and we what it writes."""
 
 import json
 import os
@@ -15,10 +12,10 @@ import pytest
 
 from megatron.data.batch import collate
 from megatron.model.attention import document_mask
-from tests.data.samples import DATASET, pair, rows_of, write_rows
+from tests.data.samples import DATASET, ROOT, pair, rows_of, write_rows
 
 VERSION = "0.16.1"
-PACKAGE = Path(__file__).parents[2] / ".cache" / f"megatron-core-{VERSION}"
+PACKAGE = ROOT / ".cache" / f"megatron-core-{VERSION}"
 
 SCRIPT = """
 import json, sys, torch
@@ -56,45 +53,34 @@ def megatron_core() -> Path:
     return PACKAGE
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    return rows_of(DATASET / "corpusA_text_document")
+EXPECTED = rows_of(DATASET / "corpusA_text_document")
+WINDOWS = np.random.default_rng(3).integers(0, [[2], [4], [9], [9], [9]], (5, 13))
+WINDOWS[3], WINDOWS[4, [0, 11, 12]] = 5, 0  # rows with few, many and no ends of documents
 
 
 @pytest.fixture(scope="module")
-def windows() -> np.ndarray:
-    """Rows with few, many and no ends of documents."""
-    windows = np.random.default_rng(3).integers(0, [[2], [4], [9], [9], [9]], (5, 13))
-    windows[3], windows[4, [0, 11, 12]] = 5, 0
-    return windows
-
-
-@pytest.fixture(scope="module")
-def read(megatron_core: Path, expected: list, windows: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def read(megatron_core: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The prefixes that it has read and copied, what it read there, and what it makes of the windows."""
     prefixes = [tmp_path_factory.mktemp("core") / np.dtype(dtype).name for dtype in (np.uint16, np.int32)]
     for prefix in prefixes:
-        write_rows(prefix, [*expected[:4], [], *expected[4:]], np.dtype(prefix.name).type)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, prefixes)],
-        env=os.environ | {"PYTHONPATH": str(megatron_core), "OMP_NUM_THREADS": "1"},
-        input=json.dumps(windows[:, :-1].tolist()), cwd=megatron_core, capture_output=True, text=True,
-    )  # fmt: skip
+        write_rows(prefix, [*EXPECTED[:4], [], *EXPECTED[4:]], np.dtype(prefix.name).type)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", SCRIPT, *map(str, prefixes)],
+                          env=os.environ | {"PYTHONPATH": str(megatron_core), "OMP_NUM_THREADS": "1"},
+                          input=json.dumps(WINDOWS[:, :-1].tolist()), cwd=megatron_core, capture_output=True,
+                          text=True)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return prefixes, *json.loads(done.stdout.splitlines()[-1])
 
 
-def test_both_ways(read: Any, expected: list[list[int]]):
+def test_both_ways(read: Any):
     for prefix, seen in zip(*read[:2], strict=True):
-        assert seen == {"rows": expected, "boundaries": [*range(5), *range(4, 81)]}
-        assert rows_of(f"{prefix}_copy") == expected and pair(prefix) == pair(f"{prefix}_copy")
+        assert seen == {"rows": EXPECTED, "boundaries": [*range(5), *range(4, 81)]}
+        assert rows_of(f"{prefix}_copy") == EXPECTED and pair(prefix) == pair(f"{prefix}_copy")
 
 
-def test_resets_at_documents_are_megatrons(read: Any, windows: np.ndarray):
+def test_resets_at_documents_are_megatrons(read: Any):
     """Masks, positions and loss masks."""
-    batch = collate(windows, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
-    shown = document_mask(batch.cu_seqlens, 5, 12)[:, 0]
-    for row, megatron_row in enumerate(read[2]):
-        assert (~shown[row]).tolist() == megatron_row["hidden"]
-        assert batch.positions[row].tolist() == megatron_row["positions"]
-        assert batch.loss_weights[row].tolist() == megatron_row["weights"]
+    batch = collate(WINDOWS, eod=0, eod_mask_loss=True, reset_attention_mask=True, reset_position_ids=True)
+    ours = {"hidden": ~document_mask(batch.cu_seqlens, 5, 12)[:, 0], "weights": batch.loss_weights,
+            "positions": batch.positions}  # fmt: skip
+    assert read[2] == [{name: values[row].tolist() for name, values in ours.items()} for row in range(5)]

@@ -1,7 +1,7 @@
-"""Rows of whole documents and of blocks: against TRL, HuggingFace's group_texts, GPT-NeoX's arrays, and
-properties."""
+"""Rows of whole documents and of blocks: against TRL, group_texts, GPT-NeoX's arrays, and properties."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import IndexedDataset
-from megatron.data.index_maps import IndexMaps, Packing
+from megatron.data.index_maps import Packing
 from megatron.data.labels import has_label
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.packing import best_fit, build_maps, until_overflow
@@ -31,21 +31,10 @@ class Memory(IndexedDataset):
         self.tokens = np.arange(1, self.sizes.sum() + 1, dtype=np.int32) if values is None else values
 
 
-def labels_of(text: Memory, masked: list[int]) -> Memory:
-    """Documents that are trained but for so many tokens at their beginning."""
-    rows = [text[i].copy() for i in range(len(text))]
-    for row, count in zip(rows, masked, strict=True):
-        row[:count] = -100
-    return Memory(text.sizes, np.concatenate(rows) if rows else None)
-
-
-def bins(lengths: list[int], capacity: int) -> list[list[int]]:
-    order, starts = best_fit(np.array(lengths), capacity)
-    return [[lengths[i] for i in order[a:b]] for a, b in zip(starts, starts[1:], strict=False)]
-
-
-def test_best_fit_of_a_known_vector():
-    assert bins([5, 2, 3, 1, 7, 4, 6], 8) == [[7, 1], [6, 2], [5, 3], [4]]
+def packed(text, num_samples: int, seq: int, seed: int, packing: Packing, span=None, **columns) -> PackedDataset:
+    """Rows of all documents, or of a span of them, with columns of labels and rewards."""
+    maps = build_maps(text.sizes, *(span or (0, len(text))), num_samples, seq, seed, packing, columns.get("labels"))
+    return PackedDataset("train", text, maps, seq, packing=packing, **columns)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -99,13 +88,11 @@ def test_blocks_are_those_of_group_texts(lengths: list[int], seq: int, truncate:
     documents = [text[i][:truncate].tolist() for i in range(len(text))]
     size = batch or len(documents)
     expected = [block for i in range(0, len(documents), size) for block in group_texts(documents[i : i + size], seq)]
-    maps = build_maps(text.sizes, 0, len(text), 1, seq, 7, packing)
-    samples = PackedDataset("train", text, maps, seq, packing=packing)
+    samples = packed(text, 1, seq, 7, packing)
     assert sorted(sample.tokens[:-1].tolist() for sample in map(samples.__getitem__, range(len(samples)))) == expected
     # A block predicts its own tokens only
     assert all(samples[i].labels[-1] == -100 and (samples[i].labels[:-1] > 0).all() for i in range(len(samples)))
-    kept = Packing(truncate_documents=truncate, drop_last=False, group_texts_batch=batch)
-    samples = PackedDataset("train", text, build_maps(text.sizes, 0, len(text), 1, seq, 7, kept), seq, packing=kept)
+    samples = packed(text, 1, seq, 7, replace(packing, drop_last=False))
     trained = np.concatenate([samples[i].labels[samples[i].labels >= 0] for i in range(len(samples))] or [[]])
     assert sorted(trained) == sorted(chain(*documents)), "with the last ones, every token is there"
 
@@ -120,11 +107,11 @@ def test_rows_of_whole_documents(lengths, pack_impl, seq, chop, masked, truncate
     text = Memory(lengths)
     first, last = sorted((data.draw(st.integers(0, len(text))), data.draw(st.integers(0, len(text)))))
     prompts = data.draw(st.lists(st.integers(0, 45), min_size=len(text), max_size=len(text)))
-    labels = labels_of(text, prompts) if masked else None
+    answers = [np.where(np.arange(lengths[i]) < prompt, -100, text[i]) for i, prompt in enumerate(prompts)]
+    labels = Memory(lengths, np.concatenate(answers)) if masked else None
     packing = Packing(pack_impl, allow_chopped=chop, truncate_documents=truncate)
-    maps = build_maps(text.sizes, first, last, 100, seq, seed, packing, labels)
-    samples = PackedDataset("train", text, maps, seq, packing=packing, labels=labels)
-    rows = len(maps.sample_idx) - 1
+    samples = packed(text, 100, seq, seed, packing, (first, last), labels=labels)
+    rows = len(samples.maps.sample_idx) - 1
     expected = []
     for i in range(first, last):
         used = text[i][:truncate]
@@ -188,21 +175,18 @@ def test_documents_with_labels(lengths: list[int], begin: int, end: int, data):
 GOLDEN = sorted(path.name for path in INDEXMAPS.glob("*") if path.name.startswith(("overflow", "unpacked")))
 
 
-def golden(name: str, compat: bool) -> tuple[dict, IndexMaps, PackedDataset]:
+def golden(name: str, compat: bool) -> tuple[dict, PackedDataset]:
     case = golden_json("summary.json")[name]
-    text, labels, rewards = (
-        IndexedDataset(DATASET / case[key]) if case[key] else None for key in ("data", "label", "reward")
-    )
+    text, labels, rewards = (case[key] and IndexedDataset(DATASET / case[key]) for key in ("data", "label", "reward"))
     packing = Packing(case["pack_impl"], allow_chopped=case["allow_chopped"], compat=compat)
-    wanted = (0, len(text), case["num_samples"], case["seq_length"], case["seed"])
-    maps = build_maps(text.sizes, *wanted, packing, labels)
-    samples = PackedDataset(name, text, maps, case["seq_length"], packing=packing, labels=labels, rewards=rewards)
-    return case, maps, samples
+    wanted = (case["num_samples"], case["seq_length"], case["seed"])
+    return case, packed(text, *wanted, packing, labels=labels, rewards=rewards)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_compat_pack_impl_is_neox(name: str):
-    case, maps, samples = golden(name, compat=True)
+    case, samples = golden(name, compat=True)
+    maps = samples.maps
     assert_equal_maps(maps, golden_maps(name))
     assert len(samples) == case["len"] + 1  # upstream's is one short
     recorded = np.load(INDEXMAPS / name / "samples.npz")
@@ -224,12 +208,10 @@ def test_compat_pack_impl_is_neox(name: str):
 @pytest.mark.parametrize("name", GOLDEN)
 def test_rows_equal_neox_but_for_what_is_wrong_there(name: str):
     """Every row that GPT-NeoX made of the same documents is the same but for the token that follows them."""
-    case, maps, samples = golden(name, compat=False)
-    recorded = np.load(INDEXMAPS / name / "samples.npz")
-    borders = maps.sample_idx[:, 0].tolist()
-    ours = {tuple(maps.doc_idx[a:b].tolist()): row for row, (a, b) in enumerate(pairwise(borders))}
-    theirs = golden_maps(name)
-    compared = 0
+    case, samples = golden(name, compat=False)
+    recorded, maps, theirs, compared = np.load(INDEXMAPS / name / "samples.npz"), samples.maps, golden_maps(name), 0
+    borders = pairwise(maps.sample_idx[:, 0].tolist())
+    ours = {tuple(maps.doc_idx[a:b].tolist()): row for row, (a, b) in enumerate(borders)}
     for place, index in enumerate(recorded["_index"].tolist()):
         row = theirs.shuffle_idx[index]
         documents = tuple(theirs.doc_idx[theirs.sample_idx[row, 0] : theirs.sample_idx[row + 1, 0]].tolist())
@@ -248,12 +230,11 @@ def test_rows_equal_neox_but_for_what_is_wrong_there(name: str):
 def test_compat_goes_on_where_upstream_fails():
     """overflow_A_nochop: a left-out document ends an epoch; unpacked_nolabel: no labels."""
     text = IndexedDataset(DATASET / "corpusA_text_document")
-    packing = Packing("pack_until_overflow", allow_chopped=False, compat=True)
-    maps = build_maps(text.sizes, 0, len(text), 100, 64, 1234, packing)
+    maps = packed(text, 100, 64, 1234, Packing("pack_until_overflow", allow_chopped=False, compat=True)).maps
     assert len(maps.shuffle_idx) == 100 and text.sizes[maps.doc_idx].max() <= 65
-    maps = build_maps(text.sizes, 60, 70, 25, 64, 1234, Packing("unpacked", compat=True))
+    samples = packed(text, 25, 64, 1234, Packing("unpacked", compat=True), (60, 70))
+    maps = samples.maps
     assert maps.doc_idx.tolist() == [*range(10), *range(10), *range(6)], "the split is ignored, as there"
-    samples = PackedDataset("valid", text, maps, 64, packing=Packing("unpacked", compat=True))
     short = next(i for i in range(25) if text.sizes[maps.doc_idx[maps.shuffle_idx[i]]] < 60)
     assert (samples[short].labels == samples[short].tokens).all(), "padding is trained, as there"
 

@@ -9,16 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import check_curriculum, row_length, step_length, train_loader
+from megatron.data import check_curriculum, row_length, step_length
 from megatron.data.batch import collate, rechunk
 from megatron.data.packed_dataset import PackedDataset
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.test_loader import make_args
+from tests.data.test_loader import alone
 
-BASE = {
-    "num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "max_position_embeddings": 64,
-    "seq_curriculum": {"seq_len": [16, 32, 64], "until": [3, 5]},
-}  # fmt: skip
+BASE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 64, "max_position_embeddings": 64,
+        "seq_curriculum": {"seq_len": [16, 32, 64], "until": [3, 5]}}  # fmt: skip
 RESETS = {"reset_attention_mask": True, "reset_position_ids": True}
 
 
@@ -29,20 +27,14 @@ def test_lengths_of_the_phases():
     assert row_length(NeoXArgs.from_dict({**BASE, "seq_curriculum": None}), 1) == 64
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"seq_curriculum": {"seq_len": [16, 24], "until": [3]}},
-            "seq_len: 24 .*seq_length",
-        ),
-        ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
-        ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
-        ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
-        ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
-        ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seq_curriculum": {"seq_len": [16, 24], "until": [3]}}, "seq_len: 24 .*seq_length"),
+    ({"seq_curriculum": {"seq_len": [0, 64], "until": [3]}}, "seq_curriculum.seq_len: 0 "),
+    ({"seq_curriculum": {"seq_len": [16, 64], "until": [3, 5]}}, "until: .*1 .*2 phases"),
+    ({"seq_curriculum": {"seq_len": [16, 32, 64], "until": [5, 5]}}, "until: .*rising"),
+    ({"seq_curriculum": {"seq_len": [16, 64]}}, "seq_curriculum.until: .*required"),
+    ({"pack_impl": "unpacked"}, "seq_curriculum: .*pack_impl: packed"),
+])  # fmt: skip
 def test_phases_that_cannot_be(changes: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(BASE | changes)
@@ -59,8 +51,7 @@ def test_tensor_ranks_share_every_row():
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
-    """Against collating the shorter windows themselves; the first place of a row begins a document either
-    way."""
+    """Against collating the shorter windows; the first place of a row begins a document either way."""
     length, pieces, rows = (data.draw(st.integers(1, n)) for n in (7, 4, 3))
     seq = length * pieces
     random = np.random.default_rng(data.draw(st.integers(0, 99)))
@@ -75,8 +66,7 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
     assert rechunked.max_seqlen == expected.max_seqlen
     documents = int((expected.positions == 0).sum())
     assert documents < len(rechunked.cu_seqlens) <= min(2 * documents, rows * seq + 1)
-    filled = torch.from_numpy(random.integers(0, seq + 1, rows))
-    places = replace(collate(samples), filled=filled)
+    places = replace(collate(samples), filled=torch.from_numpy(random.integers(0, seq + 1, rows)))
     before, after = places.filled_places(), rechunk(places, length).filled_places()
     assert torch.equal(after.t().flatten(), before.t().flatten())
     plain = rechunk(collate(samples), length)
@@ -86,8 +76,7 @@ def test_each_row_is_as_if_it_had_been_cut_so(data: st.DataObject):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_steps_hold_the_tokens_of_the_run_without_it(dataset: PackedDataset, workers: int):
     def batches(**more: Any) -> list[Any]:
-        args = make_args(workers=workers, eod_mask_loss=True, **RESETS)
-        return list(train_loader(dataset, args, data_rank=0, data_size=1, eod=50, **more))
+        return list(alone(dataset, workers, {"eod_mask_loss": True, **RESETS}, eod=50, **more))
 
     whole, cut = batches(), batches(length=lambda n: (2, 4, 8)[min(n, 2)], cut=True)
     shapes = [{tuple(batch.tokens.shape) for batch in step} for step in cut[:3]]

@@ -10,35 +10,22 @@ TOKENS = [5, 6, 0, 7, 8, 9, 0, 5, 0, 0]  # 0 ends documents; two places of paddi
 BEGINS = [1, 0, 0, 1, 0, 0, 0, 1, 1, 0]
 
 
-class Rows:
+def one_row(labelled: bool) -> list[TokenSample]:
     """A dataset of one row."""
-
-    def __init__(self, labelled: bool = False) -> None:
-        labels = np.array([*TOKENS[:8], -100, -100])
-        if labelled:
-            labels[:4] = -100
-        self.row = TokenSample(np.array(TOKENS), labels, np.array(BEGINS, bool), labelled, None, 8)
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> TokenSample:
-        return self.row
+    labels = np.array([*([-100] * 4 if labelled else TOKENS[:4]), *TOKENS[4:8], -100, -100])
+    return [TokenSample(np.array(TOKENS), labels, np.array(BEGINS, bool), labelled, None, 8)]
 
 
-@pytest.mark.parametrize(
-    ("options", "labelled", "ids", "trained"),
-    [
-        ({"apart": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-        ({"apart": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
-        ({"apart": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
-        ({"apart": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
-        ({"apart": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
-    ],
-)
+@pytest.mark.parametrize(("options", "labelled", "ids", "trained"), [
+    ({"apart": True}, False, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"apart": False}, False, [0] * 8 + [-1, -1], [1, 1, 1, 1, 1, 1, 1, 1, 0, 0]),
+    ({"apart": False, "mask_after_eod": True}, False, [0] * 8 + [-1, -1], [1, 1, 1, 0, 1, 1, 1, 0, 0, 0]),
+    ({"apart": False, "masked_ids": (5, 9)}, False, [0] * 8 + [-1, -1], [0, 1, 1, 1, 1, 0, 1, 0, 0, 0]),
+    ({"apart": True}, True, [0, 0, 0, 1, 1, 1, 1, 2, -1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 0, 0]),
+])  # fmt: skip
 def test_sequences_of_a_row(options: dict, labelled: bool, ids: list[int], trained: list[int]) -> None:
     options = {"eod": 0, "mask_after_eod": False, **options}
-    sample = SequenceDataset(Rows(labelled), **options)[0]  # type: ignore[arg-type]
+    sample = SequenceDataset(one_row(labelled), **options)[0]  # type: ignore[arg-type]
     assert sample.response_ids[0].tolist() == ids
     assert (sample.rows[0].labels >= 0).astype(int).tolist() == trained
     assert len(sample.preference_labels) == max(ids) + 1
@@ -47,7 +34,7 @@ def test_sequences_of_a_row(options: dict, labelled: bool, ids: list[int], train
 def test_the_end_of_a_document_within_one_begins_a_sequence() -> None:
     """In sets without labels; a conversation's turns may end with it."""
     for labelled, begins in ((False, [0, 0, 0, 1, 1, 1, 1, 2]), (True, [0] * 8)):
-        rows = Rows(labelled)
-        rows.row.begins[1:8] = False
+        rows = one_row(labelled)
+        rows[0].begins[1:8] = False
         sample = SequenceDataset(rows, apart=True, eod=0, mask_after_eod=False)[0]  # type: ignore[arg-type]
         assert sample.response_ids[0].tolist()[:8] == begins

@@ -2,39 +2,30 @@
 
 import json
 import pickle
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron.data import DataError, DataState, IndexedDataset, build_datasets, data_fingerprint, fingerprint
 from megatron.data.blending import BlendedDataset
-from megatron.data.build import build_datasets
-from megatron.data.errors import DataError
-from megatron.data.fingerprints import data_fingerprint, fingerprint
-from megatron.data.index_maps import DataState
-from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.set_config import split_boundaries
 from megatron.data.text_sets import unigram_entropy
-from tests.data.samples import DATASET, INDEXMAPS, golden_json, golden_maps, plain_args, write_dataset
+from tests.data.samples import DATASET, INDEXMAPS, copy_dataset, golden_json, golden_maps, plain_args, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")
 
 
 def make_args(**changes):
-    values = {
-        "data_path": A, "data_impl": "infer", "split": "969,30,1", "seq_length": 64, "train_iters": 25,
-        "eval_interval": 10, "eval_iters": 2, "padded_vocab_size": 380, "train_batch_size": 8,
-    }  # fmt: skip
+    values = {"data_path": A, "data_impl": "infer", "split": "969,30,1", "seq_length": 64, "train_iters": 25,
+              "eval_interval": 10, "eval_iters": 2, "padded_vocab_size": 380, "train_batch_size": 8}  # fmt: skip
     return plain_args(**values | changes)
 
 
 def make_blend(tmp_path: Path, **changes):
-    values = {
-        "data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0), "train_iters": 125,
-        "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache"),
-    }  # fmt: skip
+    values = {"data_path": None, "train_data_paths": (A, B), "train_data_weights": (7.0, 3.0), "train_iters": 125,
+              "eval_iters": 0, "index_cache_dir": str(tmp_path / "cache")}  # fmt: skip
     return make_args(**values | changes)
 
 
@@ -67,8 +58,7 @@ def test_split_sets_equal_the_golden_ones(tmp_path: Path):
     golden = golden_maps("packed_split_969_30_1/train")
     np.testing.assert_array_equal(sets.train.maps.shuffle_idx, golden.shuffle_idx)
     np.testing.assert_array_equal(sets.train.maps.doc_idx, golden.doc_idx)
-    assert len(sets.valid) >= 48 and set(sets.valid.maps.doc_idx) == {78, 79}
-    assert sets.test is None
+    assert len(sets.valid) >= 48 and set(sets.valid.maps.doc_idx) == {78, 79} and sets.test is None
 
 
 @pytest.mark.parametrize("run", ["ckpt_neox/neox_pp1_mp1", "ckpt_neox/neox_pp0_mp1", "ckpt_llama/llama_pp1_mp1"])
@@ -98,23 +88,19 @@ def test_one_set_each(tmp_path: Path):
 
 def test_a_set_smaller_than_a_batch(tmp_path: Path):
     # Validation is one document of 20 tokens: two samples an epoch, and a batch of 8
-    write_dataset(tmp_path / "x", [40] * 19 + [20])
-    sets = build(make_args(data_path=str(tmp_path / "x"), split="95,5,0", seq_length=8))
-    assert sets.valid is not None and set(sets.valid.maps.doc_idx) == {19}
-    assert len(sets.valid) >= 48
+    data = write_dataset(tmp_path / "x", [40] * 19 + [20])
+    valid = build(make_args(data_path=data.prefix, split="95,5,0", seq_length=8)).valid
+    assert valid is not None and set(valid.maps.doc_idx) == {19} and len(valid) >= 48
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seq_length": 500}, r"valid .*split .*: \d+ tokens in 2 documents.* 501.*eval_iters"),
-        ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
-        ({"data_path": None}, "no training data.*data_path"),
-        ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
-        ({"split": "0,1,0"}, "no document .*training"),
-        ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"seq_length": 500}, r"valid .*split .*: \d+ tokens in 2 documents.* 501.*eval_iters"),
+    ({"seq_length": 50000, "eval_iters": 0}, "train .*split .*: 6864 tokens in 78 documents"),
+    ({"data_path": None}, "no training data.*data_path"),
+    ({"data_path": None, "valid_data_paths": ("a",)}, "no training data"),
+    ({"split": "0,1,0"}, "no document .*training"),
+    ({"data_path": "nowhere/x"}, r"nowhere/x\.idx: no such file"),
+])  # fmt: skip
 def test_data_that_cannot_be_used(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(DataError, match=message):
         build(make_args(index_cache_dir=str(tmp_path), **changes))
@@ -139,33 +125,20 @@ def test_one_rank_builds_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_where_the_cache_lies(tmp_path: Path):
-    for suffix in (".bin", ".idx"):
-        shutil.copy(DATASET / f"corpusA_text_document{suffix}", tmp_path / f"a{suffix}")
-    keys = {"data_path": str(tmp_path / "a")}
-    for more, place in (
-        ({}, "index_cache"),
-        ({"save": str(tmp_path / "save")}, "save/index_cache"),
-        ({"save": str(tmp_path / "save"), "index_cache_dir": str(tmp_path / "here")}, "here"),
-    ):
-        build(make_args(**keys, **more))
+    copy_dataset(A, tmp_path / "a")
+    save, here = {"save": str(tmp_path / "save")}, {"index_cache_dir": str(tmp_path / "here")}
+    for keys, place in (({}, "index_cache"), (save, "save/index_cache"), (save | here, "here")):
+        build(make_args(data_path=str(tmp_path / "a"), **keys))
         assert len(list((tmp_path / place).iterdir())) == 2
 
 
 def test_another_split_or_other_data_under_the_same_name_is_no_stale_cache(tmp_path: Path):
     """Upstream's cache names know neither."""
     args = make_args(data_path=str(tmp_path / "x"), index_cache_dir=str(tmp_path / "cache"), eval_iters=0, seq_length=8)
-    write_dataset(tmp_path / "x", [40] * 10)
-    assert set(_train(args).maps.doc_idx) == set(range(10))
-    args.split = "5,5,0"
-    assert set(_train(args).maps.doc_idx) == set(range(5))
-    write_dataset(tmp_path / "x", [40] * 20)
-    assert set(_train(args).maps.doc_idx) == set(range(10))
-
-
-def _train(args) -> PackedDataset:
-    train = build(args).train
-    assert isinstance(train, PackedDataset)
-    return train
+    for documents, split, used in ((10, "969,30,1", 10), (10, "5,5,0", 5), (20, "5,5,0", 10)):
+        write_dataset(tmp_path / "x", [40] * documents)
+        args.split = split
+        assert set(build(args).train.maps.doc_idx) == set(range(used))
 
 
 def test_a_blend_equals_the_golden_one(tmp_path: Path):
@@ -178,9 +151,8 @@ def test_a_blend_equals_the_golden_one(tmp_path: Path):
     # sum and takes 784 of the first one's 773: a blend ends where it was asked to
     assert [len(member) for member in train.members] == (golden["dataset_lens"] + 1).tolist() == [773, 349]
     assert len(train) == 1000 and train.maps.drawn.tolist() == [700, 300]
-    windows = [(d, train.members[d].maps.shuffle_idx[i]) for d, i in zip(
-        train.maps.dataset_index, train.maps.dataset_sample_index, strict=True)]  # fmt: skip
-    assert len(set(windows)) == 1000
+    drawn = zip(train.maps.dataset_index, train.maps.dataset_sample_index, strict=True)
+    assert len({(d, train.members[d].maps.shuffle_idx[i]) for d, i in drawn}) == 1000
 
 
 def test_validation_and_test_are_blended_too(tmp_path: Path):
@@ -208,17 +180,12 @@ def test_a_blend_to_validate_with_repeats_no_sample(pack_impl: str, tmp_path: Pa
         assert documents == {(m, d) for m, count in enumerate((30, 80)) for d in range(count)}
 
 
-@pytest.mark.parametrize(
-    ("changes", "drawn"),
-    [
-        # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
-        ({}, [727, 273]),
-        ({"weighted_sampler_alpha": 0.0}, [500, 500]),
-        ({"weighted_sampler_alpha": 0.5}, [620, 380]),
-        ({"compat_weight_by_num_documents": True}, [500, 500]),
-        ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "drawn"), [
+    # 80 and 30 documents: shares of 8/11 and 3/11; upstream's formula makes halves of them
+    ({}, [727, 273]), ({"weighted_sampler_alpha": 0.0}, [500, 500]), ({"weighted_sampler_alpha": 0.5}, [620, 380]),
+    ({"compat_weight_by_num_documents": True}, [500, 500]),
+    ({"compat_weight_by_num_documents": True, "weighted_sampler_alpha": 0.3}, [335, 665]),
+])  # fmt: skip
 def test_weights_from_document_counts(changes: dict, drawn: list[int], tmp_path: Path):
     args = make_blend(tmp_path, train_data_weights=None, weight_by_num_documents=True, **changes)
     assert build_train_blend(args).maps.drawn.tolist() == drawn
@@ -236,15 +203,15 @@ def test_the_order_of_a_blend_is_cached_by_content(tmp_path: Path):
 
 
 def test_fingerprint_of_a_blend_names_each_member_and_its_weight(tmp_path: Path):
-    blend_fingerprint = data_fingerprint(make_blend(tmp_path))
-    first, second = fingerprint(A) | {"weight": 0.7}, fingerprint(B) | {"weight": 0.3}
-    assert blend_fingerprint == {"train_0": first, "train_1": second}
-    assert json.loads(json.dumps(blend_fingerprint)) == blend_fingerprint
-    assert data_fingerprint(make_blend(tmp_path, train_data_weights=(3.0, 7.0))) != blend_fingerprint
-    assert data_fingerprint(make_blend(tmp_path, train_data_paths=(B, A))) != blend_fingerprint
+    def found(**changes) -> dict:
+        return data_fingerprint(make_blend(tmp_path, **changes))
+
+    blend = found()
+    assert blend == {"train_0": fingerprint(A) | {"weight": 0.7}, "train_1": fingerprint(B) | {"weight": 0.3}}
+    assert json.loads(json.dumps(blend)) == blend
+    assert blend not in (found(train_data_weights=(3.0, 7.0)), found(train_data_paths=(B, A)))
     # A list of one is what it was before
-    one = {"train_data_paths": (A,), "train_data_weights": None}
-    assert data_fingerprint(make_blend(tmp_path, **one)) == {"train": fingerprint(A)}
+    assert found(train_data_paths=(A,), train_data_weights=None) == {"train": fingerprint(A)}
 
 
 def test_order_of_new_runs_stays_while_no_member_needs_another_epoch(tmp_path: Path):
@@ -282,29 +249,29 @@ def test_sets_know_the_vocabulary(tmp_path: Path):
 
 
 def test_fingerprint_sees_a_changed_token_and_not_the_place(tmp_path: Path):
-    write_dataset(tmp_path / "x", [40] * 10)
-    before = fingerprint(str(tmp_path / "x"))
+    x = write_dataset(tmp_path / "x", [40] * 10).prefix
+    before = fingerprint(x)
     (tmp_path / "sub").mkdir()
-    for suffix in (".bin", ".idx"):
-        shutil.copy(tmp_path / f"x{suffix}", tmp_path / "sub" / f"y{suffix}")
-    assert fingerprint(str(tmp_path / "sub" / "y")) == before
-    content = bytearray((tmp_path / "x.bin").read_bytes())
-    content[5] ^= 1
-    (tmp_path / "x.bin").write_bytes(content)
-    after = fingerprint(str(tmp_path / "x"))
+    assert fingerprint(copy_dataset(x, tmp_path / "sub" / "y")) == before
+    change_byte(tmp_path / "x.bin", 5)
+    after = fingerprint(x)
     assert {key for key in before if before[key] != after[key]} == {"bin_blocks_sha256"}
-    assert data_fingerprint(make_args(data_path=str(tmp_path / "x"))) == {"all": after}
+    assert data_fingerprint(make_args(data_path=x)) == {"all": after}
 
 
 def test_fingerprint_of_large_data_samples_first_and_last_block(tmp_path: Path):
-    write_dataset(tmp_path / "x", [3_000_000])
-    seen = [fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"]]
+    x = write_dataset(tmp_path / "x", [3_000_000]).prefix
+    seen = [fingerprint(x)["bin_blocks_sha256"]]
     for place in (0, 5_999_999):
-        content = bytearray((tmp_path / "x.bin").read_bytes())
-        content[place] ^= 1
-        (tmp_path / "x.bin").write_bytes(content)
-        seen.append(fingerprint(str(tmp_path / "x"))["bin_blocks_sha256"])
+        change_byte(tmp_path / "x.bin", place)
+        seen.append(fingerprint(x)["bin_blocks_sha256"])
     assert len(set(seen)) == 3
+
+
+def change_byte(file: Path, place: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[place] ^= 1
+    file.write_bytes(content)
 
 
 def test_unigram_entropy():
@@ -315,7 +282,6 @@ def test_unigram_entropy():
 
 
 def test_only_so_many_documents(tmp_path: Path):
-    few = build(make_args(index_cache_dir=str(tmp_path), limit_samples=30)).train
-    assert set(few.maps.doc_idx.tolist()) == set(range(30))
-    listed = make_args(index_cache_dir=str(tmp_path), data_path=None, train_data_paths=(A,), limit_samples=30)
-    assert set(_train(listed).maps.doc_idx.tolist()) == set(range(30))
+    for keys in ({}, {"data_path": None, "train_data_paths": (A,)}):
+        few = build(make_args(index_cache_dir=str(tmp_path), limit_samples=30, **keys)).train
+        assert set(few.maps.doc_idx.tolist()) == set(range(30))

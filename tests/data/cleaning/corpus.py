@@ -1,5 +1,4 @@
-"""Documents of the standard library's own words, and damage of many kinds, the same on every machine with the
-same Python."""
+"""Documents of the standard library's words, damaged in many ways: the same wherever Python is the same."""
 
 import ast
 import random
@@ -91,15 +90,11 @@ DAMAGES = [
     _some_words(lambda word, draw: draw.choice(("::", "==>", "|", "(c)", "e.g.", "U.S.", ":-)", "don't", "C++", "--"))),
     _some_words(lambda word, draw: word * draw.randrange(1, 5)),
     _some_words(lambda word, draw: word[0]),
-    _some_words(
-        lambda word, draw: draw.choice(("日本語", "naïve", "Ещё", "١٢", "e\u0301te\u0301", "🙂", "ﬁne", "\u200b"))
-    ),
+    _some_words(lambda word, draw: draw.choice("日本語 naïve Ещё ١٢ e\u0301te\u0301 🙂 ﬁne \u200b".split(" "))),
     lambda text, draw: _insert(text, draw.choice((" { ", " lorem ipsum ", " Javascript ", " cookie policy ")), draw),
     lambda text, draw: _insert(text, "x" * draw.choice((30, 999, 1001)), draw),
     lambda text, draw: re.sub(r"\. ", lambda _: draw.choice((".\n", ". ", "." + "\n" * 3)), text),
     lambda text, draw: text.replace(" ", draw.choice(("  ", "\t", "\n"))),
     lambda text, draw: text.upper(),
-    lambda text, draw: _insert(
-        text, draw.choice(("\x00", "\x1c", "\x7f", "\ufeff", "[edit]", "[citation needed]")), draw
-    ),
+    lambda text, draw: _insert(text, draw.choice((*"\x00\x1c\x7f\ufeff", "[edit]", "[citation needed]")), draw),
 ]

@@ -1,5 +1,4 @@
-"""The page of a job of cleaning, opened in Chromium: every reason with its count and its samples, nothing
-fetched."""
+"""The page of a job of cleaning in Chromium: every reason, its count and its samples, nothing fetched."""
 
 import json
 from pathlib import Path

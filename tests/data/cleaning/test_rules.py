@@ -1,17 +1,11 @@
-"""Rules of cleaning give for every document what datatrove gives: stays or goes, why, and the text that is
-left."""
+"""Rules of cleaning give what datatrove gives for every document: its verdict, why, and the text left."""
 
 import json
 from collections import Counter
 
 import pytest
 from datatrove.data import Document as TheirDocument
-from datatrove.pipeline.filters import (
-    C4QualityFilter,
-    FineWebQualityFilter,
-    GopherQualityFilter,
-    GopherRepetitionFilter,
-)
+from datatrove.pipeline import filters
 from datatrove.utils.text import PUNCTUATION_SET, simplify_text, split_into_sentences
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
@@ -21,17 +15,12 @@ from megatron.data.cleaning.words import PUNCTUATION, TERMINAL_PUNCTUATION, Docu
 from megatron.data.errors import DataError
 from tests.data.cleaning.corpus import documents
 
-THEIRS = {
-    "gopher-repetition": GopherRepetitionFilter, "gopher-quality": GopherQualityFilter, "c4": C4QualityFilter,
-    "fineweb": FineWebQualityFilter,
-}  # fmt: skip
-LEAST = {"gopher-repetition": 12, "gopher-quality": 9, "c4": 4, "fineweb": 5}
-"""Different verdicts that a comparison has to have met."""
+THEIRS = {"gopher-repetition": filters.GopherRepetitionFilter, "gopher-quality": filters.GopherQualityFilter,
+          "c4": filters.C4QualityFilter, "fineweb": filters.FineWebQualityFilter}  # fmt: skip
 
 
 def theirs(name: str, texts: list[str], **settings: object) -> list[tuple[str | None, str]]:
-    rule = THEIRS[name](**settings)
-    found = []
+    rule, found = THEIRS[name](**settings), []
     for text in texts:
         document = TheirDocument(text=text, id="")
         verdict = rule.filter(document)
@@ -48,35 +37,33 @@ def ours(name: str, texts: list[str], *settings: str) -> list[tuple[str | None, 
     return found
 
 
-def compare(texts: list[str], least: dict[str, int]) -> None:
-    for name in THEIRS:
+def compare(texts: list[str], least: tuple[int, ...]) -> None:
+    """least: different verdicts that the comparison has to have met, of each rule."""
+    for name, verdicts in zip(THEIRS, least, strict=True):
         expected, found = theirs(name, texts), ours(name, texts)
         for text, one, other in zip(texts, expected, found, strict=True):
             assert other[0] == one[0], (name, text)
             assert one[0] is not None or other[1] == one[1], (name, text)
         reasons = Counter(reason for reason, _ in expected)
-        assert len(reasons) >= least[name] and min(reasons[None], len(texts) - reasons[None]) > len(texts) / 20, reasons
+        assert len(reasons) >= verdicts and min(reasons[None], len(texts) - reasons[None]) > len(texts) / 20, reasons
 
 
 def test_every_verdict_is_datatrove_s() -> None:
-    compare(documents(200, seed=1), {"gopher-repetition": 6, "gopher-quality": 5, "c4": 3, "fineweb": 4})
+    compare(documents(200, seed=1), (6, 5, 3, 4))
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("seed", range(10, 18))
 def test_on_twenty_thousand_documents(seed: int) -> None:
-    compare(documents(2500, seed), LEAST)
+    compare(documents(2500, seed), (12, 9, 4, 5))
 
 
-@pytest.mark.parametrize(
-    ("name", "settings"),
-    [
-        ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0}),
-        ("gopher-repetition", {"top_n_grams": [[2, 0.1], [5, 0.2]], "dup_line_frac": 0}),
-        ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1}),
-        ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), [
+    ("gopher-quality", {"min_doc_words": 20, "max_avg_word_length": 6.5, "min_stop_words": 0}),
+    ("gopher-repetition", {"top_n_grams": [[2, 0.1], [5, 0.2]], "dup_line_frac": 0}),
+    ("c4", {"filter_no_terminal_punct": False, "min_num_sentences": 2, "min_words_per_line": -1}),
+    ("fineweb", {"line_punct_exclude_zero": True, "short_line_length": 10}),
+])  # fmt: skip
 def test_other_thresholds(name: str, settings: dict[str, object]) -> None:
     texts = documents(90, seed=2)
     our_verdicts = ours(name, texts, *(f"{name}.{key}={json.dumps(value)}" for key, value in settings.items()))
@@ -88,8 +75,7 @@ def test_words_and_signs_are_datatrove_s() -> None:
     splitter, tokenizer = Splitter(), load_word_tokenizer("eng")
     odd = "Dr. IS_ALPHA can't  won't\u2003C++ (a.m.) 10km\t\u200b x\x1cy http://a.b/c?d=1, foo@bar.com :-) " + "z" * 70
     for text in [odd, *documents(60, seed=3)]:
-        document = Document(text, splitter)
-        assert document.words == tokenizer.word_tokenize(text)
+        assert Document(text, splitter).words == tokenizer.word_tokenize(text)
     assert PUNCTUATION | TERMINAL_PUNCTUATION == PUNCTUATION_SET
     hashes = WordHashes()
     for text in [odd, "1,000.5 ١٢٣ É ﬁ Σίσυφος ΣΑΣ", *documents(60, seed=4)]:
@@ -108,26 +94,22 @@ def test_a_line_of_signs_takes_no_minutes() -> None:
 def test_sentences_are_datatrove_s() -> None:
     splitter = Splitter()
     lines = [
-        'He said "Stop." (Really!) and left... Then? "No." x', "One.) Two!? three. - four", "A.  B.\tC.\xa0", 
-        " Led. By",
-        "Dr. Who lives in the U.S. and Mr. x e.g. here.", "。中文。 English. ١٢؟ x", "...", ".", "a", ". . . a. . b",
-        *(line.strip() for text in documents(40, seed=20) for line in text.splitlines() if line.strip()),
+        'He said "Stop." (Really!) and left... Then? "No." x', "One.) Two!? three. - four", "A.  B.\tC.\xa0", "...",
+        "Dr. Who lives in the U.S. and Mr. x e.g. here.", "。中文。 English. ١٢؟ x", ".", ". . . a. . b", " Led. By",
+        "a", *(line.strip() for text in documents(40, seed=20) for line in text.splitlines() if line.strip()),
     ]  # fmt: skip
     expected = [len(split_into_sentences(line)) for line in lines]
     assert [splitter.sentences(line) for line in lines] == expected and max(expected) > 3
 
 
-@pytest.mark.parametrize(
-    ("names", "settings", "message"),
-    [
-        (["gofer"], [], "gofer.*gopher"),
-        (["gopher", "gopher-quality"], [], "twice"),
-        (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
-        (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
-        (["c4"], ["fineweb.new_line_ratio=1"], "fineweb.*RULE .*c4"),
-        (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], r"top_n_grams=\[2\]: .*value"),
-    ],
-)
+@pytest.mark.parametrize(("names", "settings", "message"), [
+    (["gofer"], [], "gofer.*gopher"),
+    (["gopher", "gopher-quality"], [], "twice"),
+    (["c4"], ["c4.min_sentences=1"], "min_sentences.*min_num_sentences"),
+    (["c4"], ["c4.min_num_sentences=many"], "value.*5"),
+    (["c4"], ["fineweb.new_line_ratio=1"], "fineweb.*RULE .*c4"),
+    (["gopher-repetition"], ["gopher-repetition.top_n_grams=[2]"], r"top_n_grams=\[2\]: .*value"),
+])  # fmt: skip
 def test_settings_that_are_none(names: list[str], settings: list[str], message: str) -> None:
     with pytest.raises(DataError, match=message):
         rules_of(names, settings)

@@ -1,6 +1,5 @@
 """Lengths of raw rows against transformers' own, and the tool on what people have."""
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron.data.inspection.row_lengths import suggested_length
-from tests.data.samples import DATASET
+from tests.data.samples import DATASET, json_rows, jsonl
 from tools.datasets import analyze as tool
 
 TOKENIZER = DATASET / "hf_tokenizer"
@@ -22,20 +21,15 @@ def analyze(monkeypatch, capsys) -> Callable[..., SimpleNamespace]:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which the tool sets: put back afterwards
 
     def run(*words: object) -> SimpleNamespace:
-        code: object = 0
+        said: object = ""
         try:
             tool.main(list(map(str, words)))
         except SystemExit as end:
-            code = end.code
+            said = end.code
         out, err = capsys.readouterr()
-        err += f"{code}\n" if isinstance(code, str) else ""
-        return SimpleNamespace(code=int(code != 0), stdout=out, stderr=err)
+        return SimpleNamespace(code=int(said != ""), stdout=out, stderr=f"{err}{said}")
 
     return run
-
-
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in (DATASET / f"{name}.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,7 @@ def table(done: SimpleNamespace) -> dict[str, list[str]]:
     return {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
 
 
-def numbers(lengths: list[int], cut: int = 8192) -> list[str]:
+def numbers(lengths: list[int]) -> list[str]:
     middle = [str(int(np.percentile(lengths, p, method="higher"))) for p in (50, 95, 100)]
     return middle + [f"{np.mean(np.array(lengths) <= n):.1%}" for n in (1024, 2048, 4096, 8192, 16384, 32768)]
 
@@ -62,22 +56,22 @@ def chat_length(hf, messages: list[dict], **options) -> int:
 @pytest.mark.parametrize("explicit", [False, True])
 def test_pairs(tmp_path: Path, hf, analyze, explicit: bool):
     """prompt + chosen + rejected, and chosen + rejected that share their first messages; an EOS ends each."""
-    lines, prompts, wholes = [], [], []
-    for row in rows("pairs"):
+    given, prompts, wholes = [], [], []
+    for row in json_rows(DATASET / "pairs.jsonl"):
         shared = next(i for i, (a, b) in enumerate(zip(row["chosen"], row["rejected"], strict=True)) if a != b)
         prompt = row["chosen"][:shared]
         if explicit:
             row = {"prompt": prompt} | {side: row[side][shared:] for side in ("chosen", "rejected")}
-        lines.append(json.dumps(row))
+        given.append(row)
         prompts.append(chat_length(hf, prompt, add_generation_prompt=True))
         sides = [prompt + row[side][shared if not explicit else 0 :] for side in ("chosen", "rejected")]
         wholes.append([chat_length(hf, side) + 1 for side in sides])
-    (tmp_path / "p.jsonl").write_text("\n".join(lines))
-    done = analyze(tmp_path / "p.jsonl", "--tokenizer", TOKENIZER, "--max-length", 100, "--max-prompt-length", 30)
+    source = jsonl(tmp_path / "p.jsonl", given)
+    done = analyze(source, "--tokenizer", TOKENIZER, "--max-length", 100, "--max-prompt-length", 30)
     statistics, whole = table(done), [max(pair) for pair in wholes]
     assert statistics["prompt"] == numbers(prompts) and statistics["whole"] == numbers(whole)
-    assert statistics["chosen"] == numbers([pair[0] - p for pair, p in zip(wholes, prompts, strict=True)])
-    assert statistics["rejected"] == numbers([pair[1] - p for pair, p in zip(wholes, prompts, strict=True)])
+    for side, name in enumerate(("chosen", "rejected")):
+        assert statistics[name] == numbers([pair[side] - p for pair, p in zip(wholes, prompts, strict=True)])
     for flag, lengths, limit in (("--max-length", whole, 100), ("--max-prompt-length", prompts, 30)):
         over = sum(length > limit for length in lengths)
         assert 0 < over < 24 and statistics[flag][1] == str(over)
@@ -85,21 +79,20 @@ def test_pairs(tmp_path: Path, hf, analyze, explicit: bool):
 
 
 def test_conversations_texts_and_completions(tmp_path: Path, hf, analyze):
-    chat = [chat_length(hf, row["conversation"]) + 1 for row in rows("chat")]
+    chat = [chat_length(hf, row["conversation"]) + 1 for row in json_rows(DATASET / "chat.jsonl")]
     assert table(analyze(DATASET / "chat.jsonl", "--tokenizer", TOKENIZER))["whole"] == numbers(chat)
-    texts = [row["text"] for row in rows("corpusA")]
+    texts = [row["text"] for row in json_rows(DATASET / "corpusA.jsonl")]
     statistics = table(analyze(DATASET / "corpusA.jsonl", "--tokenizer", DATASET / "tokenizer.json"))
     assert statistics["whole"] == numbers([len(ids) for ids in hf(texts)["input_ids"]]) and "prompt" not in statistics
     pairs = [{"prompt": text[:30], "completion": text[30:]} for text in texts]
-    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    statistics = table(analyze(tmp_path / "c.jsonl", "--tokenizer", TOKENIZER))
+    statistics = table(analyze(jsonl(tmp_path / "c.jsonl", pairs), "--tokenizer", TOKENIZER))
     assert statistics["prompt"] == numbers([len(hf(row["prompt"])["input_ids"]) for row in pairs])
     assert statistics["whole"] == numbers([len(ids) + 1 for ids in hf(texts)["input_ids"]])
 
 
 def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
-    (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "content": "x"}]}\n{"messages": "x"}\n')
-    (tmp_path / "b.jsonl").write_text('{"words": "x"}\n')
+    jsonl(tmp_path / "a.jsonl", [{"messages": [{"role": "user", "content": "x"}]}, {"messages": "x"}])
+    jsonl(tmp_path / "b.jsonl", [{"words": "x"}])
     (tmp_path / "c.jsonl").write_text("\n")
     for file, words, message in (
         ("a.jsonl", [], 'a.jsonl:2: "messages" is str'),
@@ -109,7 +102,7 @@ def test_rows_that_cannot_be_measured(tmp_path: Path, analyze):
         ("d.jsonl", [], "d.jsonl: no such file"),
     ):
         done = analyze(tmp_path / file, "--tokenizer", TOKENIZER, *words)
-        assert done.code == 1 and re.fullmatch(f"analyze.py: error: .*{message}.*\n", done.stderr), done.stderr
+        assert done.code == 1 and re.fullmatch(f"analyze.py: error: .*{message}.*", done.stderr), done.stderr
 
 
 def test_no_gpu_is_touched(analyze, monkeypatch):

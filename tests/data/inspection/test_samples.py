@@ -8,18 +8,10 @@ import pytest
 
 from megatron.data import IndexedDataset
 from megatron.data.batch import collate_samples
+from megatron.data.inspection import samples as room
 from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import terminal, visible
-from megatron.data.inspection.samples import (
-    KINDS,
-    PADDING,
-    TRAINED,
-    DisplayedPart,
-    PackedRows,
-    StoredDocuments,
-    group_pairs,
-    text_spans,
-)
+from megatron.data.inspection.samples import PADDING, TRAINED, DisplayedPart, PackedRows, StoredDocuments, text_spans
 from megatron.data.inspection.statistics import FITS, dataset_stats, histogram, table
 from megatron.tokenizer import HFTokenizer
 from megatron.tokenizer.sentencepiece_tokenizer import SPMTokenizer
@@ -33,6 +25,10 @@ def text_of(part: DisplayedPart, tokenizer) -> str:
     return "".join(span.text for span in text_spans(part, tokenizer))
 
 
+def stored(kind: str) -> np.ndarray:
+    return np.fromfile(f"{CHAT}".replace("_document", f"{kind}_document.bin"), "<i4")
+
+
 def test_columns_are_found():
     def names(prefix: str) -> list[tuple[str, bool, bool]]:
         return [(c.name, c.label is not None, c.reward is not None) for c in find_file_groups(DATASET / prefix)]
@@ -42,36 +38,31 @@ def test_columns_are_found():
     assert names("instruct") == [("text", True, False)], "preprocess_data_with_mask.py names labels without the key"
     pair = [("chosen", True, False), ("rejected", True, False)]
     assert names("pairs_chosen_document") == names("pairs_rejected_document") == pair
-    assert [len(group) for group in group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
+    assert [len(group) for group in room.group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
 
 
 def test_documents_are_shown_whole():
     source = StoredDocuments(find_file_groups(CHAT))
-    labels, rewards = (np.fromfile(f"{CHAT}".replace("_document", f"_{kind}_document.bin"), "<i4") for kind in
-                       ("label", "reward"))  # fmt: skip
-    text = IndexedDataset(CHAT)
+    labels, rewards, text = stored("_label"), stored("_reward"), IndexedDataset(CHAT)
     for index in range(len(source)):
         (view,) = source[index]
         (part,) = view.parts
+        spans, start = text_spans(part, HF), int(text.pointers[index]) // 4
         assert text_of(part, HF) == HF.detokenize(text[index]) + "<|endoftext|>" and view.reward == rewards[index]
-        start = int(text.pointers[index]) // 4
         of = labels[start : start + len(text[index])]
         assert view.count(TRAINED) == (of != -100).sum()
-        trained = "".join(span.text for span in text_spans(part, HF) if span.kind == "trained")
+        trained = "".join(span.text for span in spans if span.kind == "trained")
         assert trained == HF.detokenize(of[of != -100]) + ("<|endoftext|>" if of[-1] != -100 else "")
-        assert [span.first for span in text_spans(part, HF)][0] == 0
-        assert sum(span.tokens for span in text_spans(part, HF)) == len(text[index])
+        assert spans[0].first == 0 and sum(span.tokens for span in spans) == len(text[index])
 
 
 def test_text_survives_being_cut_into_spans(tmp_path: Path):
-    """Blanks that a decoder drops at the beginning, and characters of several tokens, are in one of the
-    spans."""
+    """Blanks that a decoder drops at the beginning, and characters of several tokens, are in a span."""
     sentencepiece = pytest.importorskip("sentencepiece")
     (tmp_path / "t").write_text("the quick brown fox jumps over it\n" * 50)
-    sentencepiece.SentencePieceTrainer.train(
-        input=str(tmp_path / "t"), model_prefix=str(tmp_path / "m"), vocab_size=300, byte_fallback=True, minloglevel=2,
-        hard_vocab_limit=False,
-    )  # fmt: skip
+    sentencepiece.SentencePieceTrainer.train(input=str(tmp_path / "t"), model_prefix=str(tmp_path / "m"),
+                                             vocab_size=300, byte_fallback=True, minloglevel=2,
+                                             hard_vocab_limit=False)  # fmt: skip
     for tokenizer, text in ((SPMTokenizer(tmp_path / "m.model"), "the fox jumps over it"), (HF, "the fox, é and 漢")):
         ids = np.array(tokenizer.tokenize(text))
         for cut in range(1, len(ids)):
@@ -79,20 +70,17 @@ def test_text_survives_being_cut_into_spans(tmp_path: Path):
             shown = text_of(DisplayedPart("document 0", ids, kinds), tokenizer)
             assert "\ufffd" in shown or shown == text, cut
     foreign = DisplayedPart("document 0", np.array([HF.eod, 380, -1]), np.zeros(3, int))
-    assert [span.text for span in text_spans(foreign, HF)] == [
-        "<|endoftext|>", "<380: not in the vocabulary>", "<-1: not in the vocabulary>",
-    ]  # fmt: skip
+    unknown = [f"<{number}: not in the vocabulary>" for number in (380, -1)]
+    assert [span.text for span in text_spans(foreign, HF)] == ["<|endoftext|>", *unknown]
 
 
 @pytest.mark.parametrize("pack_impl", ["packed", "pack_until_overflow", "unpacked", "best_fit"])
 def test_rows_are_what_is_trained(pack_impl: str):
     """Against the batch the model is given."""
-    column = find_file_groups(CHAT)[0]
-    rows = PackedRows(column, 300, pack_impl, seed=7)
+    rows = PackedRows(find_file_groups(CHAT)[0], 300, pack_impl, seed=7)
     for index in range(len(rows)):
         (view,) = rows[index]
-        kinds = np.concatenate([part.kinds for part in view.parts])
-        tokens = np.concatenate([part.tokens for part in view.parts])
+        kinds, tokens = (np.concatenate([getattr(part, name) for part in view.parts]) for name in ("kinds", "tokens"))
         batch = collate_samples([rows._set[index]])
         assert np.array_equal(batch.tokens[0], tokens[:-1])
         assert np.array_equal(batch.loss_weights[0], kinds[1:] == TRAINED) and kinds[0] != TRAINED
@@ -121,9 +109,7 @@ def test_terminal():
 
 def test_stats(tmp_path: Path):
     stats = dataset_stats(find_file_groups(CHAT)[0], HF.special_tokens)
-    text, labels = (
-        np.fromfile(f"{CHAT}".replace("_document", f"{kind}_document.bin"), "<i4") for kind in ("", "_label")
-    )
+    text, labels = stored(""), stored("_label")
     assert stats.special == {"<|endoftext|>": (text == 0).sum(), "<|padding|>": (text == 1).sum()}
     assert stats.trained == (labels != -100).mean() and stats.rewards == {-1: 18, 1: 6}
     sizes = np.sort(IndexedDataset(CHAT).sizes)
@@ -146,4 +132,4 @@ def test_stats(tmp_path: Path):
     cuts = [any(b % 1024 == 0 for b in range(s + 1, e)) for s, e in zip([0, *ends], ends, strict=False)]
     assert row.packed_cuts == sum(cuts) / 7
     assert len(table(stats)) == 5 + len(FITS)
-    assert KINDS[TRAINED] == "trained"
+    assert room.KINDS[TRAINED] == "trained"

@@ -12,12 +12,15 @@ from megatron.data import DataError
 from megatron.data.indexed_dataset import check_boundaries
 from megatron.data.inspection.file_groups import find_file_groups
 from megatron.data.inspection.verify import VerifiedDataset, blocks, verify
-from tests.data.samples import DATASET, TOKENIZER, write_rows
+from tests.data.samples import DATASET, TOKENIZER, copy_dataset, poke, refused, write_rows
 from tools.datasets.verify import main
 
-HEADER = 34  # bytes of an .idx before its tables
 TEXT, LABEL, REWARD = (f"chat_kto_conversation_{kind}document" for kind in ("", "label_", "reward_"))
-COUNT = 24
+HEADER, COUNT = 34, 24  # bytes of an .idx before its tables; documents
+SIZES = np.fromfile(DATASET / f"{TEXT}.idx", "<i4", COUNT, offset=HEADER)
+POINTERS = HEADER + 4 * COUNT
+BOUNDARIES = POINTERS + 8 * COUNT
+START = 4 * int(SIZES[:7].sum())  # byte of document 7
 
 
 @pytest.fixture
@@ -32,97 +35,68 @@ def checked(prefix: Path, vocab_size: int | None = 380) -> list[VerifiedDataset]
     return [verified for column in find_file_groups(prefix) for verified in verify(column, vocab_size)]
 
 
-def poke(file: Path, offset: int, kind: str, value: int) -> None:
-    with open(file, "r+b") as opened:
-        opened.seek(offset)
-        opened.write(struct.pack(kind, value))
-
-
 def test_golden_files_are_whole(chat: Path):
     text, label, reward = checked(chat)
     assert (text.documents, text.tokens, text.dtype, text.ids) == (COUNT, 4099, "int32", (0, 379))
     labels = np.fromfile(DATASET / f"{LABEL}.bin", "<i4")
     assert (label.trained, label.tokens) == (int((labels != -100).sum()), 4099) and reward.tokens == COUNT
     assert [verified.documents for verified in checked(DATASET / "corpusA_lazy_text_document")] == [80]
-    assert [Path(verified.prefix).name for verified in checked(DATASET / "instruct")] == [
-        "instruct_text_document", "instruct_label_document",
-    ]  # fmt: skip
+    found = [Path(verified.prefix).name for verified in checked(DATASET / "instruct")]
+    assert found == ["instruct_text_document", "instruct_label_document"]
 
 
-SIZES = np.fromfile(DATASET / f"{TEXT}.idx", "<i4", COUNT, offset=HEADER)
-POINTERS = HEADER + 4 * COUNT
-BOUNDARIES = POINTERS + 8 * COUNT
-START = 4 * int(SIZES[:7].sum())  # byte of document 7
+def rewrite(file: Path, change: Callable[[bytes], bytes]) -> None:
+    file.write_bytes(change(file.read_bytes()))
 
 
-def cut(file: Path, size: int) -> None:
-    file.write_bytes(file.read_bytes()[:size])
+SHORTER = [[-100] * (1 if i == 7 else size) for i, size in enumerate(SIZES.tolist())]
+NO_REWARD = [[1.0]] * 4 + [[np.nan]] + [[1.0]] * 19
+WRAPPED = struct.pack("<2q", 2**63 - 1, -2)
+# What is done in the folder to the text's index or data, or to others, and what is said
+DAMAGE: dict[str, tuple[Callable[[Path, Path, Path], object], str]] = {
+    "size": (lambda d, i, b: poke(i, HEADER + 28, "<i", -3), r"document 7 \(sequence 7\) has -3 tokens"),
+    "pointer": (lambda d, i, b: poke(i, POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* at {START}"),
+    "boundary": (lambda d, i, b: poke(i, BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3 of 24"),
+    "boundary off by one": (lambda d, i, b: poke(i, BOUNDARIES + 56, "<q", 6), "document 7 is .* is wrong"),
+    "boundaries that wrap around": (lambda d, i, b: poke(i, BOUNDARIES + 56, "16s", WRAPPED),
+                                    "document 7 is sequences 9223372036854775807 to -2 of 24"),
+    "other file": (lambda d, i, b: shutil.copy(b, i), "not an index"),
+    "cut index": (lambda d, i, b: rewrite(i, lambda content: content[:-1]), "needs"),
+    "cut off": (lambda d, i, b: rewrite(b, lambda content: content[: START + 9]),
+                f"after {START + 9} bytes, before the end of document 7 "),
+    "longer": (lambda d, i, b: rewrite(b, lambda content: content + b"1234567"), "7 bytes after the last document"),
+    "id": (lambda d, i, b: poke(b, START + 20, "<i", 380), "document 7, token 5: 380 is no token id in a"),
+    "negative id": (lambda d, i, b: poke(b, START, "<i", -1), "document 7, token 0: -1 is no token id"),
+    "label": (lambda d, i, b: poke(d / f"{LABEL}.bin", START + 20, "<i", 9), "document 7, token 5: 9 is neither -100"),
+    "no labels": (lambda d, i, b: (d / f"{LABEL}.bin").unlink(), r"label_document.bin: no such file"),
+    "fewer labels": (lambda d, i, b: write_rows(d / LABEL, SHORTER), "document 7 has 1 labels, but .* tokens"),
+    "fewer rewards": (lambda d, i, b: write_rows(d / REWARD, [[1]] * 23), "23 documents, but .* has 24"),
+    "no reward": (lambda d, i, b: write_rows(d / REWARD, NO_REWARD, np.float32), "document 4, token 0: nan"),
+}  # fmt: skip
 
 
-def longer(file: Path) -> None:
-    file.write_bytes(file.read_bytes() + b"1234567")
-
-
-# name, what is done in the folder, what is said
-DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
-    ("size", lambda d: poke(d / f"{TEXT}.idx", HEADER + 28, "<i", -3), r"document 7 \(sequence 7\) has -3 tokens"),
-    ("pointer", lambda d: poke(d / f"{TEXT}.idx", POINTERS + 56, "<q", 1), f"document 7 .* byte 1, but .* at {START}"),
-    ("boundary", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 3), "document 6 is sequences 6 to 3 of 24"),
-    ("boundary off by one", lambda d: poke(d / f"{TEXT}.idx", BOUNDARIES + 56, "<q", 6), "document 7 is .* is wrong"),
-    (
-        "boundaries that wrap around",
-        lambda d: [poke(d / f"{TEXT}.idx", BOUNDARIES + 56 + 8 * i, "<q", v) for i, v in enumerate((2**63 - 1, -2))],
-        "document 7 is sequences 9223372036854775807 to -2 of 24",
-    ),
-    ("other file", lambda d: shutil.copy(d / f"{TEXT}.bin", d / f"{TEXT}.idx"), "not an index"),
-    ("cut index", lambda d: cut(d / f"{TEXT}.idx", -1), "needs"),
-    ("cut off", lambda d: cut(d / f"{TEXT}.bin", START + 9), f"after {START + 9} bytes, before the end of document 7 "),
-    ("longer", lambda d: longer(d / f"{TEXT}.bin"), "7 bytes after the last document"),
-    ("id", lambda d: poke(d / f"{TEXT}.bin", START + 20, "<i", 380), "document 7, token 5: 380 is no token id in a"),
-    ("negative id", lambda d: poke(d / f"{TEXT}.bin", START, "<i", -1), "document 7, token 0: -1 is no token id"),
-    ("label", lambda d: poke(d / f"{LABEL}.bin", START + 20, "<i", 9), "document 7, token 5: 9 is neither -100 nor"),
-    ("no labels", lambda d: (d / f"{LABEL}.bin").unlink(), r"label_document.bin: no such file"),
-    ("fewer labels", lambda d: shorter(d / LABEL), "document 7 has 1 labels, but .* tokens"),
-    ("fewer rewards", lambda d: write_rows(d / REWARD, [[1]] * 23), "23 documents, but .* has 24"),
-    (
-        "no reward",
-        lambda d: write_rows(d / REWARD, [[1.0]] * 4 + [[np.nan]] + [[1.0]] * 19, np.float32),
-        "document 4, token 0: nan",
-    ),
-]
-
-
-def shorter(prefix: Path) -> None:
-    write_rows(prefix, [[-100] * (1 if i == 7 else size) for i, size in enumerate(SIZES.tolist())])
-
-
-@pytest.mark.parametrize(("damage", "message"), [case[1:] for case in DAMAGE], ids=[case[0] for case in DAMAGE])
-def test_damage_is_found(chat: Path, damage: Callable[[Path], None], message: str):
-    damage(chat.parent)
-    with pytest.raises(DataError, match=message):
-        checked(chat)
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damage_is_found(chat: Path, name: str):
+    damage, message = DAMAGE[name]
+    damage(chat.parent, chat.with_suffix(".idx"), chat.with_suffix(".bin"))
+    refused(message, checked, chat)
 
 
 def test_documents_of_several_sequences(tmp_path: Path):
     """As Megatron-core writes them: documents are groups of sequences."""
     sizes, boundaries = [3, 4, 5, 1, 2], [0, 2, 2, 5]
-    tokens = np.arange(15, dtype="<u2")
-    tokens.tofile(tmp_path / "m.bin")
+    np.arange(15, dtype="<u2").tofile(tmp_path / "m.bin")
     tables = struct.pack("<5i5q4q", *sizes, 0, 6, 14, 24, 26, *boundaries)
     (tmp_path / "m.idx").write_bytes(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 5, 4) + tables)
     assert checked(tmp_path / "m", 15)[0].documents == 3
     for limit, document, token in ((5, 0, 5), (11, 2, 4)):
-        with pytest.raises(DataError, match=f"document {document}, token {token}: {limit} is no token id"):
-            checked(tmp_path / "m", limit)
+        refused(f"document {document}, token {token}: {limit} is no token id", checked, tmp_path / "m", limit)
 
 
 def test_wrong_boundaries_of_the_old_format(tmp_path: Path):
-    for kind in ("bin", "idx"):
-        shutil.copy(DATASET / f"corpusA_lazy_text_document.{kind}", tmp_path / f"old.{kind}")
-    file = tmp_path / "old.idx"
-    poke(file, file.stat().st_size - 16, "<q", 3)
-    with pytest.raises(DataError, match=r"old.idx: document 78 is sequences 78 to 3 of 80"):
-        checked(tmp_path / "old")
+    copy_dataset(DATASET / "corpusA_lazy_text_document", tmp_path / "old")
+    poke(tmp_path / "old.idx", -16, "<q", 3)
+    refused(r"old.idx: document 78 is sequences 78 to 3 of 80", checked, tmp_path / "old")
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 100])

@@ -7,47 +7,34 @@ import pytest
 from trl.data_utils import extract_prompt
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.blending import BlendedDataset
 from megatron.data.index_maps import DataState
 from megatron.data.preferences.preference_sets import build_preference_sets
-from tests.data.samples import DATASET, INDEXMAPS, golden_maps, plain_args, write_rows
+from tests.data.samples import DATASET, INDEXMAPS, golden_maps, plain_args, refused, rows_of, write_rows
 
 PAIRS = {name: str(DATASET / f"pairs_{name}_document") for name in ("chosen", "rejected")}
 LABELS = {name: str(DATASET / f"pairs_{name}_label_document") for name in ("chosen", "rejected")}
 GOLDEN = np.load(INDEXMAPS / "pairwise_unpacked" / "samples.npz")
-SIZES = [72, 108, 119, 62, 101, 93, 49, 84, 112, 111, 105, 90, 100, 114, 78, 53, 93, 116, 115, 51, 70, 76, 119, 97]
 
 
-def make_args(**changes):
-    values = {
-        "pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
+ARGS = {"pos_train_data_paths": (PAIRS["chosen"],), "neg_train_data_paths": (PAIRS["rejected"],),
         "pos_train_label_data_paths": (LABELS["chosen"],), "neg_train_label_data_paths": (LABELS["rejected"],),
         "data_impl": "infer", "seq_length": 128, "pack_impl": "unpacked", "padded_vocab_size": 380,
-        "train_impl": "dpo", "dataset_impl": "pairwise", "train_batch_size": 8, "train_iters": 1, "eval_interval": 1,
-        "eval_iters": 0, "rotates_by_length": False, "mamba_blocks": (),
-    }  # fmt: skip
-    return plain_args(**values | changes)
+        "train_impl": "dpo", "dataset_impl": "pairwise", "train_batch_size": 8, "train_iters": 1,
+        "eval_interval": 1, "eval_iters": 0, "rotates_by_length": False, "mamba_blocks": ()}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory):
-    CACHE["index_cache_dir"] = str(tmp_path_factory.mktemp("cache"))
-
-
-CACHE: dict[str, str] = {}
+    ARGS["index_cache_dir"] = str(tmp_path_factory.mktemp("cache"))
 
 
 def built(samples: int, **changes):
-    args = make_args(**CACHE, **changes)
+    args = plain_args(**ARGS | changes)
     return build_preference_sets(args, samples, lambda work: work(), None, DataState())
 
 
 def build(samples: int = 40, **changes):
     return built(samples, **changes).train
-
-
-def notes(**changes):
-    return built(4, **changes).log_lines
 
 
 def test_order_and_samples_equal_neox_with_its_error():
@@ -64,7 +51,9 @@ def test_order_and_samples_equal_neox_with_its_error():
 
 def test_samples_end_with_their_document():
     """GPT-NeoX adds the first token of the next one."""
-    sample_of_tokens = {sample.tokens.tobytes(): sample for i in range(40) for sample in [build()[i].rows[0]]}
+    dataset = build()
+    assert len(dataset) == 48, "whole epochs"
+    sample_of_tokens = {dataset[i].rows[0].tokens.tobytes(): dataset[i].rows[0] for i in range(40)}
     for row, label in zip(GOLDEN["pos"], GOLDEN["pos_label"], strict=True):
         wrong = np.flatnonzero(row)[-1]
         assert row[wrong] == 60 and label[wrong] == -100
@@ -73,28 +62,10 @@ def test_samples_end_with_their_document():
         np.testing.assert_array_equal(sample_of_tokens[right.tobytes()].labels, label)
 
 
-def test_each_pair_once_in_each_epoch_and_both_sides_together():
-    dataset = build()
-    chosen, rejected = (IndexedDataset(PAIRS[name]) for name in ("chosen", "rejected"))
-    rows = {tuple(chosen[i]): tuple(rejected[i]) for i in range(24)}
-    for epoch in (0, 24):
-        seen = []
-        for i in range(epoch, min(epoch + 24, len(dataset))):
-            chosen, rejected = dataset[i].rows
-            seen.append(tuple(chosen.tokens[: np.flatnonzero(chosen.labels >= 0)[-1] + 1]))
-            end = np.flatnonzero(rejected.labels >= 0)[-1] + 1
-            assert tuple(rejected.tokens[:end]) == rows[seen[-1]]
-        assert len(set(seen)) == len(seen)
-    assert len(dataset) == 48
-
-
 def test_without_labels_the_prompt_is_what_trl_takes():
-    given = {"pos_train_label_data_paths": None, "neg_train_label_data_paths": None}
-    dataset, places = build(**given), {}
-    chosen, rejected = (IndexedDataset(PAIRS[name]) for name in ("chosen", "rejected"))
-    for i in range(24):
-        trl_parts = extract_prompt({"chosen": chosen[i].tolist(), "rejected": rejected[i].tolist()})
-        places[tuple(chosen[i])] = trl_parts
+    dataset, places = build(pos_train_label_data_paths=None, neg_train_label_data_paths=None), {}
+    for chosen, rejected in zip(rows_of(PAIRS["chosen"]), rows_of(PAIRS["rejected"]), strict=True):
+        places[tuple(chosen)] = extract_prompt({"chosen": chosen, "rejected": rejected})
     for i in range(24):
         rows = dataset[i].rows
         trl_parts = next(row for text, row in places.items() if tuple(rows[0].tokens[: len(text)]) == text)
@@ -103,28 +74,17 @@ def test_without_labels_the_prompt_is_what_trl_takes():
             assert (sample.labels[: len(trl_parts["prompt"])] == -100).all()
 
 
-def test_rows_of_two_hold_the_same_pairs():
-    dataset, several = build(20, seq_length=256, pack_impl="pack_until_overflow"), 0
-    for i in range(len(dataset.maps.sample_idx) - 1):
-        chosen, rejected = ([piece[0] for piece in row.pieces(i)] for row in dataset.rows)
-        assert chosen == rejected
-        several += len(chosen) > 1
-        assert sum(SIZES[d] for d in chosen) == np.count_nonzero(dataset[i].rows[0].tokens) + len(chosen)
-        assert dataset.documents(i) == [document for d in chosen for document in (2 * d, 2 * d + 1)]
-    assert several > 3
-
-
 def test_too_long_pairs_are_cut_or_left_out():
     assert len(build(24, seq_length=100).maps.sample_idx) - 1 == 24
     kept = build(24, seq_length=100, allow_chopped=False)
-    longest = np.maximum(SIZES, IndexedDataset(PAIRS["rejected"]).sizes)
+    longest = np.maximum(*(IndexedDataset(PAIRS[name]).sizes for name in ("chosen", "rejected")))
     assert set(kept.maps.doc_idx.tolist()) == set(np.flatnonzero(longest <= 101).tolist()) != set(range(24))
 
 
 def sides(tmp_path: Path, pos: list[list[int]], neg: list[list[int]]) -> dict:
-    paths = (write_rows(tmp_path / "p", pos),), (write_rows(tmp_path / "n", neg),)
-    return {"pos_train_data_paths": paths[0], "neg_train_data_paths": paths[1],
-            "pos_train_label_data_paths": None, "neg_train_label_data_paths": None}  # fmt: skip
+    paths = {"pos_train_data_paths": (write_rows(tmp_path / "p", pos),),
+             "neg_train_data_paths": (write_rows(tmp_path / "n", neg),)}  # fmt: skip
+    return paths | {"pos_train_label_data_paths": None, "neg_train_label_data_paths": None}
 
 
 def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
@@ -133,11 +93,10 @@ def test_pairs_without_an_answer_in_reach_are_left_out(tmp_path: Path):
     two = sides(tmp_path, pos, neg)
     # 1: nothing comes after the prompt of one side; 2: what differs is cut off
     assert set(build(10, **two, seq_length=4).maps.doc_idx) == {0, 3}
-    first, untrained, unreached = notes(**two, seq_length=4)
+    first, untrained, unreached = built(4, **two, seq_length=4).log_lines
     assert all(fact in first for fact in (f"{tmp_path}/p.bin", "2 pairs", "4 rows of 4 tokens", "45.0 % padding"))
     assert "1 pairs" in untrained and "number 1" in untrained and "1 pairs" in unreached and "number 2" in unreached
-    with pytest.raises(DataError, match=r"p\.bin: none of 4 documents makes a train sample"):
-        build(4, **two, seq_length=0)
+    refused(r"p\.bin: none of 4 documents makes a train sample", build, 4, **two, seq_length=0)
 
 
 def test_references_of_answers_that_share_a_prompt(tmp_path: Path):
@@ -160,53 +119,31 @@ def test_references_for_tokens_and_sums(tmp_path: Path):
         for name in ("base", "sums"):
             dataset = build(2, precompute_model_name=name, pack_impl=pack_impl, **args)
             for i in range(2):
-                sums = {0: [-4, -4.5], 1: [-3.5, -19.5]}
-                pairs = dataset.documents(i)[::2]
+                sums = {0: -4, 1: -4.5, 2: -3.5, 3: -19.5}
                 assert dataset[i].reference_logprobs.dtype == np.float32
-                assert dataset[i].reference_logprobs.tolist() == [value for pair in pairs for value in sums[pair // 2]]
+                assert dataset[i].reference_logprobs.tolist() == [sums[answer] for answer in dataset.documents(i)]
     args["seq_length"] = 2
-    assert sorted(build(2, precompute_model_name="base", **args)[i].reference_logprobs.tolist() for i in (0, 1)) == [
-        [-4, -4.5], [-3.5, -12]
-    ]  # fmt: skip
+    cut = build(2, precompute_model_name="base", **args)
+    assert sorted(cut[i].reference_logprobs.tolist() for i in (0, 1)) == [[-4, -4.5], [-3.5, -12]]
     with pytest.raises(DataError, match=r"n_sums\.bin: sums over whole documents, but document 1 .* cut to 3 tokens"):
         build(2, precompute_model_name="sums", **args)
     build(2, precompute_model_name="sums", allow_chopped=False, **args)
 
 
-@pytest.mark.parametrize(
-    ("reference", "dtype", "message"),
-    [
-        ([[0, 1, 2]], np.float32, "1 documents .*float32.*2"),
-        ([[0, 1, 2], [0, 1]], np.int32, "2 documents .*int32.*float32"),
-        ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 .*3 .*2 tokens"),
-        ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
-    ],
-)
+@pytest.mark.parametrize(("reference", "dtype", "message"), [
+    ([[0, 1, 2]], np.float32, "1 documents .*float32.*2"),
+    ([[0, 1, 2], [0, 1]], np.int32, "2 documents .*int32.*float32"),
+    ([[0, 1, 2], [0, 1, 2]], np.float32, "document 1 .*3 .*2 tokens"),
+    ([[0, 1, np.nan], [0, 1]], np.float32, "value 2 "),
+])  # fmt: skip
 def test_references_that_do_not_fit(reference: list, dtype: type, message: str, tmp_path: Path):
     two = sides(tmp_path, [[9, 1, 2], [9, 3]], [[9, 4], [9, 5, 6, 7]])
     write_rows(tmp_path / "n_base", [[0, 1], [0, 1, 2, 3]], np.float32)
     write_rows(tmp_path / "p_base", reference, dtype)
-    with pytest.raises(DataError, match=message):
-        build(2, precompute_model_name="base", **two)
-
-
-def test_several_sets_of_pairs_are_blended():
-    both = ("chosen", "rejected")
-    orders = {"pos": both, "neg": both[::-1]}
-    twice = {f"{side}_train_data_paths": tuple(PAIRS[name] for name in names) for side, names in orders.items()}
-    labels = {f"{side}_train_label_data_paths": tuple(LABELS[n] for n in names) for side, names in orders.items()}
-    dataset = build(40, **twice, **labels, train_data_weights=(3.0, 1.0))
-    assert isinstance(dataset, BlendedDataset) and len(dataset) == 40
-    first = {build(24)[i].rows[0].tokens.tobytes() for i in range(24)}
-    assert sum(dataset[i].rows[0].tokens.tobytes() in first for i in range(40)) == 30
+    refused(message, build, 2, precompute_model_name="base", **two)
 
 
 def test_sides_that_are_no_pairs(tmp_path: Path):
-    """An empty text is a boundary without a sequence: counted in sequences both sides are as long, and
-    slip."""
-    for pos, neg, message in (
-        ([[1, 2]], [[1, 2], [3]], r"p\.bin: 1 documents.*n\.bin .*2"),
-        ([[1, 2], [], [1, 3]], [[], [1, 4], [1, 5]], "empty documents"),
-    ):
-        with pytest.raises(DataError, match=message):
-            build(1, **sides(tmp_path, pos, neg))
+    """Counted in sequences both sides are as long where a text is empty: a boundary without a sequence."""
+    refused(r"p\.bin: 1 documents.*n\.bin .*2", build, 1, **sides(tmp_path, [[1, 2]], [[1, 2], [3]]))
+    refused("empty documents", build, 1, **sides(tmp_path, [[1, 2], [], [1, 3]], [[], [1, 4], [1, 5]]))

@@ -1,8 +1,8 @@
-"""Properties of preference samples on random data: what is once in an epoch, together in a row, trained or
-not."""
+"""Preference samples of random data: what is once in an epoch, together in a row, trained or not."""
 
 import re
 from collections import Counter
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +24,17 @@ from megatron.data.preferences.preference_maps import COUNTS, LengthLimits, buil
 from megatron.data.preferences.reference_scores import Response, pack_responses, responses_of
 from megatron.data.sliced_documents import DocumentSlices, PromptMaskedLabels, SlicedDocuments
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.data.samples import write_rows
+from tests.data.samples import rows_of, write_rows
 
 SEQ, PAIRS = 48, 60
 LAYOUTS = ["unpacked", "pack_until_overflow", "best_fit"]
+BY_ONE = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
 
 
 def random_pairs(seed: int, count: int = PAIRS) -> list[tuple[list[int], list[int], list[int]]]:
     """(prompt, chosen, rejected), each pair with tokens of its own."""
-    random, made = np.random.default_rng(seed), []
-    for pair in range(count):
-        sizes = random.integers([1, 1, 1], [12, 14, 14])
-        made.append(tuple([10 + 7 * pair + part] * size for part, size in enumerate(sizes)))
-    return made
+    sizes = np.random.default_rng(seed).integers([1, 1, 1], [12, 14, 14], (count, 3))
+    return [tuple([10 + 7 * pair + part] * size for part, size in enumerate(row)) for pair, row in enumerate(sizes)]
 
 
 def write_pairs(folder: Path, pairs: list, name: str = "") -> dict:
@@ -50,13 +48,12 @@ def write_pairs(folder: Path, pairs: list, name: str = "") -> dict:
 
 
 def configuration(folder: Path, world: int = 1, **changes) -> NeoXArgs:
-    values = {
-        "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": SEQ, "max_position_embeddings": SEQ,
-        "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "best_fit", "train_iters": 8, "eval_iters": 0,
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "num_workers": 0,
-        "padded_vocab_size": 512, "tokenizer_type": "CharLevelTokenizer", "index_cache_dir": str(folder / "cache"),
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
-    }  # fmt: skip
+    values = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": SEQ,
+              "max_position_embeddings": SEQ, "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "best_fit",
+              "train_iters": 8, "eval_iters": 0, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+              "num_workers": 0, "padded_vocab_size": 512, "tokenizer_type": "CharLevelTokenizer",
+              "index_cache_dir": str(folder / "cache"),
+              "optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}  # fmt: skip
     return NeoXArgs.from_dict(values | changes).for_world(world)
 
 
@@ -107,15 +104,13 @@ def batches(args: NeoXArgs, dataset, consumed: int = 0, **rank) -> list:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path: Path):
     pairs = random_pairs(seed)
-    args = configuration(tmp_path, pack_impl=pack_impl, seed=seed, train_epochs=2, train_iters=None,
-                         gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=1,
-                         **write_pairs(tmp_path, pairs))  # fmt: skip
+    changes = {"pack_impl": pack_impl, "seed": seed, "train_epochs": 2, "train_iters": None, **BY_ONE}
+    args = configuration(tmp_path, **changes, **write_pairs(tmp_path, pairs))
     steps = epoch_iterations(args, 1)
     args = args.replace(train_epochs=None, train_iters=steps)
     dataset = build(args, epochs=2).train
     assert len(dataset) == steps
-    seen: Counter = Counter()
-    orders = []
+    seen, orders = Counter(), []
     for i, batch in enumerate(batches(args, dataset)):
         assert batch.tokens.shape == (1 if pack_impl == "best_fit" else 2, SEQ)
         assert (batch.positions is None) == (batch.cu_seqlens is None) == (pack_impl == "unpacked")
@@ -137,14 +132,12 @@ def test_every_pair_once_an_epoch_and_whole(pack_impl: str, seed: int, tmp_path:
 
 
 def test_what_a_pair_begins_with_stands_once(tmp_path: Path):
-    """Rows hold more pairs, and their answers, with names for the reference's scores, are those of rows
-    without sharing. Prompts that differ, lose their beginning or are short are shared as far as they are
-    alike."""
+    """Rows hold more pairs; answers, and their names for the reference's scores, are those without sharing.
+    Prompts that differ, lose their beginning or are short are shared as far as they are alike."""
     pairs = random_pairs(4)
     pairs += [([400, 401, 402, 403], [7, 7], [8, 8, 8]), ([500], [7, 9], [8, 9]), (list(range(420, 450)), [3], [4])]
     paths = write_pairs(tmp_path, pairs)
-    rejected = open_dataset(paths["neg_train_data_paths"][0])
-    rows = [rejected.get(i, 0, int(rejected.sizes[i])).tolist() for i in range(len(rejected))]
+    rows = rows_of(paths["neg_train_data_paths"][0])
     rows[PAIRS][2] = 410  # the prompts of one pair differ in their third token
     write_rows(tmp_path / "neg", rows)
 
@@ -185,8 +178,9 @@ def test_answers_to_be_scored_share_what_they_begin_with():
     assert sorted(order) == list(range(42)) and sum(sample.prefix_lengths is not None for sample in samples) > 10
     twice, _ = pack_responses(responses, 24, True)
     assert len(samples) < len(twice) and all(sample.prefix_lengths is None for sample in twice)
+    alone = [pack_responses([responses[i]], 24, False)[0][0] for i in order]
     found = [response for sample in samples for response in responses_of(sample)]
-    assert [response.name for response in found] == [responses_of(one)[0].name for one in alone(responses, order)]
+    assert [response.name for response in found] == [responses_of(one)[0].name for one in alone]
     batch = collate_preferences(samples, packed=True)
     for (tokens, trained), number in zip(answers_of(batch).values(), order, strict=True):
         whole, masked = responses[number].tokens.tolist(), responses[number].labels
@@ -195,19 +189,13 @@ def test_answers_to_be_scored_share_what_they_begin_with():
     assert all(sample.prefix_lengths is None for sample in never), "it does not pay"
 
 
-def alone(responses: list, order: list[int]) -> list:
-    return [pack_responses([responses[i]], 24, False)[0][0] for i in order]
-
-
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
 @pytest.mark.parametrize("train_impl", ["dpo", "kto"])
 def test_a_run_goes_on_exactly_and_ranks_share_its_samples(train_impl: str, pack_impl: str, tmp_path: Path):
     def flat(found) -> list:
         parts = ("tokens", "labels", "loss_weights", "response_ids", "preference_labels", "positions", "cu_seqlens")
-        values = [
-            [getattr(batch, part) for part in parts] + [batch.kl_batch and batch.kl_batch.tokens] for batch in found
-        ]
-        return [[None if value is None else value.tolist() for value in row] for row in values]
+        rows = [[*attrgetter(*parts)(batch), batch.kl_batch and batch.kl_batch.tokens] for batch in found]
+        return [[None if value is None else value.tolist() for value in row] for row in rows]
 
     changes = {"train_impl": train_impl, "pack_impl": pack_impl, **write_pairs(tmp_path, random_pairs(3))}
     args = configuration(tmp_path, **changes)
@@ -227,8 +215,7 @@ def test_lengths_left_and_right(tmp_path: Path):
     paths = write_pairs(tmp_path, pairs)
 
     def texts(**changes) -> tuple[dict, str]:
-        sizes = {"gradient_accumulation_steps": 1, "train_iters": 3, "train_micro_batch_size_per_gpu": 1}
-        args = configuration(tmp_path, pack_impl="unpacked", **sizes, **paths, **changes)
+        args = configuration(tmp_path, pack_impl="unpacked", train_iters=3, **BY_ONE, **paths, **changes)
         datasets = build(args)
         batch_answers = [answers_of(batch) for batch in batches(args, datasets.train)]
         return {answers[0][1][0]: answers for answers in batch_answers}, "\n".join(datasets.log_lines)
@@ -247,8 +234,7 @@ def test_lengths_left_and_right(tmp_path: Path):
 def test_each_pair_has_its_margin_and_its_last_token(layout: str, tmp_path: Path) -> None:
     """Of a reward model, which reads rows to their last token."""
     pairs = random_pairs(4)
-    # One that fills what there is: a row of its own, or half of one for each side.
-    size = SEQ // 2 if layout == "best_fit" else SEQ
+    size = SEQ // 2 if layout == "best_fit" else SEQ  # of a row of its own, or half of one for each side
     pairs[7] = ([431], [432] * (size - 1), [433] * (size - 1))
     margins = np.random.default_rng(0).normal(size=PAIRS).astype(np.float32)
     paths = write_pairs(tmp_path, pairs)
@@ -280,8 +266,7 @@ def test_pairs_longer_than_a_row_are_cut_evenly():
 
 @pytest.mark.parametrize("median, p95, seq", [(2138, 15433, 16384), (682, 3521, 4096)])
 def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
-    """Lengths of Dolci-Think-DPO-7B and Dolci-Instruct-DPO, an eighth of them: log-normal, cut at half a
-    row."""
+    """Lengths of Dolci-Think-DPO-7B and Dolci-Instruct-DPO, by 8: log-normal, cut at half a row."""
     random = np.random.default_rng(0)
     sizes = np.exp(random.normal(np.log(median / 8), np.log(p95 / median) / 1.6449, (4000, 2)))
     sizes = np.maximum(4, sizes.astype(np.int64))
@@ -298,9 +283,8 @@ def test_padding_of_lengths_like_olmo_3(median: int, p95: int, seq: int):
 @pytest.mark.parametrize("pack_impl", LAYOUTS)
 def test_kto_compares_with_answers_to_other_prompts(pack_impl: str, tmp_path: Path):
     pairs = random_pairs(5)
-    args = configuration(tmp_path, train_impl="kto", pack_impl=pack_impl, **write_pairs(tmp_path, pairs),
-                         kto_undesirable_weight=0.5, gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=1,
-                         train_iters=1)  # fmt: skip
+    changes = {"train_impl": "kto", "pack_impl": pack_impl, "kto_undesirable_weight": 0.5, "train_iters": 1, **BY_ONE}
+    args = configuration(tmp_path, **changes, **write_pairs(tmp_path, pairs))
     dataset = build(args).train
     prompts = {pair[0][0]: pair[0] for pair in pairs}
     good, bad = ({tuple(pair[place]) for pair in pairs} for place in (1, 2))
@@ -312,7 +296,7 @@ def test_kto_compares_with_answers_to_other_prompts(pack_impl: str, tmp_path: Pa
             seen[tuple(trained)] += 1
         for tokens, trained in answers_of(batch.kl_batch).values():
             prompt = prompts[tokens[0]]
-            assert tokens[: len(prompt)] == prompt and trained[0] - 10 not in range(prompt[0] - 10, prompt[0] - 7)
+            assert tokens[: len(prompt)] == prompt and trained[0] - prompt[0] not in range(3)
             compared[tuple(trained)] += 1
         if pack_impl == "unpacked":
             assert batch.kl_batch.tokens[0, 0] == batch.tokens[0, 0]
@@ -326,8 +310,7 @@ def test_examples_with_rewards_and_no_kl(tmp_path: Path):
         "train_label_data_paths": (write_rows(tmp_path / "l", [[-100, 2, 3], [-100, -100, 6], [-100, 8, 9]]),),
         "train_reward_data_paths": (write_rows(tmp_path / "r", [[1], [-1], [1]], np.float32),),
     }
-    changes = {"train_impl": "kto", "dataset_impl": "gpt2", "gradient_accumulation_steps": 1, "train_iters": 1}
-    args = configuration(tmp_path, **changes, train_micro_batch_size_per_gpu=1, **paths)
+    args = configuration(tmp_path, train_impl="kto", dataset_impl="gpt2", train_iters=1, **BY_ONE, **paths)
     (batch,) = batches(args, build(args).train)
     answers = zip(answers_of(batch).values(), batch.preference_labels.tolist(), strict=True)
     assert {trained[0]: sign for (_, trained), sign in answers} == {2: 1.0, 6: -1.0, 8: 1.0}
@@ -345,15 +328,13 @@ def test_examples_with_rewards_and_no_kl(tmp_path: Path):
 
 def test_rotated_answers_equal_trl(tmp_path: Path):
     trl = pytest.importorskip("trl.trainer.kto_trainer", reason="pip install trl==1.16.0")
-    args = configuration(tmp_path, train_impl="kto", pack_impl="unpacked", kto_kl="rotated", seq_length=20,
-                         dpo_reference="on_the_fly",
-                         max_position_embeddings=20, max_length=20, train_micro_batch_size_per_gpu=6, train_iters=5,
+    changes = {"train_impl": "kto", "pack_impl": "unpacked", "kto_kl": "rotated", "dpo_reference": "on_the_fly"}
+    sizes = dict.fromkeys(("seq_length", "max_position_embeddings", "max_length"), 20)
+    args = configuration(tmp_path, **changes, **sizes, train_micro_batch_size_per_gpu=6, train_iters=5,
                          **write_pairs(tmp_path, random_pairs(7, 20)))  # fmt: skip
     for batch in batches(args, build(args).train):
-        examples = []
-        for tokens, trained in answers_of(batch).values():
-            prompt = len(tokens) - len(trained)
-            examples.append({"prompt_ids": tokens[:prompt], "completion_ids": tokens[prompt:], "label": True})
+        examples = [{"prompt_ids": tokens[: -len(trained)], "completion_ids": tokens[-len(trained) :], "label": True}
+                    for tokens, trained in answers_of(batch).values()]  # fmt: skip
         for i, example in enumerate(examples):
             example["KL_completion_ids"] = examples[i - 1]["completion_ids"]
         trl_batch = trl.DataCollatorForUnpairedPreference(pad_token_id=0, max_length=20)(examples)
@@ -370,17 +351,15 @@ def test_rotated_answers_equal_trl(tmp_path: Path):
 @pytest.mark.parametrize("train_impl", ["dpo", "kto"])
 def test_validation_counts_every_pair_once(train_impl: str, pack_impl: str, tmp_path: Path):
     args = configuration(tmp_path, train_impl=train_impl, pack_impl=pack_impl, **write_pairs(tmp_path, random_pairs(1)))
-    dataset = build(args).train
-    count, weights, shapes = 0, 0, set()
-    for rank in range(4):
-        for batch in eval_batches(dataset, 5, 2, rank, 4, collation(args, None)):
-            shapes.add(batch.tokens.shape)
-            count += int((batch.preference_labels != 0).sum())
-            weights += int(batch.loss_weights.sum())
-            if batch.kl_batch is not None:
-                assert (batch.kl_batch.preference_labels != 0).sum() == 0 or (batch.preference_labels != 0).any()
-    (batch,) = eval_batches(dataset, 5, 5, 0, 1, collation(args, None))
-    assert (count, weights) == (len(batch.preference_labels), int(batch.loss_weights.sum())) and len(shapes) == 1
+    dataset, collate = build(args).train, collation(args, None)
+    found = [batch for rank in range(4) for batch in eval_batches(dataset, 5, 2, rank, 4, collate)]
+    for batch in found:
+        if batch.kl_batch is not None:
+            assert not batch.kl_batch.preference_labels.any() or batch.preference_labels.any()
+    (whole,) = eval_batches(dataset, 5, 5, 0, 1, collate)
+    assert sum(batch.preference_labels.count_nonzero() for batch in found) == len(whole.preference_labels)
+    assert sum(batch.loss_weights.sum() for batch in found) == whole.loss_weights.sum()
+    assert len({batch.tokens.shape for batch in found}) == 1
 
 
 @pytest.mark.parametrize("sizes", [(7,), (7, 30)])
@@ -399,13 +378,12 @@ def test_small_sets_are_validated_with_once_each_pair_by_weight(pack_impl: str, 
 
 
 def test_several_sets_and_limits(tmp_path: Path):
-    first = random_pairs(1, 20)
     second = [tuple([300 + 3 * n + part] * 3 for part in range(3)) for n in range(40)]
-    one, two = write_pairs(tmp_path, first, "a"), write_pairs(tmp_path, second, "b")
-    args = configuration(tmp_path, **{key: one[key] + two[key] for key in one}, train_data_weights=(3, 1),
-                         pack_impl="unpacked", limit_samples=10)  # fmt: skip
-    dataset = build(args).train
-    drawn = [answer[1][0] for batch in batches(args, dataset) for n, answer in answers_of(batch).items() if n % 2 == 0]
+    one, two = write_pairs(tmp_path, random_pairs(1, 20), "a"), write_pairs(tmp_path, second, "b")
+    both = {key: one[key] + two[key] for key in one}
+    args = configuration(tmp_path, **both, train_data_weights=(3, 1), pack_impl="unpacked", limit_samples=10)
+    found = [answers_of(batch) for batch in batches(args, build(args).train)]
+    drawn = [answer[1][0] for answers in found for number, answer in answers.items() if number % 2 == 0]
     assert len(drawn) == 32 and len(set(drawn)) == 10 + 8
     assert sum(token >= 300 for token in drawn) == len(drawn) / 4
     args = args.replace(train_data_weights=None)
@@ -430,19 +408,16 @@ def test_partners(count: int, per_prompt: int):
     assert sorted(partners) == documents.tolist() and (partners // per_prompt != documents // per_prompt).all()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: "),
-        ({"pack_impl": "packed"}, "pack_impl: "),
-        ({"max_length": 60}, "max_length: .*48"),
-        ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length: .*max_length 8"),
-        ({"kto_kl": "rotated"}, "kto_kl: .*train_impl: kto.*dpo"),
-        ({"train_impl": "normal"}, "dataset_impl: .*dpo, kto and rm"),
-        ({"eod_mask_loss": True}, "eod_mask_loss: "),
-        ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "kto_kl: .*row"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"prefix_sharing": True, "pack_impl": "unpacked"}, "prefix_sharing: "),
+    ({"pack_impl": "packed"}, "pack_impl: "),
+    ({"max_length": 60}, "max_length: .*48"),
+    ({"max_length": 8, "max_prompt_length": 8}, "max_prompt_length: .*max_length 8"),
+    ({"kto_kl": "rotated"}, "kto_kl: .*train_impl: kto.*dpo"),
+    ({"train_impl": "normal"}, "dataset_impl: .*dpo, kto and rm"),
+    ({"eod_mask_loss": True}, "eod_mask_loss: "),
+    ({"train_impl": "kto", "kto_kl": "rotated", "pack_impl": "best_fit"}, "kto_kl: .*row"),
+])  # fmt: skip
 def test_keys_that_contradict_each_other(changes: dict, message: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=message):
         configuration(tmp_path, **{"pos_train_data_paths": ("p",), "neg_train_data_paths": ("n",)} | changes)

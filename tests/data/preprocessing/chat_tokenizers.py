@@ -1,10 +1,15 @@
-"""A byte-level BPE trained on the spot, with the control tokens of common chat templates."""
+"""A byte-level BPE trained on the spot, with the control tokens of common chat templates, and rows by it."""
 
 from datetime import date
 from functools import cache
 from typing import Any
 
+from megatron.data.preprocessing.chat_documents import encode_rows
+from megatron.data.preprocessing.chat_options import ChatOptions
+from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
+
+ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 
 ADDED = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"),
@@ -43,10 +48,8 @@ def _trained():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=list(ADDED), initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=list(ADDED), **options)
     tokenizer.train_from_iterator([TEXT] * 4, trainer)
     return tokenizer.to_str()
 
@@ -56,11 +59,28 @@ def fast_tokenizer(template: str | None = None, **special: str) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
-    special = {"eos_token": "<|im_end|>", **special}
+    special = {"eos_token": "<|im_end|>"} | special
     hf = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(_trained()), **special)
     hf.chat_template = template
     return hf
 
 
+def chat_of(hf: Any) -> ChatTokenizer:
+    return ChatTokenizer(hf, date(2026, 1, 31))
+
+
 def chat_tokenizer(template: str | None = CHATML, **special: str) -> ChatTokenizer:
-    return ChatTokenizer(fast_tokenizer(template, **special), date(2026, 1, 31))
+    return chat_of(fast_tokenizer(template, **special))
+
+
+def encoded(rows: list, chat: ChatTokenizer, **options: Any) -> tuple:
+    """The documents of rows, and what is counted of them."""
+    chosen = ChatOptions(**options)
+    chosen.check()
+    return encode_rows([prepare(row, chat, chosen) for row in rows], chat, chosen)
+
+
+def texts_of(made: Any, chat: ChatTokenizer) -> list[tuple[str, str]]:
+    """(whole text, trained text) of each document of a row."""
+    trained = [d.ids if d.labels is None else d.labels[d.labels >= 0] for (d,) in made.documents]
+    return [(chat.hf.decode(d.ids), chat.hf.decode(ids)) for (d,), ids in zip(made.documents, trained, strict=True)]

@@ -1,25 +1,16 @@
-"""Chat data at its edges: answers without words, tokens that hold blanks, false stop tokens, prompts of
-text."""
-
-import json
-from datetime import date
+"""Chat data at its edges: answers without words, tokens with blanks, false stop tokens, plain prompts."""
 
 import pytest
 
 from megatron.data import DataError
-from megatron.data.preprocessing.chat_documents import encode_rows
-from megatron.data.preprocessing.chat_options import ChatOptions
-from megatron.data.preprocessing.chat_rows import prepare
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
+from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
 from tests.data.preprocessing import chat_tokenizers
-from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+from tests.data.samples import jsonl
 from tools.datasets import analyze
 from tools.datasets import preprocess_data_with_chat_template as tool
 
-ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 TALK = [ASK, ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]
-
-ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
 COMPLETED = {"prompt": [ASK], "completion": [ANSWER]}
 
 
@@ -28,21 +19,18 @@ def said(text):
 
 
 def encode(row, template=CHATML, keys=("messages",), chat=None, **options):
+    """Whole texts, trained texts, and counts."""
     chat = chat or chat_tokenizer(template, eos_token="<|endoftext|>", bos_token="<|begin_of_text|>")
-    chosen = ChatOptions(keys=keys, **options)
-    chosen.check()
-    (made,), counts = encode_rows([prepare(row, chat, chosen)], chat, chosen)
-    documents = [document for (document,) in made.documents]
-    trained = [chat.hf.decode(document.labels[document.labels >= 0]) for document in documents]
-    return [chat.hf.decode(document.ids) for document in documents], trained, counts
+    (made,), counts = chat_tokenizers.encoded([row], chat, keys=keys, **options)
+    return *map(list, zip(*chat_tokenizers.texts_of(made, chat), strict=True)), counts
 
 
 def test_a_prompt_of_text_beside_messages_is_the_users():
     as_text, as_messages = ({"prompt": p, "completion": [ANSWER]} for p in (ASK["content"], [ASK]))
     assert encode(as_text, keys=("completion",))[:2] == encode(as_messages, keys=("completion",))[:2]
     sides = {"chosen": [ANSWER], "rejected": [said("Ten.")]}
-    keys = ("chosen", "rejected")
-    assert encode({"prompt": ASK["content"], **sides}, keys=keys) == encode({"prompt": [ASK], **sides}, keys=keys)
+    pairs = [encode({"prompt": p, **sides}, keys=("chosen", "rejected")) for p in (ASK["content"], [ASK])]
+    assert pairs[0] == pairs[1]
 
 
 def test_a_prompt_of_text_that_the_messages_hold_is_not_repeated():
@@ -62,9 +50,8 @@ def test_an_answer_without_words_trains_its_stop_token(blank):
     assert encode({"messages": [ASK, said(blank)]}, PLAIN)[1][0].endswith("\n<|endoftext|>")
     bare = "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] | trim }}{% endfor %}"
     bare += "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-    row_of = {"messages": {"messages": [ASK, said(blank)]}, "completion": COMPLETED | {"completion": [said(blank)]}}
-    for key, short in row_of.items():
-        assert encode(short, bare, (key,))[1] == ["<|endoftext|>"]
+    assert encode({"messages": [ASK, said(blank)]}, bare)[1] == ["<|endoftext|>"]
+    assert encode(COMPLETED | {"completion": [said(blank)]}, bare, ("completion",))[1] == ["<|endoftext|>"]
     silent = CHATML.replace("{% if add_generation_prompt", "{% if false and add_generation_prompt")
     with pytest.raises(DataError, match="the template writes '<.im_start.>assistant.n' before the answer"):
         encode(row, silent)
@@ -85,7 +72,7 @@ def words(**added):
 def test_the_next_turns_token_is_not_trained_for_the_blanks_before_it(added):
     hf = words(**added)
     hf.chat_template = CHATML
-    trained = encode({"messages": TALK}, chat=ChatTokenizer(hf, date(2026, 1, 31)))[1]
+    trained = encode({"messages": TALK}, chat=chat_tokenizers.chat_of(hf))[1]
     assert trained[0].split() == "Nine coins . <|im_end|> Ten . <|im_end|>".split()
 
 
@@ -113,21 +100,21 @@ def test_an_answer_closed_by_the_eos_token_has_a_stop_token():
 
 def test_a_template_without_end_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
-    (tmp_path / "endless.jinja").write_text(ENDLESS)
-    fast_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
+    hours = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (tmp_path / "endless.jinja").write_text(hours)
+    chat_tokenizers.fast_tokenizer(None).save_pretrained(tmp_path / "tokenizer")
     chat = load_chat_tokenizer(str(tmp_path / "tokenizer"), str(tmp_path / "endless.jinja"))
     with pytest.raises(DataError, match=r"^row: the chat template fails: stopped after 0.2 s.*endless.jinja\)"):
-        prepare({"messages": TALK}, chat, ChatOptions(keys=("messages",)))
+        encode({"messages": TALK}, chat=chat)
 
 
 def test_a_row_cut_on_the_left_keeps_its_bos():
-    row = {"messages": TALK}
-    (whole,), (trained,), _ = encode(row, LLAMA3, max_length=6, overlong="truncate_left")
+    chat, cut = chat_tokenizer(LLAMA3, bos_token="<|begin_of_text|>"), {"max_length": 6, "overlong": "truncate_left"}
+    (made,), _ = chat_tokenizers.encoded([{"messages": TALK}], chat, keys=("messages",), **cut)
+    ((whole, trained),) = chat_tokenizers.texts_of(made, chat)
     assert whole.startswith("<|begin_of_text|>") and whole.count("<|begin_of_text|>") == 1
     assert whole.endswith("<|eot_id|>") and whole.removeprefix("<|begin_of_text|>").endswith(trained)
-    chat = chat_tokenizer(LLAMA3, bos_token="<|begin_of_text|>")
-    options = ChatOptions(keys=("messages",), max_length=6, overlong="truncate_left")
-    ((document,),) = encode_rows([prepare(row, chat, options)], chat, options)[0][0].documents
+    ((document,),) = made.documents
     assert len(document.ids) == len(document.labels) == 6 and document.labels[0] == -100
 
 
@@ -135,10 +122,9 @@ def test_flags_are_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         tool.main("--input x --output-prefix y --tokenizer-path z --date foo".split())
     assert "--date: 'foo' is no date, which is written as 2026-01-31" in capsys.readouterr().err
-    tokenizer = tmp_path / "tokenizer.json"
-    words().backend_tokenizer.save(str(tokenizer))
+    words().backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(DataError, match=r"nope: no such file \(--chat-template\)"):
-        analyze.load(str(tokenizer), str(tmp_path / "nope"))
+        analyze.load(str(tmp_path / "tokenizer.json"), str(tmp_path / "nope"))
 
 
 def test_analyze_takes_a_prompt_of_text_too(tmp_path, monkeypatch, capsys):
@@ -146,7 +132,7 @@ def test_analyze_takes_a_prompt_of_text_too(tmp_path, monkeypatch, capsys):
     chat_tokenizer().hf.save_pretrained(tmp_path / "tokenizer")
     tables = []
     for prompt in (ASK["content"], [ASK]):
-        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt, "completion": [ANSWER]}) + "\n")
-        analyze.main([str(tmp_path / "rows.jsonl"), "--tokenizer", str(tmp_path / "tokenizer")])
+        source = jsonl(tmp_path / "rows.jsonl", [{"prompt": prompt, "completion": [ANSWER]}])
+        analyze.main([str(source), "--tokenizer", str(tmp_path / "tokenizer")])
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] and "prompt" in tables[0]

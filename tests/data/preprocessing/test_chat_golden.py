@@ -11,26 +11,23 @@ r"""The chat and mask tools against files that GPT-NeoX 2.0's wrote (tests/data/
 | an end-of-text token behind every template, also behind its own stop token | only where the template has none (TRL) |
 """  # noqa: W505 (lines to copy)
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron.data import IndexedDataset
-from tests.data.samples import DATASET as GOLDEN
-from tests.data.samples import pair, rows_of
+from tests.data.samples import DATASET, json_rows, pair, rows_of
 from tools.datasets import preprocess_data_with_chat_template, preprocess_data_with_mask
 
-BLANK = 222
-EOS = 0
+BLANK, EOS = 222, 0
 
 
 @pytest.fixture
 def chat(tmp_path):
     def run(source, *flags, workers=1, prefix="out"):
-        words = f"--input {GOLDEN / source} --output-prefix {tmp_path / prefix} --tokenizer-path {GOLDEN}/hf_tokenizer"
-        preprocess_data_with_chat_template.main([*words.split(), "--workers", str(workers), *flags])
+        words = f"--input {DATASET / source} --output-prefix {tmp_path / prefix} --workers {workers}".split()
+        preprocess_data_with_chat_template.main([*words, "--tokenizer-path", f"{DATASET}/hf_tokenizer", *flags])
         return tmp_path / prefix
 
     return run
@@ -41,8 +38,7 @@ def arrays(prefix):
 
 
 def _as_neox_cuts(ids, labels):
-    """Row one of the table: the token that spans the prompt's blank and the answer is only the blank, and
-    masked."""
+    """Row one of the table: the token over the prompt's blank and the answer is the blank, and masked."""
     ids, labels = ids.copy(), labels.copy()
     first = np.flatnonzero((labels >= 0) & (np.roll(labels, 1) < 0))
     first = first[ids[first] != EOS]
@@ -63,39 +59,39 @@ def equal_but_for_the_blanks(out, golden, key):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_conversations(chat, workers):
     out = chat("chat.jsonl", workers=workers)
-    assert equal_but_for_the_blanks(out, GOLDEN / "chat", "conversation")
-    assert pair(f"{out}_conversation_document")[1] == pair(GOLDEN / "chat_conversation_document")[1]
+    assert equal_but_for_the_blanks(out, DATASET / "chat", "conversation")
+    assert pair(f"{out}_conversation_document")[1] == pair(DATASET / "chat_conversation_document")[1]
 
 
 def test_only_the_last_message(chat, capsys):
     with pytest.raises(SystemExit, match=r"chat\.jsonl:11: .*--untrained"):
         chat("chat.jsonl", "--only-last")
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
-    ours = zip(*(arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_")), strict=True)
-    golden = arrays(GOLDEN / "chat_onlylast_conversation_label_document")
-    assert all(np.array_equal(_as_neox_cuts(*row)[1], labels) for row, labels in zip(ours, golden, strict=True))
+    ours = (arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_"))
+    golden = arrays(DATASET / "chat_onlylast_conversation_label_document")
+    assert all(np.array_equal(_as_neox_cuts(*row)[1], labels) for *row, labels in zip(*ours, golden, strict=True))
     assert "rows without a trained token: 1" in capsys.readouterr().out  # row 11 ends in a user's message
 
 
 def test_pairs(chat):
     out = chat("pairs.jsonl", "--jsonl-keys", "chosen", "rejected")
-    assert all(equal_but_for_the_blanks(out, GOLDEN / "pairs", key) for key in ("chosen", "rejected"))
+    assert all(equal_but_for_the_blanks(out, DATASET / "pairs", key) for key in ("chosen", "rejected"))
 
 
 def test_reward_model_pairs(chat):
     out = chat("pairs.jsonl", "--jsonl-keys", "chosen", "rejected", "--for-rm")
     for name in ("chosen_document", "chosen_label_document", "rejected_document", "rejected_label_document"):
-        for ids, theirs in zip(arrays(f"{out}_{name}"), arrays(GOLDEN / f"pairs_rm_{name}"), strict=True):
+        for ids, theirs in zip(arrays(f"{out}_{name}"), arrays(DATASET / f"pairs_rm_{name}"), strict=True):
             assert np.array_equal(ids, np.delete(theirs, -2)) and theirs[-1] == EOS
 
 
 def test_rewards(chat):
-    source = [json.loads(line) for line in (GOLDEN / "chat.jsonl").read_text().splitlines()]
+    source = json_rows(DATASET / "chat.jsonl")
     out = chat("chat.jsonl", "--reward-key", "score", "--binary-reward")
     ours, golden = IndexedDataset(f"{out}_conversation_reward_document"), "chat_kto_conversation_reward_document"
-    assert ours.dtype == np.float32 and np.array_equal(ours.tokens, IndexedDataset(GOLDEN / golden).tokens)
+    assert ours.dtype == np.float32 and np.array_equal(ours.tokens, IndexedDataset(DATASET / golden).tokens)
     ours = IndexedDataset(f"{chat('chat.jsonl', '--reward-key', 'scoref')}_conversation_reward_document")
-    golden = IndexedDataset(GOLDEN / "chat_rewardfloat_conversation_reward_document")
+    golden = IndexedDataset(DATASET / "chat_rewardfloat_conversation_reward_document")
     assert np.array_equal(ours.tokens, np.array([row["scoref"] for row in source], np.float32))
     assert np.array_equal(ours.tokens.astype(np.int32), golden.tokens) and np.array_equal(ours.sizes, golden.sizes)
 
@@ -110,8 +106,8 @@ def test_without_a_mask(chat):
 @pytest.fixture
 def mask(tmp_path):
     def run(*flags):
-        words = f"--input {GOLDEN}/instruct.jsonl --output-prefix {tmp_path}/out --tokenizer-type HFTokenizer".split()
-        preprocess_data_with_mask.main([*words, "--append-eod", "--vocab-file", f"{GOLDEN}/tokenizer.json", *flags])
+        words = f"--input {DATASET}/instruct.jsonl --output-prefix {tmp_path}/out --tokenizer-type HFTokenizer".split()
+        preprocess_data_with_mask.main([*words, "--append-eod", "--vocab-file", f"{DATASET}/tokenizer.json", *flags])
         return tmp_path / "out"
 
     return run
@@ -120,19 +116,16 @@ def mask(tmp_path):
 def test_mask_before_token(mask, capsys):
     out = mask("--mask-before-token", "222,34,79,84,88,264,27")
     for kind in ("text", "label"):
-        assert pair(f"{out}_{kind}_document") == pair(GOLDEN / f"instruct_{kind}_document")
+        assert pair(f"{out}_{kind}_document") == pair(DATASET / f"instruct_{kind}_document")
     assert "documents without the delimiter: 1\n" in capsys.readouterr().out  # row 6: trained whole, as in NeoX
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ([], "needs --mask-before-token"),
-        (["--mask-before-token", "1,x"], "write token ids"),
-        (["--mask-before-token", "380"], "the vocabulary ends at 379"),
-        (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ([], "needs --mask-before-token"),
+    (["--mask-before-token", "1,x"], "write token ids"),
+    (["--mask-before-token", "380"], "the vocabulary ends at 379"),
+    (["--mask-before-token", "1", "--jsonl-keys", "a", "b"], "one key"),
+])  # fmt: skip
 def test_mask_flags_that_cannot_be(mask, flags, message):
     with pytest.raises(SystemExit, match=rf"^preprocess_data_with_mask.py: error: .*{message}[^\n]*$"):
         mask(*flags)

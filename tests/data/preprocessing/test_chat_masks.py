@@ -5,52 +5,39 @@ import pytest
 
 from megatron.data import DataError
 from megatron.data.preprocessing.chat_masks import completion_labels, delimiter_labels, span_labels, trained_spans
-from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
+from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer
 
-TALK = [
-    {"role": "system", "content": "The harbour trades copper."},
-    {"role": "user", "content": "What does silk cost?"},
-    {"role": "assistant", "content": "Nine coins."},
-    {"role": "user", "content": "In winter?"},
-    {"role": "assistant", "content": " Ten. "},
-]
+TALK = [{"role": "system", "content": "The harbour trades copper."}, ASK, ANSWER,
+        {"role": "user", "content": "In winter?"}, {"role": "assistant", "content": " Ten. "}]  # fmt: skip
 
 
 def trained(template, messages=TALK, **settings):
-    trained_text = trained_spans(chat_tokenizer(template), messages, **settings)
-    return [trained_text.text[start:end] for start, end in trained_text.spans]
+    found = trained_spans(chat_tokenizer(template), messages, **settings)
+    return [found.text[start:end] for start, end in found.spans]
 
 
 SWAPPED = [{**m, "role": "model" if m["role"] == "assistant" else m["role"]} for m in TALK]
-OPENING = [{"role": "assistant", "content": "Ahoy."}, *TALK[1:3]]
+OPENING = [{"role": "assistant", "content": "Ahoy."}, ASK, ANSWER]
 # Phi-3's, which renders the eos_token behind the last message only
 ENDED = PLAIN.replace("'\\n'", "'<|end|>\\n'").replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 
 
-@pytest.mark.parametrize(
-    "template, messages, settings, expected",
-    [
-        (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
-        (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
-        (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
-        (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
-        (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
-        (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
-        (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
-        (CHATML, TALK[:4], {"only_last": True}, []),
-        (CHATML.replace("assistant", "model"), SWAPPED, {"role": "model", "only_last": True}, [" Ten. <|im_end|>\n"]),
-        # Of an opening without a prompt a template that marks nothing cannot tell the beginning
-        (CHATML, OPENING, {}, ["Nine coins.<|im_end|>\n"]),
-        (GENERATION, OPENING, {}, ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]),
-    ],
-)
+@pytest.mark.parametrize("template, messages, settings, expected", [
+    (CHATML, TALK, {}, ["Nine coins.<|im_end|>\n", " Ten. <|im_end|>\n"]),
+    (GENERATION, TALK, {}, ["Nine coins.<|im_end|>", " Ten. <|im_end|>"]),
+    (LLAMA3, TALK, {}, ["Nine coins.<|eot_id|>", "Ten.<|eot_id|>"]),
+    (PLAIN, TALK, {}, ["Nine coins.\n", " Ten. \n"]),
+    (ENDED, TALK, {}, ["Nine coins.<|end|>\n", " Ten. <|end|>\n<|im_end|>"]),
+    (CHATML, TALK, {"only_last": True}, [" Ten. <|im_end|>\n"]),
+    (GENERATION, TALK, {"only_last": True}, [" Ten. <|im_end|>"]),
+    (CHATML, TALK[:4], {"only_last": True}, []),
+    (CHATML.replace("assistant", "model"), SWAPPED, {"role": "model", "only_last": True}, [" Ten. <|im_end|>\n"]),
+    # Of an opening without a prompt a template that marks nothing cannot tell the beginning
+    (CHATML, OPENING, {}, ["Nine coins.<|im_end|>\n"]),
+    (GENERATION, OPENING, {}, ["Ahoy.<|im_end|>", "Nine coins.<|im_end|>"]),
+])  # fmt: skip
 def test_spans(template, messages, settings, expected):
     assert trained(template, messages, **settings) == expected
-
-
-def test_no_message_of_the_role():
-    with pytest.raises(DataError, match='"assistant" .*system, user, model'):
-        trained(CHATML, SWAPPED)
 
 
 def test_tool_calls():
@@ -66,25 +53,17 @@ def test_tool_calls():
 GENERATED = "{{ '<|im_start|>assistant\\n' }}"
 REFUSED = {
     "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", "its text 'Nine coins.'"),
-    "check 1, words of others": (
-        GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
-        "words of other messages: 'What does silk cost?Nine",
-    ),
-    "check 1, no generation prompt": (
-        CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'",
-    ),
-    "check 2": (
-        GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
-        "<|im_end|> behind the answer",
-    ),
-    "check 3, history": (
-        CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
-        "reads 'ine coins", "reads ' coins",
-    ),
-    "check 3, prompt": (
-        GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
-        "reads '<think></think>'", "reads 'Nine",
-    ),
+    "check 1, words of others":
+        (GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
+         "words of other messages: 'What does silk cost?Nine"),
+    "check 1, no generation prompt":
+        (CHATML, "{% if add_generation_prompt", "{% if false and add_generation_prompt", "'<|im_start|>assistant\\n'"),
+    "check 2": (GENERATION, " + '<|im_end|>' }}{% endgeneration %}{{ ", " }}{% endgeneration %}{{ '<|im_end|>' + ",
+                "<|im_end|> behind the answer"),
+    "check 3, history": (CHATML, "m['content']", "(m['content'] if loop.last else m['content'] | replace('Nine', 'N'))",
+                         "reads 'ine coins", "reads ' coins"),
+    "check 3, prompt": (GENERATION, GENERATED, GENERATED.replace("' }}", "<think></think>' }}"),
+                        "reads '<think></think>'", "reads 'Nine"),
 }  # fmt: skip
 
 
@@ -114,9 +93,8 @@ def test_history_that_is_rewritten_can_still_be_trained_at_its_end():
 
 def test_span_labels_count_tokens_that_reach_into_a_span():
     ids, ranges = np.arange(10, 15), np.array([[0, 2], [2, 5], [5, 5], [5, 9], [9, 9]])
-    text = "abcdefghi"
-    assert span_labels(ids, ranges, text, [(3, 6)]).tolist() == [-100, 11, 12, 13, -100]
-    assert span_labels(ids, ranges, text, []).tolist() == [-100] * 5
+    assert span_labels(ids, ranges, "abcdefghi", [(3, 6)]).tolist() == [-100, 11, 12, 13, -100]
+    assert span_labels(ids, ranges, "abcdefghi", []).tolist() == [-100] * 5
 
 
 def test_completion_labels_begin_where_the_first_of_a_pair_parts():

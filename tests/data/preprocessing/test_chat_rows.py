@@ -1,43 +1,32 @@
 """Shapes of chat data, the chat tool's flags, and input that cannot be used."""
 
 import json
-from datetime import date
 
 import numpy as np
 import pytest
 
 from megatron.data import DataError, IndexedDataset
-from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
-from megatron.data.preprocessing.chat_rows import prepare
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
-from tests.data.samples import jsonl
+from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
+from tests.data.preprocessing import chat_tokenizers
+from tests.data.preprocessing.chat_tokenizers import ANSWER, ASK, CHATML, GENERATION, LLAMA3, PLAIN, encoded, texts_of
+from tests.data.samples import jsonl, refused
 from tools.datasets import preprocess_data_with_chat_template as tool
 
-ASK, ANSWER = {"role": "user", "content": "What does silk cost?"}, {"role": "assistant", "content": "Nine coins."}
 ROW = {"messages": [ASK, ANSWER]}
 BOS = {"bos_token": "<|begin_of_text|>"}
 SCORE = {"reward_key": "score"}
 
 
-def called(calls):
-    return {"messages": [ASK, {**ANSWER, "tool_calls": calls}]}
-
-
 def encode(row, template=CHATML, keys=("messages",), special=None, **options):
-    chat = chat_tokenizer(template, **(special or {}))
-    chosen = ChatOptions(keys=keys, **options)
-    chosen.check()
-    (made,), counts = encode_rows([prepare(row, chat, chosen)], chat, chosen)
+    chat = chat_tokenizers.chat_tokenizer(template, **(special or {}))
+    (made,), counts = encoded([row], chat, keys=keys, **options)
     return made, counts, chat
 
 
 def texts(row, *args, **options):
-    """(whole text, trained text) of each document."""
     made, _, chat = encode(row, *args, **options)
-    trained = [[i for i in d.labels if i >= 0] if d.labels is not None else d.ids for (d,) in made.documents]
-    return [(chat.hf.decode(d.ids), chat.hf.decode(t)) for (d,), t in zip(made.documents, trained, strict=True)]
+    return texts_of(made, chat)
 
 
 EOT = {"special": {"eos_token": "<|endoftext|>"}}
@@ -45,19 +34,16 @@ SHAREGPT = [{"from": "human", "value": ASK["content"]}, {"from": "gpt", "value":
 LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Ten."}]}
 
 
-@pytest.mark.parametrize(
-    "row, options, expected",
-    [
-        ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
-        (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
-        (ROW, EOT, "Nine coins.<|im_end|>\n"),
-        ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
-        (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
-        (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
-        (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
-        ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
-    ],
-)
+@pytest.mark.parametrize("row, options, expected", [
+    ({"conversations": SHAREGPT}, {"keys": ("conversations",)}, "Nine coins.<|im_end|>\n"),
+    (ROW, {"template": PLAIN, **EOT}, "Nine coins.\n<|endoftext|>"),  # only where the template has none
+    (ROW, EOT, "Nine coins.<|im_end|>\n"),
+    ({"messages": [ASK, ANSWER, ASK]}, {"template": PLAIN, **EOT}, "Nine coins.\n"),
+    (ROW, {"template": LLAMA3, "for_rm": True}, "<|eot_id|>"),
+    (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
+    (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
+    ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
+])  # fmt: skip
 def test_what_is_trained_of_a_row(row, options, expected):
     ((whole, trained),) = texts(row, **options)
     assert trained == expected and whole.startswith(texts(ROW, template=options.get("template", CHATML))[0][0][:30])
@@ -67,11 +53,9 @@ def test_what_is_trained_of_a_row(row, options, expected):
 def test_tools_and_template_variables():
     template = "{{ tools | tojson if tools else '' }}{{ city }}" + CHATML
     tools = [{"type": "function", "function": {"name": "price", "parameters": {}}}]
-    as_list, as_text = (
-        {**ROW, "tools": t, "chat_template_kwargs": {"city": "Oslo"}} for t in (tools, json.dumps(tools))
-    )
-    ((whole, trained),) = texts(as_list, template)
-    assert texts(as_text, template) == [(whole, trained)]
+    row = {**ROW, "chat_template_kwargs": {"city": "Oslo"}}
+    ((whole, trained),) = texts({**row, "tools": tools}, template)
+    assert texts({**row, "tools": json.dumps(tools)}, template) == [(whole, trained)]
     assert '"name": "price"' in whole and "Oslo<|im_start|>" in whole and trained == "Nine coins.<|im_end|>\n"
 
 
@@ -85,7 +69,8 @@ def test_columns_made_into_messages():
 def test_a_system_message_of_the_row_stays():
     row = {"messages": [{"role": "system", "content": "Mine."}, ASK, ANSWER]}
     made, counts, chat = encode(row, system="File's.")
-    assert "Mine." in (whole := chat.hf.decode(made.documents[0][0].ids)) and "File's" not in whole
+    ((whole, _),) = texts_of(made, chat)
+    assert "Mine." in whole and "File's" not in whole
     assert counts["conversations that keep a system message of their own"] == 1
 
 
@@ -93,32 +78,27 @@ def test_exactly_one_bos():
     """A template writes its own; to plain text the tokenizer adds it, and text that brings one is refused."""
     from tokenizers import processors
 
-    hf = fast_tokenizer(LLAMA3, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", hf.bos_token_id)]
-    )
-    chat, options = ChatTokenizer(hf, date(2026, 1, 31)), ChatOptions(keys=("completion",))
+    hf = chat_tokenizers.fast_tokenizer(LLAMA3, **BOS, eos_token="<|eot_id|>")
+    begin = {"single": "<|begin_of_text|> $A", "special_tokens": [("<|begin_of_text|>", hf.bos_token_id)]}
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(**begin)
+    chat, keys = chat_tokenizers.chat_of(hf), ("completion",)
     assert chat.adds_bos
     rows = [{"prompt": "The ", "completion": "silk"}, {"prompt": [ASK], "completion": [ANSWER]}]
-    made, _ = encode_rows([prepare(row, chat, options) for row in rows], chat, options)
-    assert all((row.documents[0][0].ids == chat.bos).sum() == 1 for row in made)
+    assert all((row.documents[0][0].ids == chat.bos).sum() == 1 for row in encoded(rows, chat, keys=keys)[0])
     with pytest.raises(DataError, match="begins with <.begin_of_text.> twice"):
-        prepare({"prompt": "<|begin_of_text|>The ", "completion": "silk"}, chat, options)
+        encoded([{"prompt": "<|begin_of_text|>The ", "completion": "silk"}], chat, keys=keys)
 
 
 def test_blanks_that_a_tokenizer_leaves_out_of_its_ranges():
-    """ByteLevel's trim_offsets: the blank that ends the answer is a token without characters, and is
-    trained."""
+    """ByteLevel's trim_offsets: a blank that ends the answer is a token of no characters; it is trained."""
     from tokenizers import processors
 
     plain = GENERATION.replace(" + '<|im_end|>' }}{% end", " }}{% end").replace("<|im_end|>", "")
-    hf = fast_tokenizer(plain.replace("<|im_start|>", "* "))
+    hf = chat_tokenizers.fast_tokenizer(plain.replace("<|im_start|>", "* "))
     hf.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
-    chat, options = ChatTokenizer(hf, date(2026, 1, 31)), ChatOptions(keys=("messages",))
-    row = {"messages": [ASK, {"role": "assistant", "content": "  Nine  coins. "}, ASK]}
-    ((made,), _) = encode_rows([prepare(row, chat, options)], chat, options)
-    labels = made.documents[0][0].labels
-    assert hf.decode(labels[labels >= 0]) == "  Nine  coins. "
+    chat, row = chat_tokenizers.chat_of(hf), {"messages": [ASK, {**ANSWER, "content": "  Nine  coins. "}, ASK]}
+    (made,), _ = encoded([row], chat, keys=("messages",))
+    assert texts_of(made, chat)[0][1] == "  Nine  coins. "
 
 
 def test_binary_rewards():
@@ -130,8 +110,7 @@ def test_over_long_rows():
     whole = encode(ROW)[0].documents[0][0]
     n = len(whole.ids)
     assert np.array_equal(encode(ROW, max_length=n)[0].documents[0][0].ids, whole.ids)
-    with pytest.raises(DataError, match=rf"^row: {n} tokens, more than --max-length {n - 1}; see --overlong$"):
-        encode(ROW, max_length=n - 1)
+    refused(rf"^row: {n} tokens, more than --max-length {n - 1}; see --overlong$", encode, ROW, max_length=n - 1)
     for overlong, ids, name in (
         ("drop", None, "over-long rows dropped"),
         ("truncate_left", whole.ids[3:], "over-long rows truncated"),
@@ -162,78 +141,62 @@ def test_both_sides_of_a_pair_go():
     assert encode(pair, keys=("chosen", "rejected"), max_length=limit, overlong="drop")[0] is None
 
 
-@pytest.mark.parametrize(
-    "row, options, message",
-    [
-        ([], {}, "list, not an object"),
-        ({"text": "x"}, {}, r'"messages" .*text'),
-        ({"messages": []}, {}, '"messages" .*empty'),
-        ({"messages": "hello"}, {}, '"messages" is text'),
-        ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str'),
-        ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 .*role'),
-        ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 .*content'),
-        ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int"),
-        ({"messages": [ASK]}, {}, r'"assistant" .*found: user'),
-        ({**ROW, "tools": "[{"}, {}, '"tools" .*JSON'),
-        ({**ROW, "tools": {}}, {}, '"tools" is dict'),
-        ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
-        ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "surrogate"),
-        (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
-        (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
-        (ROW, {"template": None}, "no chat template.*--chat-template"),
-        (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
-        (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
-        (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
-        ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
-        (
-            {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]},
-            {"keys": ("completion",)},
-            '"completion" .*role',
-        ),
-        ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
-        ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
-        ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
-        ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
-        (ROW, SCORE, '"score" is missing'),
-        ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
-        *((called(calls), {}, '"messages" message 1: tool_calls') for calls in ([{"function": "f"}], ["f"], "f")),
-        (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
-        (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
-        (
-            ROW,
-            {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS},
-            r"<\|begin_of_text\|> twice",
-        ),
-        (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
-        ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
-        ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
-        ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
-    ],
-)
+@pytest.mark.parametrize("row, options, message", [
+    ([], {}, "list, not an object"),
+    ({"text": "x"}, {}, r'"messages" .*text'),
+    ({"messages": []}, {}, '"messages" .*empty'),
+    ({"messages": "hello"}, {}, '"messages" is text'),
+    ({"messages": [ASK, "x"]}, {}, '"messages" message 1 is str'),
+    ({"messages": [{"content": "x"}]}, {}, '"messages" message 0 .*role'),
+    ({"messages": [{"role": "user"}]}, {}, '"messages" message 0 .*content'),
+    ({"messages": [{"role": "user", "content": 3}]}, {}, "content is int"),
+    ({"messages": [ASK, {**ANSWER, "role": "model"}]}, {}, r'"assistant" .*found: user, model'),
+    ({**ROW, "tools": "[{"}, {}, '"tools" .*JSON'),
+    ({**ROW, "tools": {}}, {}, '"tools" is dict'),
+    ({**ROW, "chat_template_kwargs": [1]}, {}, '"chat_template_kwargs" is list'),
+    ({"messages": [{**ASK, "content": "\ud800"}, ANSWER]}, {}, "surrogate"),
+    (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
+    (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
+    (ROW, {"template": None}, "no chat template.*--chat-template"),
+    (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
+    (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
+    (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
+    ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
+    ({"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}, {"keys": ("completion",)}, '"completion" .*role'),
+    ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
+    ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
+    ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
+    ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
+    (ROW, SCORE, '"score" is missing'),
+    ({**ROW, "score": 0.5}, SCORE | {"binary_reward": True}, "--binary-reward "),
+    *(({"messages": [ASK, {**ANSWER, "tool_calls": calls}]}, {}, '"messages" message 1: tool_calls')
+      for calls in ([{"function": "f"}], ["f"], "f")),
+    (ROW, {"template": "{{ 1 / 0 }}"}, "template fails: .*zero"),
+    (ROW, {"template": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}"}, "template fails: .*recursion"),
+    (ROW, {"template": "{{ bos_token + '\\n' + bos_token }}" + CHATML, "special": BOS}, r"<\|begin_of_text\|> twice"),
+    (ROW, {"template": "{{ ' ' + bos_token + bos_token }}" + CHATML, "special": BOS}, "begin_of_text.* twice"),
+    ({"prompt": "a", "response": "b"}, {"keys": ("response",)}, "completion, chosen or rejected"),
+    ({"a": "x"}, {"maps": (("user", "{b}"),)}, r"--map user: .*'b' .*a"),
+    ({"a": "x"}, {"maps": (("user", "{a"),)}, "braces"),
+])  # fmt: skip
 def test_rows_that_cannot_be_used(row, options, message):
-    with pytest.raises(DataError, match=rf"^row: .*{message}[^\n]*$"):
-        encode(row, **options)
+    refused(rf"^row: .*{message}[^\n]*$", encode, row, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        *({"binary_reward": True}, {"overlong": "drop"}, {"max_length": 1}, {"for_rm": True, "mask": False}),
-        *({"for_rm": True, "scope": "last_turn"}, {"maps": (("user", "x"),), "keys": ("a", "b")}),
-        {"overlong": "split", "max_length": 8, "keys": ("chosen", "rejected")},
-        {"overlong": "truncate_right", "max_length": 8, "for_rm": True},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [
+    {"binary_reward": True}, {"overlong": "drop"}, {"max_length": 1}, {"for_rm": True, "mask": False},
+    {"for_rm": True, "scope": "last_turn"}, {"maps": (("user", "x"),), "keys": ("a", "b")},
+    {"overlong": "split", "max_length": 8, "keys": ("chosen", "rejected")},
+    {"overlong": "truncate_right", "max_length": 8, "for_rm": True},
+], ids=str)  # fmt: skip
 def test_flags_that_exclude_each_other(options):
-    with pytest.raises(DataError, match="^--"):
-        ChatOptions(**options).check()
+    refused("^--", ChatOptions(**options).check)
 
 
 @pytest.fixture
 def saved(tmp_path):
     """A tokenizer folder whose template writes the date."""
-    hf = fast_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
+    hf = chat_tokenizers.fast_tokenizer("{{ strftime_now('%d %b %Y') }}" + CHATML)
     hf.save_pretrained(tmp_path / "tokenizer")
     return tmp_path / "tokenizer"
 
@@ -264,18 +227,15 @@ def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
     assert "2 bad rows" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--tokenizer-path nobody/nothing", "nobody/nothing: .*Hugging"),
-        ("--tokenizer-path ./nowhere", "no such folder"),
-        ("--tokenizer-path {data}", "no tokenizer of transformers"),
-        ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
-        ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: "),
-        ("--tokenizer-path {saved} --map user", "ROLE=TEXT"),
-        ("--tokenizer-path {saved} --binary-reward", "--binary-reward .*--reward-key"),
-    ],
-)
+@pytest.mark.parametrize("flags, message", [
+    ("--tokenizer-path nobody/nothing", "nobody/nothing: .*Hugging"),
+    ("--tokenizer-path ./nowhere", "no such folder"),
+    ("--tokenizer-path {data}", "no tokenizer of transformers"),
+    ("--tokenizer-path {saved} --chat-template nowhere.jinja", "nowhere.jinja: no such file"),
+    ("--tokenizer-path {saved} --system-file nowhere.txt", "nowhere.txt: "),
+    ("--tokenizer-path {saved} --map user", "ROLE=TEXT"),
+    ("--tokenizer-path {saved} --binary-reward", "--binary-reward .*--reward-key"),
+])  # fmt: skip
 def test_one_line_for_flags_that_cannot_be(saved, tmp_path, monkeypatch, flags, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "data").mkdir()
@@ -286,18 +246,16 @@ def test_one_line_for_flags_that_cannot_be(saved, tmp_path, monkeypatch, flags, 
 
 
 def test_a_date_of_no_plain_format_cannot_be_frozen():
-    with pytest.raises(DataError, match="its date cannot be frozen"):
-        chat_tokenizer("{{ strftime_now(form) }}" + CHATML)
+    refused("its date cannot be frozen", chat_tokenizers.chat_tokenizer, "{{ strftime_now(form) }}" + CHATML)
 
 
 def test_template_file_and_system_file(saved, tmp_path):
     (tmp_path / "plain.jinja").write_text(PLAIN)
     (tmp_path / "system.txt").write_text("Be brief.\n")
     source = jsonl(tmp_path / "chats.jsonl", [{"q": "silk", "a": "nine"}])
-    tool.main(
-        f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --chat-template "
-        f"{tmp_path}/plain.jinja --system-file {tmp_path}/system.txt --map user={{q}} --map assistant={{a}}".split()
-    )
+    flags = f"--chat-template {tmp_path}/plain.jinja --system-file {tmp_path}/system.txt --map user={{q}}"
+    where = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved}"
+    tool.main(f"{where} {flags} --map assistant={{a}}".split())
     ids = IndexedDataset(f"{tmp_path}/out_conversation_document")[0]
     text = "[system] Be brief.\n[user] silk\n[assistant] nine\n<|im_end|>"
     assert load_chat_tokenizer(str(saved)).hf.decode(ids) == text
@@ -306,13 +264,14 @@ def test_template_file_and_system_file(saved, tmp_path):
 @pytest.mark.parametrize("template", [CHATML, GENERATION])
 @pytest.mark.parametrize("scope", [None, "all_assistant", "last_turn"])
 def test_a_conversation_without_an_answer_is_kept_when_asked(template, scope):
-    made, counts, chat = encode({"messages": [ASK]}, template, scope=scope, untrained="keep")
-    ((document,),) = made.documents
-    assert ASK["content"] in chat.hf.decode(document.ids) and (document.labels == -100).all()
-    assert counts["rows without a trained token"] == 1
     completed = {"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}
-    made, counts, chat = encode(completed, keys=("completion",), untrained="keep")
-    assert "and?" in chat.hf.decode(made.documents[0][0].ids) and counts["rows without a trained token"] == 1
+    for row, options, words in (
+        ({"messages": [ASK]}, {"template": template, "scope": scope}, ASK["content"]),
+        (completed, {"keys": ("completion",)}, "and?"),
+    ):
+        made, counts, chat = encode(row, **options, untrained="keep")
+        ((whole, trained),) = texts_of(made, chat)
+        assert words in whole and not trained and counts["rows without a trained token"] == 1
 
 
 @pytest.mark.parametrize(("rejected", "count"), [("Nine coins.", 1), ("Nine coins. Or ten.", 0)])
@@ -329,7 +288,7 @@ def test_pairs_of_the_same_answer_are_counted(rejected, count):
 @pytest.mark.parametrize(("scope", "count"), [(None, 1), ("completion", 1), ("all_assistant", 0), ("last_turn", 0)])
 def test_turns_of_others_that_a_completion_trains_are_counted(scope, count):
     row = {"prompt": [ASK], "completion": [ANSWER, {**ASK, "content": "In winter?"}, {**ANSWER, "content": "Ten."}]}
-    ((_, trained),) = texts(row, keys=("completion",), scope=scope)
+    made, counts, chat = encode(row, keys=("completion",), scope=scope)
+    ((_, trained),) = texts_of(made, chat)
     assert ("In winter?" in trained) == bool(count)
-    _, counts, _ = encode(row, keys=("completion",), scope=scope)
     assert counts["turns of others trained, as they follow the prompt (see --loss-scope)"] == count

@@ -1,18 +1,16 @@
-"""Labels of conversations and pairs against TRL 1.16's own preparation of data sets, on a tokenizer trained
-here."""
+"""Labels of conversations and pairs against TRL 1.16's own, on a tokenizer trained here."""
 
+from importlib.resources import files
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron.data import DataError, build_datasets, train_loader
-from megatron.data.preprocessing.chat_documents import encode_rows
-from megatron.data.preprocessing.chat_options import ChatOptions
-from megatron.data.preprocessing.chat_rows import prepare
 from megatron.data.preprocessing.conversations import shared_prompt
 from megatron.neox_arguments import NeoXArgs
-from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
+from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, encoded
+from tests.data.preprocessing.chat_tokenizers import fast_tokenizer as fast
 from tests.data.samples import jsonl
 from tools.datasets.preprocess_data_with_chat_template import main as preprocess_main
 
@@ -20,90 +18,72 @@ trl = pytest.importorskip("trl", reason="pip install trl==1.16.0")
 datasets = pytest.importorskip("datasets")
 
 
-def _says(role: str, text: str) -> dict[str, str]:
-    return {"role": role, "content": text}
+def _said(text: str, role: str = "assistant") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def _pair(prompt: list, chosen: str, rejected: str) -> dict[str, list]:
+    return {"prompt": prompt, "chosen": _said(chosen), "rejected": _said(rejected)}
 
 
 MESSAGES = [
-    [_says("user", "What does the lantern cost?"), _says("assistant", "Nine coins, or ten.")],
-    [
-        *(_says("system", "The harbour trades copper."), _says("user", "silk")),
-        *(_says("assistant", " It costs 9\n\ncoins é 🏮 "), _says("user", "in winter?"), _says("assistant", "salt")),
-    ],
-]
-PAIRS = [
-    {"prompt": prompt, "chosen": [_says("assistant", chosen)], "rejected": [_says("assistant", rejected)]}
-    for prompt, chosen, rejected in (
-        (MESSAGES[1][:-1], "The salt", "They say nine"), (MESSAGES[0][:1], "\n\nNine", "\nTen\n"),
-    )
+    _said("What does the lantern cost?", "user") + _said("Nine coins, or ten."),
+    _said("The harbour trades copper.", "system") + _said("silk", "user") + _said(" It costs 9\n\ncoins é 🏮 ")
+    + _said("in winter?", "user") + _said("salt"),
 ]  # fmt: skip
+PAIRS = [_pair(MESSAGES[1][:-1], "The salt", "They say nine"), _pair(MESSAGES[0][:1], "\n\nNine", "\nTen\n")]
 SIDES = ("chosen", "rejected")
 INSIDE = [{side: pair["prompt"] + pair[side] for side in SIDES} for pair in PAIRS]
 
 
 def ours(rows, keys, template, scope=None, **special):
-    chat = chat_tokenizer(template, **special)
-    options = ChatOptions(keys=keys, scope=scope)
-    documents, _ = encode_rows([prepare(row, chat, options) for row in rows], chat, options)
+    documents, _ = encoded(rows, chat_tokenizer(template, **special), keys=keys, scope=scope)
     return [[(list(d.ids), list(d.labels)) for (d,) in row.documents] for row in documents]
 
 
+def by_trl(trainer, rows, hf, state, args, **options):
+    """What a trainer of TRL makes of rows. state: what its preparation reads of itself."""
+    args = SimpleNamespace(dataset_num_proc=None, max_length=None, **args)
+    its_self, given = SimpleNamespace(_tokenizer=hf, **state), datasets.Dataset.from_list(rows)
+    return trainer._prepare_dataset(its_self, given, hf, args, dataset_name="x", **options)
+
+
+def both_sides(row, *keys):
+    """(ids, labels) of the prompt with each of two answers."""
+    masked = [-100] * len(row["prompt_ids"])
+    return [(row["prompt_ids"] + row[key], masked + row[key]) for key in keys]
+
+
 def trl_sft(rows, template, assistant_only=False, **special):
-    hf = fast_tokenizer(template, **special)
-    trainer = SimpleNamespace(_tokenizer=hf, chat_template=None, completion_only_loss=True)
-    args = SimpleNamespace(
-        dataset_num_proc=None, dataset_text_field="text", assistant_only_loss=assistant_only, max_length=None,
-        shuffle_dataset=False,
-    )  # fmt: skip
-    prepared = trl.SFTTrainer._prepare_dataset(
-        trainer, datasets.Dataset.from_list(rows), hf, args, packing=False, formatting_func=None, dataset_name="x"
-    )
+    state = {"chat_template": None, "completion_only_loss": True}
+    args = {"dataset_text_field": "text", "assistant_only_loss": assistant_only, "shuffle_dataset": False}
+    options = {"packing": False, "formatting_func": None}
+    prepared = by_trl(trl.SFTTrainer, rows, fast(template, **special), state, args, **options)
     return [[(row["input_ids"], row["labels"])] for row in prepared]
 
 
 def trl_dpo(rows, template, **special):
-    hf = fast_tokenizer(template, **special)
-    args = SimpleNamespace(dataset_num_proc=None, max_length=None)
-    prepared = trl.DPOTrainer._prepare_dataset(
-        SimpleNamespace(_tokenizer=hf), datasets.Dataset.from_list(rows), hf, args, dataset_name="x"
-    )
-    sides = []
-    for row in prepared:
-        masked = [-100] * len(row["prompt_ids"])
-        sides.append([(row["prompt_ids"] + row[s], masked + row[s]) for s in ("chosen_ids", "rejected_ids")])
-    return sides
+    prepared = by_trl(trl.DPOTrainer, rows, fast(template, **special), {}, {})
+    return [both_sides(row, "chosen_ids", "rejected_ids") for row in prepared]
 
 
 def trl_kto(rows, template, micro_batch, **special):
     """(ids, labels, judgement, ids and labels of the answer to another prompt) of each example."""
-    hf = fast_tokenizer(template, **special)
-    trainer = SimpleNamespace(
-        _tokenizer=hf, calculate_KL=True, desirable_weight=1.0, undesirable_weight=1.0, args=SimpleNamespace()
-    )
-    args = SimpleNamespace(dataset_num_proc=None, max_length=None, per_device_train_batch_size=micro_batch)
-    prepared = trl.KTOTrainer._prepare_dataset(trainer, datasets.Dataset.from_list(rows), hf, args, dataset_name="x")
-    examples = []
-    for row in prepared:
-        masked = [-100] * len(row["prompt_ids"])
-        both = [(row["prompt_ids"] + row[s], masked + row[s]) for s in ("completion_ids", "KL_completion_ids")]
-        examples.append((both[0], row["label"], both[1]))
-    return examples
+    state = {"calculate_KL": True, "desirable_weight": 1.0, "undesirable_weight": 1.0, "args": SimpleNamespace()}
+    size = {"per_device_train_batch_size": micro_batch}
+    prepared = by_trl(trl.KTOTrainer, rows, fast(template, **special), state, size)
+    both = [both_sides(row, "completion_ids", "KL_completion_ids") for row in prepared]
+    return [(own, row["label"], other) for row, (own, other) in zip(prepared, both, strict=True)]
 
 
 LLAMA = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-# Of the training templates that TRL ships, those whose tokens the tokenizer has
-FAMILIES = ("llama3", "qwen2_5", "qwen3", "gemma", "phi3")
 
 
-def bundled(name):
-    from importlib.resources import files
-
-    return (files("trl") / "chat_templates" / name).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", ["generation", *FAMILIES])
+@pytest.mark.parametrize("name", ["generation", "llama3", "qwen2_5", "qwen3", "gemma", "phi3"])
 def test_assistant_only_loss(name):
-    template = GENERATION if name == "generation" else bundled(f"{name}_training.jinja")
+    """Of the training templates that TRL ships, those whose tokens the tokenizer has."""
+    bundled = files("trl") / "chat_templates" / f"{name}_training.jinja"
+    template = GENERATION if name == "generation" else bundled.read_text(encoding="utf-8")
     special = LLAMA if name == "llama3" else {"bos_token": "<|begin_of_text|>"}
     rows = [{"messages": messages} for messages in MESSAGES]
     if name == "gemma":  # takes no system message
@@ -113,13 +93,12 @@ def test_assistant_only_loss(name):
 
 @pytest.mark.parametrize("blank", ["", " "])
 def test_an_answer_without_words(blank):
-    rows = [{"messages": [*MESSAGES[0][:1], {"role": "assistant", "content": blank}, *MESSAGES[1][3:]]}]
+    rows = [{"messages": MESSAGES[0][:1] + _said(blank) + MESSAGES[1][3:]}]
     assert ours(rows, ("messages",), GENERATION) == trl_sft(rows, GENERATION, assistant_only=True)
 
 
 def test_template_without_generation_trains_the_same_answers():
-    """By comparing renders, ChatML trains what the tagged template does, and the newline behind each stop
-    token."""
+    """By comparing renders, ChatML trains what the tagged one does, and the newline behind stop tokens."""
     rows = [{"messages": messages} for messages in MESSAGES]
     tagged = trl_sft(rows, GENERATION, assistant_only=True)
     newline = chat_tokenizer().encode(["\n"])[0][0][0]
@@ -147,34 +126,29 @@ def test_pairs(template, special):
 def test_judged_answers_from_jsonl(tmp_path):
     """prompt, completion, label in a file -> the tool -> the batches of a run, against what TRL trains on."""
     rows = [{"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
-            for pair in PAIRS for side in ("chosen", "rejected")]  # fmt: skip
-    source, prefix = jsonl(tmp_path / "rows.jsonl", rows), str(tmp_path / "kto")
-    fast_tokenizer(CHATML).save_pretrained(tmp_path / "tokenizer")
-    preprocess_main(
-        ["--input", str(source), "--output-prefix", prefix, "--tokenizer-path", str(tmp_path / "tokenizer"),
-         "--jsonl-keys", "completion", "--reward-key", "label", "--binary-reward"]
-    )  # fmt: skip
+            for pair in PAIRS for side in SIDES]  # fmt: skip
+    source, prefix = jsonl(tmp_path / "rows.jsonl", rows), f"{tmp_path}/kto"
+    fast(CHATML).save_pretrained(tmp_path / "tokenizer")
+    flags = "--jsonl-keys completion --reward-key label --binary-reward"
+    where = f"--input {source} --output-prefix {prefix} --tokenizer-path {tmp_path}/tokenizer"
+    preprocess_main(f"{where} {flags}".split())
+    names = {"data": "document", "label_data": "label_document", "reward_data": "reward_document"}
     args = NeoXArgs.from_dict({
         "num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 128, "max_position_embeddings": 128,
-        "train_impl": "kto", "pack_impl": "unpacked", "kto_kl": "rotated", "train_iters": 1,
-        "eval_iters": 0, "dpo_reference": "on_the_fly",
-        "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "padded_vocab_size": 1024,
+        "train_impl": "kto", "pack_impl": "unpacked", "kto_kl": "rotated", "train_iters": 1, "eval_iters": 0,
+        "dpo_reference": "on_the_fly", "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "padded_vocab_size": 1024,
         "tokenizer_type": "CharLevelTokenizer", "index_cache_dir": str(tmp_path / "cache"),
-        "train_data_paths": [f"{prefix}_completion_document"],
-        "train_label_data_paths": [f"{prefix}_completion_label_document"],
-        "train_reward_data_paths": [f"{prefix}_completion_reward_document"],
         "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+        **{f"train_{kind}_paths": [f"{prefix}_completion_{name}"] for kind, name in names.items()},
     }).for_world(1)  # fmt: skip
     dataset = build_datasets(args, train_batch_size=4, once=lambda work: work()).train
     ((batch,),) = train_loader(dataset, args, data_rank=0, data_size=1)
 
     def answers(of):
-        token_label_pairs = []
         for number in range(4):
             places = of.response_ids[number] == number
             labels = np.where(of.loss_weights[number] > 0, of.labels[number], -100)[places]
-            token_label_pairs.append((of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]))
-        return token_label_pairs
+            yield of.tokens[number][places].tolist(), [-100, *labels[:-1].tolist()]
 
     got = list(zip(answers(batch), batch.preference_labels.tolist(), answers(batch.kl_batch), strict=True))
     order = [next(i for i, row in enumerate(trl_kto(rows, CHATML, 4)) if row[0] == item[0]) for item in got]
@@ -210,13 +184,9 @@ def test_pairs_with_their_prompt_inside():
 
 def test_pairs_whose_answer_merges_with_the_prompt():
     """The blank before the answer and its first word are one token: TRL drops the prompt's end, and so do we.
-
-    The end-of-text token behind it is ours: TRL only warns that a template without one teaches no end.
-    """
-    answers = {"chosen": [_says("assistant", "lantern silk")], "rejected": [_says("assistant", "costs")]}
-    pair = {"prompt": MESSAGES[0][:1], **answers}
-    got = ours([pair], SIDES, PLAIN)
-    chat = chat_tokenizer(PLAIN)
+    The end-of-text token behind it is ours: TRL only warns that a template without one teaches no end."""
+    pair = _pair(MESSAGES[0][:1], "lantern silk", "costs")
+    got, chat = ours([pair], SIDES, PLAIN), chat_tokenizer(PLAIN)
     assert got == [[(ids + [chat.eos], labels + [chat.eos]) for ids, labels in row] for row in trl_dpo([pair], PLAIN)]
     ((ids, labels), _) = got[0]
     blank = chat.encode(["[assistant] "])[0][0][-1]
@@ -231,12 +201,10 @@ def test_shared_prompt():
 
 
 def test_an_answer_that_ends_in_several_tokens_of_one_character():
-    """transformers 5.23 marks only the first of the tokens of a span's last character; all are trained
-    here."""
-    template = GENERATION.replace("m['content'] + '<|im_end|>'", "m['content']").replace(
-        "endgeneration %}{{ '\\n' }}", "endgeneration %}"
-    )
-    row = {"messages": [{"role": "user", "content": "silk"}, {"role": "assistant", "content": "salt é🏮"}]}
+    """transformers 5.23 marks only the first token of a span's last character; here all are trained."""
+    template = GENERATION.replace("m['content'] + '<|im_end|>'", "m['content']")
+    template = template.replace("endgeneration %}{{ '\\n' }}", "endgeneration %}")
+    row = {"messages": _said("silk", "user") + _said("salt é🏮")}
     ((ids, labels),) = ours([row], ("messages",), template)[0]
     ((their_ids, theirs),) = trl_sft([row], template, assistant_only=True)[0]
     assert ids[:-1] == their_ids

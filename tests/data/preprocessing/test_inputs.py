@@ -1,5 +1,4 @@
-"""Which files `--input`, `--split` and `--subset` mean: folders as `datasets` and the hub write them, globs,
-names."""
+"""What `--input`, `--split` and `--subset` mean: folders of `datasets` and the hub, globs, names."""
 
 import gzip
 import json
@@ -20,19 +19,14 @@ from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, shards
 from megatron.data.preprocessing.inputs import resolve
 from megatron.data.preprocessing.job_runner import preprocess
-from megatron.data.preprocessing.shards import row_texts
 from megatron.tokenizer import make_tokenizer
+from tests.data.preprocessing.test_readers import arrow_of, read
 from tests.data.samples import ROOT, TOKENIZER
 from tools.datasets import convert
 
 TEXTS = [f"row {i}, of several" for i in range(20)]
 WHOLE = datasets.Dataset.from_list([{"text": text, "n": i} for i, text in enumerate(TEXTS)])
 SPLITS = {"train": range(13), "validation": range(13, 15), "test": range(15, 20)}
-
-
-def read(*inputs: Path | str, **options) -> list[str]:
-    shards = [shard for file in resolve(inputs, **options) for shard in file.shards(("text",))]
-    return [row_texts(row, ("text",))[0] for shard in shards for row in shard.rows()]
 
 
 def refused(message: str, *inputs: Path | str, **options) -> str:
@@ -55,8 +49,7 @@ def in_files(folder: Path, suffix: str = "parquet", before: str = "", **options)
 
 
 def as_pushed(folder: Path, subsets: dict[str, str], shards: int = 2) -> Path:
-    """A dataset as `Dataset.push_to_hub` lays it out: Parquet shards, and a README.md with configurations
-    (name -> the folder of its files) and features."""
+    """As `Dataset.push_to_hub` lays it out. subsets: the folder of each configuration in its README.md."""
     for data_dir in subsets.values():
         (folder / data_dir).mkdir(parents=True)
         for split, rows in SPLITS.items():
@@ -164,8 +157,7 @@ def test_what_a_clone_says_of_itself_is_no_data(tmp_path: Path, monkeypatch: pyt
 
 
 def test_other_kinds_are_read_by_datasets(tmp_path: Path):
-    """What is no Parquet, Arrow or JSON as they are is converted first: here a separator that only the card
-    tells."""
+    """What is no Parquet, Arrow or JSON is converted first: a separator that only the card tells."""
     in_files(tmp_path / "data", "csv", sep=";")
     files = "".join(f"\n  - split: {split}\n    path: data/{split}.csv" for split in SPLITS)
     card = f'---\nconfigs:\n- config_name: default\n  sep: ";"\n  data_files:{files}\n---\n'
@@ -208,18 +200,15 @@ SLICES = ("train[3:11]", "train[:1]", "train[-1:]", "train[45%:55%]", "train[2:3
 KINDS = ("jsonl", "csv", "parquet", "arrow")
 
 
-@pytest.mark.parametrize(
-    ("kind", "split", "chunk"),  # each pair of a kind and a slice, and of either and a chunk
-    [(kind, split, (40, 1 << 20)[(i + j) % 2]) for i, kind in enumerate(KINDS) for j, split in enumerate(SLICES)],
-)
+@pytest.mark.parametrize(("kind", "split", "chunk"), [  # each pair of a kind and a slice, and of either and a chunk
+    (kind, split, (40, 1 << 20)[(i + j) % 2]) for i, kind in enumerate(KINDS) for j, split in enumerate(SLICES)
+])  # fmt: skip
 def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", chunk)
     for i, rows in enumerate((range(9), range(9, 20))):
         file, part = tmp_path / f"{i}.{kind}", WHOLE.select(rows)
         if kind == "arrow":
-            table = pyarrow.Table.from_pylist(part.to_list())
-            with pyarrow.ipc.new_stream(file, table.schema) as writer:
-                writer.write_table(table, max_chunksize=3)
+            file.write_bytes(arrow_of(pyarrow.ipc.new_stream, part.to_list(), 3))
         else:
             options = {"batch_size": 4} if kind == "parquet" else {}
             getattr(part, f"to_{kind.removesuffix('l')}")(file, **options)
@@ -229,16 +218,14 @@ def test_slices_of_every_kind(kind: str, split: str, chunk: int, tmp_path: Path,
 
 def test_a_slice_is_a_job_of_its_own(tmp_path: Path):
     """It is told from the whole in the metadata; and a bad row of it is named by its place in the file."""
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{bad\n")
+    source, notes = tmp_path / "a.jsonl", tmp_path / "meta.json"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS) + "{bad\n")
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)))
-    result = preprocess(
-        resolve([tmp_path / "a.jsonl"], "train[5:20]"), [tmp_path / "out"], job, metadata_file=tmp_path / "meta.json"
-    )
-    assert result.outputs[0].documents == 15 and 0 < result.progress.total_bytes < (tmp_path / "a.jsonl").stat().st_size
-    (source,) = json.loads((tmp_path / "meta.json").read_text())["inputs"]
-    assert source["rows"] == [5, 20]
+    result = preprocess(resolve([source], "train[5:20]"), [tmp_path / "out"], job, metadata_file=notes)
+    assert result.outputs[0].documents == 15 and 0 < result.progress.total_bytes < source.stat().st_size
+    assert [about["rows"] for about in json.loads(notes.read_text())["inputs"]] == [[5, 20]]
     with pytest.raises(DataError, match=r"a\.jsonl:21: not valid JSON"):
-        preprocess(resolve([tmp_path / "a.jsonl"], "train[20:]"), [tmp_path / "bad"], job)
+        preprocess(resolve([source], "train[20:]"), [tmp_path / "bad"], job)
 
 
 def test_a_pointer_of_git_lfs_is_no_data(pushed: Path, tmp_path: Path):
@@ -260,16 +247,15 @@ def test_the_tools_take_the_flags(pushed: Path, tmp_path: Path):
 def test_folders_that_were_saved(tmp_path: Path):
     """`save_to_disk` writes them; a selection of rows is saved as such."""
     WHOLE.select([3, 1, 2]).save_to_disk(tmp_path / "chosen")
-    assert read(tmp_path / "chosen") == read(tmp_path / "chosen", split="train") == [TEXTS[i] for i in (3, 1, 2)]
-    assert read(tmp_path / "chosen", split="train[1:]") == [TEXTS[i] for i in (1, 2)]
+    assert read(tmp_path / "chosen") == read(tmp_path / "chosen", split="train") == [TEXTS[3], *TEXTS[1:3]]
+    assert read(tmp_path / "chosen", split="train[1:]") == TEXTS[1:3]
     splits = datasets.DatasetDict({"train": WHOLE, "test": WHOLE.select([5])})
     splits.save_to_disk(tmp_path / "both", num_shards={"train": 3, "test": 1})
     assert read(tmp_path / "both", split="train") == TEXTS
     assert read(tmp_path / "both", split="test") == [TEXTS[5]]
     assert read(tmp_path / "both", split="train[5:12]+test") == [*TEXTS[5:12], TEXTS[5]]
     refused(r"both: no split valid; there are train, test \(--split\)", tmp_path / "both", split="valid")
-    test = datasets.Dataset.from_dict({"text": TEXTS}, split="test")
-    test.save_to_disk(tmp_path / "test")
+    datasets.Dataset.from_dict({"text": TEXTS}, split="test").save_to_disk(tmp_path / "test")
     assert read(tmp_path / "test") == read(tmp_path / "test", split="test") == TEXTS
     refused(r"no split train; there are test \(--split\)", tmp_path / "test", split="train")
     refused("chosen: --subset small: .*README.md", tmp_path / "chosen", subset="small")
@@ -297,6 +283,6 @@ def test_a_hub_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_hub_name_offline_says_so():
     words = [sys.executable, "-c", "from megatron.data.preprocessing.inputs import resolve; resolve(['some/name'])"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | {"HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-    last_line = done.stderr.strip().splitlines()[-1]
-    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in last_line
-    assert "Offline" in last_line
+    last = done.stderr.strip().splitlines()[-1]
+    assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in last
+    assert "Offline" in last

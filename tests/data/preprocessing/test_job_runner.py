@@ -19,11 +19,10 @@ import pytest
 from megatron.data import DataError, IndexedDataset
 from megatron.data.preprocessing import EncodeJob, job_runner, preprocess, shards
 from megatron.tokenizer import make_tokenizer
-from tests.data.samples import DATASET, ROOT, TOKENIZER, jsonl, pair, rows_of, write_dataset
+from tests.data.samples import DATASET, ROOT, TOKENIZER, json_rows, jsonl, pair, refused, rows_of, write_dataset
 from tools.datasets import preprocess_data
 
 CHAR = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), append_eod=True)
-TOOL = ROOT / "tools" / "datasets" / "preprocess_data.py"
 
 
 def corpus(path: Path, documents: int, size: int = 60) -> Path:
@@ -73,11 +72,9 @@ def test_a_crash_at_any_step_costs_nothing(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
     monkeypatch.setattr(job_runner, "JOURNAL_SECONDS", 0)
     monkeypatch.setattr(os, "fsync", lambda handle: None)  # slow, and no matter where only a process ends
-    source = corpus(tmp_path / "a.jsonl", 20)
-    job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("text",))
+    source, job = corpus(tmp_path / "a.jsonl", 20), EncodeJob(make_tokenizer, ("CharLevelTokenizer",))
     preprocess([source], [tmp_path / "whole"], job)
-    old = write_dataset(tmp_path / "old", [5, 6])
-    steps = went_on = 0
+    old, steps, went_on = write_dataset(tmp_path / "old", [5, 6]), 0, 0
     while True:
         folder = tmp_path / str(steps)
         folder.mkdir()
@@ -123,8 +120,7 @@ def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch:
     source = corpus(tmp_path / "a.jsonl", 40)
     source.write_text(source.read_text() + "bad\n")
     for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
-        with pytest.raises(DataError, match=r"a.jsonl:41: not valid JSON.*\d\d%.*--on-error"):
-            preprocess([source], [tmp_path / "x"], job)
+        refused(r"a.jsonl:41: not valid JSON.*\d\d%.*--on-error", preprocess, [source], [tmp_path / "x"], job)
         assert len(list(tmp_path.glob(".x.parts-*"))) == 1
     corpus(source, 40)  # mended, and so another input
     assert preprocess([source], [tmp_path / "x"], CHAR).progress.resumed == 0
@@ -138,8 +134,7 @@ def test_two_at_once_on_one_output(tmp_path: Path):
     words = [sys.executable, "-c", script, str(source), str(tmp_path / "x")]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
         assert [other.stdout.readline() for _ in range(2)] == ["start\n", "at it\n"]
-        with pytest.raises(DataError, match="x: another process is writing it"):
-            preprocess([source], [tmp_path / "x"], CHAR)
+        refused("x: another process is writing it", preprocess, [source], [tmp_path / "x"], CHAR)
         other.kill()
     assert len(IndexedDataset(preprocess([source], [tmp_path / "x"], CHAR).outputs[0].prefix)) == 10
 
@@ -148,13 +143,12 @@ def test_two_at_once_on_one_output(tmp_path: Path):
 def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 30)
     bad = [b'{"text": "cut', b'{"n": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": 5}']
-    good = [b'{"text": "one"}', b'{"text": "two"}']
-    lines = [good[0], *bad[:3], b"", good[1], *bad[3:]]
+    lines = [b'{"text": "one"}', *bad[:3], b"", b'{"text": "two"}', *bad[3:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     skip = {"on_error": "skip", "errors_file": tmp_path / "x_errors.jsonl"}
     result = preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], CHAR, workers=workers, **skip)
     assert (result.progress.skipped, result.outputs[0].documents) == (5, 2)
-    errors = [json.loads(line) for line in (tmp_path / "x_errors.jsonl").read_text().splitlines()]
+    errors = json_rows(tmp_path / "x_errors.jsonl")
     assert [error["problem"].split(":")[1] for error in errors] == ["2", "3", "4", "7", "8"]
     assert errors[0]["row"] == bad[0].decode() + "\n" and "\\xff" in errors[3]["row"]
 
@@ -171,35 +165,28 @@ class Short(EncodeJob):
 @pytest.mark.parametrize("workers", [1, 2])
 def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path: Path):
     texts = ["one", "much too long", "two", "also too long", "three"]
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    source, errors = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts]), tmp_path / "errors"
     job = Short(make_tokenizer, ("CharLevelTokenizer",))
-    with pytest.raises(DataError, match=r"^too long$"):
-        preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers)
-    errors = tmp_path / "errors"
-    skip = {"on_error": "skip", "errors_file": errors}
-    result = preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers, **skip)
+    refused(r"^too long$", preprocess, [source], [tmp_path / "x"], job, workers=workers)
+    result = preprocess([source], [tmp_path / "x"], job, workers=workers, on_error="skip", errors_file=errors)
     assert result.progress.skipped == 2
-    assert [json.loads(json.loads(line)["row"])["text"] for line in errors.read_text().splitlines()] == texts[1::2]
+    assert [json.loads(error["row"])["text"] for error in json_rows(errors)] == texts[1::2]
     assert [bytes(row).decode() for row in rows_of(tmp_path / "x")] == texts[::2]
 
 
 def test_what_holds_no_text_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    texts = ["a", "", " \n", "", "b", "\t", "", "c"]
-    source = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
+    source = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("a", "", " \n", "", "b", "\t", "", "c")])
     command("--input", source, "--output-prefix", tmp_path / "x")
-    said = capsys.readouterr().out
-    assert "empty rows left out: 3\n" in said and "documents of white space only: 2\n" in said
-    counts = json.loads((tmp_path / "x_metadata.json").read_text())["counts"]
-    assert counts == {"empty rows left out": 3, "documents of white space only": 2}
+    said, counts = capsys.readouterr().out, {"empty rows left out": 3, "documents of white space only": 2}
+    assert all(f"{name}: {count}\n" in said for name, count in counts.items())
+    assert json.loads((tmp_path / "x_metadata.json").read_text())["counts"] == counts
 
 
 def test_a_damaged_file_is_not_said_to_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shards, "CHUNK_BYTES", 700)
-    source = tmp_path / "a.jsonl.gz"
-    whole = corpus(tmp_path / "a.jsonl", 40)
+    whole, source = corpus(tmp_path / "a.jsonl", 40), tmp_path / "a.jsonl.gz"
     source.write_bytes(gzip.compress(whole.read_bytes())[:-20])
-    with pytest.raises(DataError, match=r"a.jsonl.gz: damaged or cut off \([^;]*\)$"):
-        preprocess([whole, source], [tmp_path / "x"], CHAR)
+    refused(r"a.jsonl.gz: damaged or cut off \([^;]*\)$", preprocess, [whole, source], [tmp_path / "x"], CHAR)
     assert list(tmp_path.glob(".x.parts-*"))  # something was done, so that a hint could be given
 
 
@@ -211,15 +198,12 @@ def test_one_pair_for_two_keys_and_fewer_than_no_processes_are_refused(words: st
 
 
 def test_keys_stay_in_step(tmp_path: Path):
-    """A row without text under one key is an empty document there, so that the n-th documents belong
-    together."""
+    """A row without text under one key is an empty document there: n-th documents belong together."""
     rows = [{"q": "a", "a": "b"}, {"q": "", "a": "c"}, {"q": "", "a": ""}, {"q": "d", "a": ""}]
-    jsonl(tmp_path / "a.jsonl", rows)
     job = EncodeJob(make_tokenizer, ("CharLevelTokenizer",), keys=("q", "a"))
-    outputs = preprocess([tmp_path / "a.jsonl"], [tmp_path / "q", tmp_path / "a"], job).outputs
+    outputs = preprocess([jsonl(tmp_path / "a.jsonl", rows)], [tmp_path / "q", tmp_path / "a"], job).outputs
     assert [(output.documents, output.empty) for output in outputs] == [(3, 1), (3, 1)]
-    assert IndexedDataset(tmp_path / "q").doc_idx.tolist() == [0, 1, 1, 2]
-    assert IndexedDataset(tmp_path / "a").doc_idx.tolist() == [0, 1, 2, 2]
+    assert [IndexedDataset(tmp_path / key).doc_idx.tolist() for key in job.keys] == [[0, 1, 1, 2], [0, 1, 2, 2]]
 
 
 def test_a_disk_that_is_too_small_is_refused_before_and_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -246,11 +230,10 @@ def test_a_write_that_fails_is_one_line_and_leaves_no_half(tmp_path: Path):
     """A limit on the size of files stands for a disk that fills up while writing."""
     source = corpus(tmp_path / "a.jsonl", 3000, 1000)
     words = ("--input", str(source), "--output-prefix", str(tmp_path / "x"), "--workers", "2")
-    limit = source.stat().st_size // 4
-    done = subprocess.run(
-        [sys.executable, str(TOOL), "--tokenizer-type", "CharLevelTokenizer", *words],
-        capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
+    tool, limit = ROOT / "tools" / "datasets" / "preprocess_data.py", source.stat().st_size // 4
+    done = subprocess.run([sys.executable, str(tool), "--tokenizer-type", "CharLevelTokenizer", *words],
+                          capture_output=True, text=True,
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))  # fmt: skip
     assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("preprocess_data.py: error: ") and "File too large" in done.stderr
     assert not list(tmp_path.glob("x*"))
@@ -262,25 +245,21 @@ def test_the_metadata_tells_what_was_made_of_what(tmp_path: Path):
     source = DATASET / "corpusA.jsonl"
     words = ("--input", source, "--output-prefix", tmp_path / "x", "--tokenizer-type", "HFTokenizer")
     command(*words, "--vocab-file", TOKENIZER, "--append-eod")
-    metadata = json.loads((tmp_path / "x_metadata.json").read_text())
-    name = "x_text_document"
+    metadata, name = json.loads((tmp_path / "x_metadata.json").read_text()), "x_text_document"
+    files, digest = [f"{name}.bin", f"{name}.idx"], hashlib.sha256(source.read_bytes()).hexdigest()
     assert metadata["token_counts"] == {name: 7074} and metadata["document_counts"] == {name: 80}
     assert metadata["total_tokens"] == 7074 and metadata["dtypes"] == {name: "uint16"} and metadata["rows_skipped"] == 0
     assert metadata["tokenizer"]["sha256"] == make_tokenizer("HFTokenizer", str(TOKENIZER)).fingerprint()
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     assert metadata["inputs"] == [{"path": str(source), "bytes": source.stat().st_size, "sha256": digest}]
     assert metadata["args"]["append_eod"] is True and metadata["args"]["input"] == str(source)
-    assert metadata["timing"]["seconds"] > 0 and metadata["output_files"] == [
-        f"{tmp_path}/{name}.{end}" for end in ("bin", "idx")
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x_metadata.json", f"{name}.bin", f"{name}.idx"]
+    assert metadata["timing"]["seconds"] > 0 and metadata["output_files"] == [f"{tmp_path}/{file}" for file in files]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x_metadata.json", *files]
 
 
 class Bytes:
     """A tokenizer quick enough for a long text."""
 
-    vocab_size = 256
-    eod = 0
+    vocab_size, eod = 256, 0
 
     def __init__(self, beyond: str = ""):
         self.beyond = beyond
@@ -294,8 +273,8 @@ class Bytes:
 
 def test_a_document_of_many_chunks(tmp_path: Path):
     text = "0123456789" * 2_000_000
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("small", text, "last")])
-    preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], EncodeJob(Bytes, ("",)), workers=2)
+    source = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in ("small", text, "last")])
+    preprocess([source], [tmp_path / "x"], EncodeJob(Bytes, ("",)), workers=2)
     dataset = IndexedDataset(tmp_path / "x")
     assert [len(dataset[i]) for i in range(3)] == [5, 20_000_000, 4]
     assert dataset[1].astype(np.uint8).tobytes() == text.encode()
@@ -310,8 +289,7 @@ def test_an_id_beyond_the_type_is_refused(tmp_path: Path):
 def test_input_without_text_writes_nothing(tmp_path: Path):
     for name, text in (("a.jsonl", ""), ("b.jsonl", '{"text": ""}\n')):
         (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=f"{name}: no text in any document"):
-            preprocess([tmp_path / name], [tmp_path / "x"], CHAR)
+        refused(f"{name}: no text in any document", preprocess, [tmp_path / name], [tmp_path / "x"], CHAR)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
 
@@ -327,8 +305,7 @@ print(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
 def test_memory_does_not_grow_with_the_input(tmp_path: Path):
     peaks = []
     for copies in (1, 6):
-        line = json.dumps({"text": "word " * 400}) + "\n"
-        (tmp_path / "a.jsonl").write_text(line * 3000 * copies)  # 6 MB, 36 MB
-        words = [sys.executable, "-c", MEMORY, str(tmp_path / "a.jsonl"), str(tmp_path / "x")]
+        source = jsonl(tmp_path / "a.jsonl", [{"text": "word " * 400}] * 3000 * copies)  # 6 MB, 36 MB
+        words = [sys.executable, "-c", MEMORY, str(source), str(tmp_path / "x")]
         peaks.append(int(subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True).stdout))
     assert peaks[1] < peaks[0] * 1.1, peaks

@@ -1,7 +1,6 @@
 """Texts too long for a tokenizer are cut into pieces, and no token differs from the whole text's."""
 
 import importlib
-import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from megatron.data import IndexedDataset
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.tokenizer import HFTokenizer, make_tokenizer
-from tests.data.samples import TOKENIZER
+from tests.data.samples import TOKENIZER, jsonl, pair
 
 module = importlib.import_module("megatron.data.preprocessing.encode_job")
 
@@ -31,57 +30,51 @@ def variant(kind: str, folder: Path) -> HFTokenizer:
     return HFTokenizer(folder / f"{kind}.json")
 
 
-WORDS = st.sampled_from(
-    ["The", "the kettle", "paints", " ", "  ", "\n", "\n\n", "1234567", "ü", "e\u0301", "!?", "<|endoftext|>"]
-)
+WORDS = ["The", "the kettle", "paints", " ", "  ", "\n", "\n\n", "1234567", "ü", "e\u0301", "!?", "<|endoftext|>"]
+KINDS = ["plain", "nfc and runs of blanks", "a blank before every text", "added tokens with blanks"]
+LINE = "The patient ribbon paints the kettle. "
 
 
-@pytest.mark.parametrize(
-    "kind", ["plain", "nfc and runs of blanks", "a blank before every text", "added tokens with blanks"]
-)
+def assert_equal_in_pieces(text: str, tokenizer: HFTokenizer, longest: float = float("inf")) -> None:
+    parts = module.pieces(text, tokenizer)
+    assert "".join(parts) == text and max(map(len, parts), default=0) <= longest
+    assert [token for part in parts for token in tokenizer.tokenize(part)] == tokenizer.tokenize(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(words=st.lists(st.one_of(WORDS, st.text(max_size=8)), max_size=120), between=st.sampled_from([" ", ""]))
+@given(words=st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=120), between=st.sampled_from([" ", ""]))
 @example(words=["the kettle", "paints"] * 40, between=" ")
 @example(words=["ss"] * 90, between="")
 def test_pieces_have_the_tokens_of_the_whole(kind, words, between, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(module, "LONG", 60)
     monkeypatch.setattr(module, "AROUND", 24)
-    tokenizer = variant(kind, tmp_path_factory.mktemp("tokenizer"))
-    text = between.join(words)
-    parts = module.pieces(text, tokenizer)
-    assert "".join(parts) == text
-    assert [token for part in parts for token in tokenizer.tokenize(part)] == tokenizer.tokenize(text)
+    assert_equal_in_pieces(between.join(words), variant(kind, tmp_path_factory.mktemp("tokenizer")))
 
 
-def test_ordinary_text_is_cut_and_one_without_seams_is_not(monkeypatch: pytest.MonkeyPatch):
+def test_a_text_without_seams_is_not_cut(monkeypatch: pytest.MonkeyPatch):
+    """Pairs of "s" are tokens: which, hangs on where the run begins."""
     monkeypatch.setattr(module, "LONG", 100)
-    text = "The patient ribbon paints the kettle. " * 50
-    assert max(map(len, module.pieces(text, HFTokenizer(TOKENIZER)))) <= 100
-    # Pairs of "s" are tokens: which, hangs on where the run begins
     monkeypatch.setattr(module, "AROUND", 24)
     assert module.pieces("s" * 1001, HFTokenizer(TOKENIZER)) == ["s" * 1001]
 
 
-@pytest.mark.parametrize(
-    "text", ["你好世界数据模型" * 40, "one-two,three.four!" * 20, "lessestoastassletter" * 20, "x" * 400]
-)
-def test_text_without_blanks_is_cut_too(text: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("text", [
+    LINE * 50, "你好世界数据模型" * 40, "one-two,three.four!" * 20, "lessestoastassletter" * 20, "x" * 400,
+])  # fmt: skip
+def test_ordinary_text_and_text_without_blanks_is_cut(text: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "LONG", 100)
-    monkeypatch.setattr(module, "AROUND", 24)
-    tokenizer = HFTokenizer(TOKENIZER)
-    parts = module.pieces(text, tokenizer)
-    assert "".join(parts) == text and max(map(len, parts)) <= 100
-    assert [token for part in parts for token in tokenizer.tokenize(part)] == tokenizer.tokenize(text)
+    if text != LINE * 50:
+        monkeypatch.setattr(module, "AROUND", 24)
+    assert_equal_in_pieces(text, HFTokenizer(TOKENIZER), longest=100)
 
 
 @pytest.mark.parametrize("end", [False, True])
 def test_a_long_document_is_written_as_it_would_be_whole(end: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    texts = ["short", "The patient ribbon paints the kettle. " * 50, "", "last"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text, "n": "x"}) + "\n" for text in texts))
+    source = jsonl(tmp_path / "a.jsonl", [{"text": text, "n": "x"} for text in ("short", LINE * 50, "", "last")])
     job = EncodeJob(make_tokenizer, ("HFTokenizer", str(TOKENIZER)), keys=("text", "n"), append_eod=end)
     for name, limit in (("whole", 1 << 20), ("cut", 100)):
         monkeypatch.setattr(module, "LONG", limit)
-        preprocess([tmp_path / "a.jsonl"], [tmp_path / f"{name}_{key}" for key in job.keys], job)
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"cut_text{suffix}").read_bytes() == (tmp_path / f"whole_text{suffix}").read_bytes()
+        preprocess([source], [tmp_path / f"{name}_{key}" for key in job.keys], job)
+    assert pair(tmp_path / "cut_text") == pair(tmp_path / "whole_text")
     assert IndexedDataset(tmp_path / "cut_text").doc_idx.tolist() == [0, 1, 2, 2, 3]

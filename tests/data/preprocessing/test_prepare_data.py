@@ -13,7 +13,7 @@ import pytest
 import prepare_data
 from megatron.data import IndexedDataset, split_boundaries, unigram_entropy
 from megatron.tokenizer import HFTokenizer
-from tests.data.samples import TOKENIZER, rows_of
+from tests.data.samples import TOKENIZER, gpt2_files, json_rows, pair, rows_of
 from tools import quickstart_data
 from tools.datasets.corpora import SOURCES, parts
 
@@ -30,12 +30,11 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_without_a_name_the_test_data_is_made(quickstart: Path):
     dataset, tokenizer = IndexedDataset(quickstart / "text_document"), HFTokenizer(quickstart / "tokenizer.json")
     assert tokenizer.vocab_size == 1024 and (tokenizer.eod, tokenizer.pad) == (0, 1)
-    lines = (quickstart / "corpus.jsonl").read_text().splitlines()
-    assert len(dataset) == len(lines) > 500
-    assert (quickstart / "corpus.jsonl").stat().st_size > 1_000_000
-    for index in (0, len(lines) - 1):
+    rows = json_rows(quickstart / "corpus.jsonl")
+    assert len(dataset) == len(rows) > 500 and (quickstart / "corpus.jsonl").stat().st_size > 1_000_000
+    for index in (0, len(rows) - 1):
         *text, end = dataset[index].tolist()
-        assert end == tokenizer.eod and tokenizer.detokenize(text) == json.loads(lines[index])["text"]
+        assert end == tokenizer.eod and tokenizer.detokenize(text) == rows[index]["text"]
     stats = json.loads((quickstart / "stats.json").read_text())
     _, start, end, _ = split_boundaries("95,5,0", len(dataset))
     assert stats["validation_unigram_entropy"] == unigram_entropy(dataset.span(start, end))
@@ -44,20 +43,18 @@ def test_without_a_name_the_test_data_is_made(quickstart: Path):
 
 def test_nothing_is_made_again_while_it_is_whole(quickstart: Path):
     before = {path: path.stat().st_mtime_ns for path in quickstart.iterdir()}
-    log_lines: list[str] = []
-    quickstart_data.build(quickstart, log_lines.append)
-    assert {path: path.stat().st_mtime_ns for path in quickstart.iterdir()} == before
-    assert "up to date" in log_lines[0]
+    said: list[str] = []
+    quickstart_data.build(quickstart, said.append)
+    assert {path: path.stat().st_mtime_ns for path in quickstart.iterdir()} == before and "up to date" in said[0]
 
 
 def test_a_damaged_file_is_made_again_and_comes_out_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(quickstart_data, "library_documents", lambda: iter(()))  # the language reference is enough
     quickstart_data.build(tmp_path, lambda line: None)
-    data = tmp_path / "text_document.bin"
-    before = data.read_bytes()
-    data.write_bytes(before[:-2])
+    before = pair(tmp_path / "text_document")
+    (tmp_path / "text_document.bin").write_bytes(before[0][:-2])
     quickstart_data.build(tmp_path, lambda line: None)
-    assert data.read_bytes() == before
+    assert pair(tmp_path / "text_document") == before
 
 
 def refusal(*words: str) -> str:
@@ -80,13 +77,12 @@ class Server(http.server.SimpleHTTPRequestHandler):
 
     def do_GET(self):
         self.asked.append(self.path)
-        if self.path == "/cut/enwik8.zip":
-            self.send_response(200)
-            self.send_header("Content-Length", "1000")
-            self.end_headers()
-            self.wfile.write(b"half of it")
-        else:
-            super().do_GET()
+        if self.path != "/cut/enwik8.zip":
+            return super().do_GET()
+        self.send_response(200)
+        self.send_header("Content-Length", "1000")
+        self.end_headers()
+        self.wfile.write(b"half of it")
 
     def log_message(self, *values):
         pass
@@ -96,23 +92,15 @@ class Server(http.server.SimpleHTTPRequestHandler):
 def mirror(tmp_path: Path):
     """A loopback server of tmp_path/mirror: its address, and the paths that were asked for."""
     (tmp_path / "mirror").mkdir()
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=str(tmp_path / "mirror")))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
     Server.asked = []
-    yield f"http://127.0.0.1:{server.server_port}", Server.asked
-    server.shutdown()
-    server.server_close()
+    handler = partial(Server, directory=str(tmp_path / "mirror"))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", Server.asked
+        server.shutdown()
 
 
 TEXT = "The patient ribbon paints the kettle."
-
-
-def gpt2_files(folder: Path) -> None:
-    """GPT-2's two files, from the golden byte-level BPE."""
-    model = json.loads(TOKENIZER.read_text())["model"]
-    (folder / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    (folder / "gpt2-merges.txt").write_text("\n".join(["#version: 0.2", *merges]) + "\n")
 
 
 def enwik8(folder: Path) -> None:
@@ -129,9 +117,9 @@ def test_a_mirror(tmp_path: Path, mirror, capsys: pytest.CaptureFixture[str]):
     address, asked = mirror
     gpt2_files(tmp_path / "mirror")
     enwik8(tmp_path / "mirror")
-    words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8"]
     for again in ([], [], ["-f"]):
-        prepare_data.main([*words, *again])
+        words = ["-d", str(tmp_path / "data"), "-t", "GPT2BPETokenizer", "--mirror", address + "/", "enwik8", *again]
+        prepare_data.main(words)
     assert asked == ["/enwik8.zip", "/gpt2-vocab.json", "/gpt2-merges.txt", "/enwik8.zip"]
     assert f"{address}/enwik8.zip -> {tmp_path}/data/enwik8/enwik8.zip" in capsys.readouterr().out
     assert is_written(tmp_path / "data")
@@ -153,9 +141,8 @@ def test_numbered_parts():
 def test_a_corpus_in_the_data_folder_is_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     gpt2_files(tmp_path)
     enwik8(tmp_path / "enwik8")
-    words = ["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"]
-    prepare_data.main(words)
-    prepare_data.main(words)
-    printed_lines = capsys.readouterr().out.splitlines()
-    assert "1 documents" in printed_lines[-2] and "there already" in printed_lines[-1]
+    for _ in range(2):
+        prepare_data.main(["-d", str(tmp_path), "-t", "GPT2BPETokenizer", "enwik8"])
+    first, again = capsys.readouterr().out.splitlines()[-2:]
+    assert "1 documents" in first and "there already" in again
     assert is_written(tmp_path)

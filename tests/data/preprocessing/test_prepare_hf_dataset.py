@@ -8,9 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 import prepare_hf_dataset
-from megatron.data import IndexedDataset
 from megatron.tokenizer import HFTokenizer
-from tests.data.samples import DATASET, TOKENIZER
+from tests.data.samples import DATASET, TOKENIZER, json_rows, jsonl, rows_of
 
 HF_TOKENIZER = DATASET / "hf_tokenizer"
 TEXTS = [{"user": f"Question {i}?", "assistant": f"Answer {'so ' * i}."} for i in range(30)]
@@ -31,7 +30,7 @@ def run(tmp_path: Path, dataset: object, *words: object) -> dict:
 
 
 def exported(results: dict) -> list[str]:
-    return [json.loads(line)["text"] for line in Path(results["jsonl_path"]).read_text().splitlines()]
+    return [row["text"] for row in json_rows(Path(results["jsonl_path"]))]
 
 
 def test_conversations_become_text_through_the_template(chats: Path, tmp_path: Path):
@@ -44,11 +43,12 @@ def test_conversations_become_text_through_the_template(chats: Path, tmp_path: P
     assert results["status"] == "completed" and results["tokenized"] and results["is_messages"]
     folder = tmp_path / "out" / "chats_train"
     assert results["bin_path"] == f"{folder}/chats_train_text_document.bin"
-    dataset, tokenizer = IndexedDataset(folder / "chats_train_text_document"), HFTokenizer(TOKENIZER)
-    assert [dataset[i].tolist() for i in range(30)] == [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
-    names = {"dataset.jsonl", "pipeline_results.json", "chats_train_metadata.json"}
-    names |= {f"chats_train_text_document.{suffix}" for suffix in ("bin", "idx")}
-    assert {path.name for path in folder.iterdir()} == names
+    tokenizer = HFTokenizer(TOKENIZER)
+    rows = [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
+    assert rows_of(folder / "chats_train_text_document") == rows
+    pair = {f"chats_train_text_document.{suffix}" for suffix in ("bin", "idx")}
+    notes = {"dataset.jsonl", "pipeline_results.json", "chats_train_metadata.json"}
+    assert {path.name for path in folder.iterdir()} == notes | pair
 
 
 def test_other_ways_to_a_text(chats: Path, tmp_path: Path):
@@ -57,8 +57,7 @@ def test_other_ways_to_a_text(chats: Path, tmp_path: Path):
     assert results["token_count"] is None and not results["tokenized"]
     results = run(tmp_path, chats, "--skip-chat-template", "--skip-count", "--skip-tokenize")
     assert [eval(text) for text in exported(results)] == CHATS
-    source = tmp_path / "qa.jsonl"
-    source.write_text('{"q": "one", "a": "two", "n": 3}\n{"q": "", "a": "four", "n": 5}\n')
+    source = jsonl(tmp_path / "qa.jsonl", [{"q": "one", "a": "two", "n": 3}, {"q": "", "a": "four", "n": 5}])
     words = ("--skip-count", "--skip-tokenize", "--output-dir", tmp_path / "out" / "chats_train")
     results = run(tmp_path, "anything", "--data-files", source, "--join-columns", "q,a,n", *words)
     assert exported(results) == ["one\n\ntwo\n\n3", "four\n\n5"]
@@ -73,17 +72,14 @@ def test_counting_only_writes_nothing(chats: Path, tmp_path: Path, capsys: pytes
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
-        (["--skip-tokenize"], "--hf-tokenizer"),
-        (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
-        (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
-        (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 .*"id" is int'),
-        (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--hf-tokenizer", "{hf}"], "--vocab-file: .*tokenizer.json"),
+    (["--skip-tokenize"], "--hf-tokenizer"),
+    (["--skip-tokenize", "--text-column", "body"], "body.*messages, id"),
+    (["--skip-tokenize", "--split", "test"], "no split test; there are train"),
+    (["--skip-tokenize", "--skip-count", "--text-column", "id"], r'row 0 .*"id" is int'),
+    (["--skip-tokenize", "--hf-tokenizer", "/none"], "/none: no such folder"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_one_line(words: list[str], message: str, chats: Path, tmp_path: Path):
     given = [word.format(hf=HF_TOKENIZER) for word in words]
     with pytest.raises(SystemExit, match=rf"^prepare_hf_dataset.py: error: .*{message}") as stopped:
