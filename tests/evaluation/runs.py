@@ -27,13 +27,10 @@ from megatron.tokenizer import build_tokenizer
 QUIET = logging.getLogger("tests.quiet")
 POSITIONS = 160
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "dp2": (2, {}),
+    "one process": (1, {}), "tp2": (2, {"model_parallel_size": 2}), "pp2": (2, {"pipe_parallel_size": 2}),
+    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "dp2": (2, {}),
     "zero 3": (2, {"zero_optimization": {"stage": 3}}),
-}
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
@@ -43,11 +40,8 @@ TEMPLATE = (
 
 def documents() -> list[str]:
     """Plain English, from the shipped tasks."""
-    return [
-        json.loads(line)["text"]
-        for name in ("perplexity", "cloze")
-        for line in (SHIPPED / f"{name}.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line)["text"] for name in ("perplexity", "cloze")
+            for line in (SHIPPED / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
 
 
 def make_model(folder: Path, bos: bool = False, seed: int = 0) -> str:
@@ -78,9 +72,8 @@ def make_model(folder: Path, bos: bool = False, seed: int = 0) -> str:
 
 def make_tasks(folder: Path) -> str:
     """Tasks as users write them: YAML over JSON lines, few-shot, a group, text to be written."""
-    lines = [
-        {"question": text[:40], "choices": [text[40:60], "blue", " and so on"], "answer": 0} for text in documents()
-    ]
+    lines = [{"question": text[:40], "choices": [text[40:60], "blue", " and so on"], "answer": 0}
+             for text in documents()]  # fmt: skip
     (folder / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:12]))
     data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\ntest_split: test\n"
     (folder / "own_choice.yaml").write_text(
@@ -161,8 +154,5 @@ def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
 
 def answers(evaluation: EvaluationResults) -> dict[tuple[str, int], list[Any]]:
     """What the model said to each document: (log-likelihood, greedy) pairs, log-likelihoods, or text."""
-    return {
-        (task, row["doc_id"]): [answer for request in row["resps"] for answer in request]
-        for task, rows in evaluation.results["samples"].items()
-        for row in rows
-    }
+    return {(task, row["doc_id"]): [answer for request in row["resps"] for answer in request]
+            for task, rows in evaluation.results["samples"].items() for row in rows}  # fmt: skip

@@ -38,11 +38,9 @@ PAIRS = [
 TEXTS = ["A short text.", "", LONG, "x", "東京 is a city."]
 WISHES: list[tuple[str, dict[str, Any]]] = [
     ("The sun", {"until": ["e", "\n"], "max_gen_toks": 8}),
-    ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}),
-    (LONG, {"until": [], "max_gen_toks": 5}),
-    ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}),
-    ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
-]
+    ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}), (LONG, {"until": [], "max_gen_toks": 5}),
+    ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}), ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
+]  # fmt: skip
 
 
 def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
@@ -88,9 +86,8 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(both, overlong, 
 
 
 def test_whole_texts(both):
-    logprobs, expected = (
-        lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS])) for lm in both
-    )
+    logprobs, expected = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS]))
+                          for lm in both)  # fmt: skip
     assert logprobs == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 

@@ -29,20 +29,17 @@ from tests.training.runs import NEOX, begin, bit_equal, config
 
 TASKS = ["shipped_choice", "shipped_perplexity", "own_text"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "tp2 with sequence parallelism": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero 3": (2, {"zero_optimization": {"stage": 3}}),
+    "plain": (1, {}), "tp2 with sequence parallelism": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}), "zero 3": (2, {"zero_optimization": {"stage": 3}}),
     "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-}
+}  # fmt: skip
 
 
 def values_of(folder: Path, **more: Any) -> dict[str, Any]:
     """Four steps with dropout, so that random numbers matter, evaluated before and after every second."""
-    return config(
-        NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2, log_dir=str(folder / "logs"),
-        eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder), train_batch_size=8, **more,
-    )  # fmt: skip
+    return config(NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2,
+                  log_dir=str(folder / "logs"), eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder),
+                  train_batch_size=8, **more)  # fmt: skip
 
 
 def ran(values: Mapping[str, Any], evaluated: bool) -> Any:

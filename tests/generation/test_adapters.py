@@ -34,9 +34,8 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     place = tmp_path_factory.mktemp("adapted")
     make_model(place)
     model = transformers.AutoModelForCausalLM.from_pretrained(place / NAME)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear", use_dora=True
-    )
+    config = peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False,
+                             target_modules="all-linear", use_dora=True)  # fmt: skip
     torch.manual_seed(5)
     tuned = peft.get_peft_model(model, config).eval()
     tuned.save_pretrained(str(place / "peft"))
@@ -79,11 +78,9 @@ def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> N
     base, (source,) = open_with_base([adapted.folder], imported)
     alone = write_adapters(base, source, tmp_path / "ours")
     expected = asking.theirs(adapted.model, asking.QUESTIONS[0], None)
-    names = [
-        ["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(tmp_path / "ours")],
-        ["--model", str(imported), "--adapter", str(alone)],
-        ["--model", str(adapted.base), "--adapter", str(adapted.folder)],
-    ]  # fmt: skip
+    names = [["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(tmp_path / "ours")],
+             ["--model", str(imported), "--adapter", str(alone)],
+             ["--model", str(adapted.base), "--adapter", str(adapted.folder)]]  # fmt: skip
     for words in names:
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)

@@ -119,10 +119,8 @@ def test_a_sample_that_does_not_start_says_so() -> None:
 def own_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two steps at tp2, tied, biases summed over ranks; vocabulary padded to 440 (396 by its other keys)."""
     save = tmp_path_factory.mktemp("run")
-    values = config(
-        NEOX, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
-        save=str(save), checkpoint_factor=2,
-    )  # fmt: skip
+    values = config(NEOX, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
+                    save=str(save), checkpoint_factor=2)  # fmt: skip
     run_ranks(run_to_end, 2, {**values, "padded_vocab_size": 440})
     return values
 
@@ -155,15 +153,12 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
         run_ranks(written, 1, values, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"iteration": 7}, "iteration 7.* 2"),
-        ({"num_kv_heads": 2}, r"num_kv_heads: 2 .* 4"),
-        ({"tokenizer_type": "CharLevelTokenizer"}, "another tokenizer"),
-        ({"padded_vocab_size": 396}, r"padded_vocab_size: 396 .* 440"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"iteration": 7}, "iteration 7.* 2"),
+    ({"num_kv_heads": 2}, r"num_kv_heads: 2 .* 4"),
+    ({"tokenizer_type": "CharLevelTokenizer"}, "another tokenizer"),
+    ({"padded_vocab_size": 396}, r"padded_vocab_size: 396 .* 440"),
+])  # fmt: skip
 def test_weights_of_another_model_are_refused(own_run: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         run_ranks(written, 1, {**own_run, **LAYOUTS["one process"][1], **changes}, 1)

@@ -19,20 +19,18 @@ from tests.training.runs import LAYOUTS, begin, bit_equal, config
 from tests.training.test_huggingface import MODEL, TOKENIZER
 
 TOKENS = 6
-LINES = [
-    {"prompt": "the lantern"},
-    {"messages": [{"role": "user", "content": "a | b?"}, {"role": "assistant", "content": "left out"}]},
-]
+LINES = [{"prompt": "the lantern"}, {"messages": [
+    {"role": "user", "content": "a | b?"}, {"role": "assistant", "content": "left out"},
+]}]  # fmt: skip
 
 
 def given(folder: Path, name: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Two steps with dropout, so that random numbers matter."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    common = {
-        "num_layers": 2, "train_iters": 2, "checkpoint_factor": 1, "max_position_embeddings": 64, "save_hf": 0,
-        "hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_file": str(TOKENIZER), "maximum_tokens": TOKENS,
-        "save": str(folder / name), "load": str(folder / name), "demo_prompts": str(folder / "prompts.jsonl"),
-    }  # fmt: skip
+    common = {"num_layers": 2, "train_iters": 2, "checkpoint_factor": 1, "max_position_embeddings": 64, "save_hf": 0,
+              "hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_file": str(TOKENIZER), "maximum_tokens": TOKENS,
+              "save": str(folder / name), "load": str(folder / name),
+              "demo_prompts": str(folder / "prompts.jsonl")}  # fmt: skip
     return config(MODEL, common, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, *parts, **more)
 
 

@@ -23,17 +23,13 @@ VOCAB, PADDED = 90, 96
 TOKENS, POSITIONS = 16, 64
 # Of each kind of cache, positions and windows (narrower than the texts; LongRoPE's long factors begin
 # within them), and the others.
-FAMILIES = (
-    "gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss", "mamba",
-    "mamba 2",
-)  # fmt: skip
-OTHERS = (
-    "gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2", "granite", "glm 4",
-    "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe", "qwen 2 moe windows", "qwen 3 moe windows",
-)  # fmt: skip
-PROMPTS = [
-    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, POSITIONS - TOKENS)
-]
+FAMILIES = ("gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss",
+            "mamba", "mamba 2")  # fmt: skip
+OTHERS = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2", "granite",
+          "glm 4", "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe", "qwen 2 moe windows",
+          "qwen 3 moe windows")  # fmt: skip
+PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+           for n in (1, 20, POSITIONS - TOKENS)]  # fmt: skip
 CLOSE = 1e-4  # two best logits nearer than this may change places
 
 
@@ -65,10 +61,8 @@ def references(families: tuple[str, ...]) -> dict[str, Reference]:
         texts, gaps = [], []
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS,
+                                 pad_token_id=0, return_dict_in_generate=True, output_logits=True)  # fmt: skip
             texts.append(out.sequences[0, len(prompt) :].tolist())
             best = torch.cat(out.logits).topk(2).values
             gaps.append(best[:, 0] - best[:, 1])
@@ -88,17 +82,15 @@ def written(
         args = for_inference(NeoXArgs.from_dict({**keys, **layout, "seq_length": 16}).for_world(world_size))
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
         model = Model(args, groups, Some(), stage_with(args, weights, groups), torch.float32)
-        done = complete(
-            model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(), maximum_rows=2
-        )
+        done = complete(model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(),
+                        maximum_rows=2)  # fmt: skip
         texts.append([one.tokens for one in done])
     return texts
 
 
 @pytest.mark.parametrize("name", with_more(["one process", "tp2 x pp2"], "tp2 x pp2"))
-@pytest.mark.parametrize(
-    "families", [FAMILIES, pytest.param(OTHERS, marks=pytest.mark.product)], ids=["some", "others"]
-)
+@pytest.mark.parametrize("families", [FAMILIES, pytest.param(OTHERS, marks=pytest.mark.product)],
+                         ids=["some", "others"])  # fmt: skip
 def test_greedy_text_equals_transformers(families: tuple[str, ...], name: str) -> None:
     ranks, layout = LAYOUTS[name]
     expected = references(families)

@@ -78,15 +78,12 @@ def test_a_conversation_goes_through_the_template_with_its_history(words: list[s
     assert first and second and long.startswith("WARNING: this turn has ")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["chat=true"], "chat: .*text_gen_type: interactive"),
-        (["system_prompt_file=a"], "system_prompt_file: .*chat: true"),
-        (["stop_strings=['']"], "stop_strings: "),
-        (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: "),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    (["chat=true"], "chat: .*text_gen_type: interactive"),
+    (["system_prompt_file=a"], "system_prompt_file: .*chat: true"),
+    (["stop_strings=['']"], "stop_strings: "),
+    (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: "),
+])  # fmt: skip
 def test_what_makes_no_conversation_is_refused(
     words: list[str], tmp_path: Path, changes: list[str], message: str
 ) -> None:
@@ -122,10 +119,9 @@ class Terminal:
     def __init__(self, argv: list[str]) -> None:
         self.ours, theirs = pty.openpty()
         env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, close_fds=True,
-            preexec_fn=can_be_interrupted,
-        )  # fmt: skip
+        self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env,
+                                        start_new_session=True, close_fds=True,
+                                        preexec_fn=can_be_interrupted)  # fmt: skip
         os.close(theirs)
         self.seen = ""
 
@@ -180,19 +176,16 @@ def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks:
         assert session.process.wait(300) == (130 if ranks == 1 else 0)
 
 
-@pytest.mark.parametrize(
-    ("typed", "prompt_end", "prompts"),
-    [
-        ("one\n two \nthree", "\n", ["one", "two", "three", ""]),
-        ("one\n\ntwo\n", "\n", ["one", "", "two", ""]),
-        ("one\nstop\ntwo\n", "\n", ["one", "", ""]),
-        ("stop", "\n", ["", ""]),
-        ("stop it\nstopped\n", "\n", ["stop it", "stopped", ""]),
-        ("two\nlines<END>\nthree <END> four<END>\n", "<END>", ["two\nlines", "three", "four", ""]),
-        ("one<END>\nstop\n", "<END>", ["one", "", ""]),
-        ("", "\n", ["", ""]),
-    ],
-)
+@pytest.mark.parametrize(("typed", "prompt_end", "prompts"), [
+    ("one\n two \nthree", "\n", ["one", "two", "three", ""]),
+    ("one\n\ntwo\n", "\n", ["one", "", "two", ""]),
+    ("one\nstop\ntwo\n", "\n", ["one", "", ""]),
+    ("stop", "\n", ["", ""]),
+    ("stop it\nstopped\n", "\n", ["stop it", "stopped", ""]),
+    ("two\nlines<END>\nthree <END> four<END>\n", "<END>", ["two\nlines", "three", "four", ""]),
+    ("one<END>\nstop\n", "<END>", ["one", "", ""]),
+    ("", "\n", ["", ""]),
+])  # fmt: skip
 def test_prompts_end_where_they_should(typed: str, prompt_end: str, prompts: list[str]) -> None:
     reader, writer = os.pipe()
     os.write(writer, typed.encode())

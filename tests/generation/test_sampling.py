@@ -23,14 +23,11 @@ def chooser_of(
 
 
 @pytest.mark.parametrize("flatter", [1.0, 30.0])  # the nucleus is larger than the first candidates
-@pytest.mark.parametrize(
-    ("name", "warper", "values"),
-    [
-        ("top_k", transformers.TopKLogitsWarper, [1, 5, 49, VOCAB, VOCAB + 9]),
-        ("top_p", transformers.TopPLogitsWarper, [0.01, 0.3, 0.9, 0.999, 1.0]),
-        ("min_p", transformers.MinPLogitsWarper, [1e-5, 0.02, 0.5, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("name", "warper", "values"), [
+    ("top_k", transformers.TopKLogitsWarper, [1, 5, 49, VOCAB, VOCAB + 9]),
+    ("top_p", transformers.TopPLogitsWarper, [0.01, 0.3, 0.9, 0.999, 1.0]),
+    ("min_p", transformers.MinPLogitsWarper, [1e-5, 0.02, 0.5, 1.0]),
+])  # fmt: skip
 def test_filters_equal_transformers(name: str, warper: Any, values: list[Any], flatter: float) -> None:
     logits = LOGITS / flatter
     for value in values:
@@ -81,10 +78,8 @@ def test_rows_are_filtered_each_in_its_own_way() -> None:
     assert torch.equal(filter_logits(LOGITS), LOGITS)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(0.5), SamplingParams(2.0, top_k=7), SamplingParams(0.8, 20, 0.7), SamplingParams(1.5, min_p=0.05)],
-)
+@pytest.mark.parametrize("sampling", [SamplingParams(0.5), SamplingParams(2.0, top_k=7), SamplingParams(0.8, 20, 0.7),
+                                      SamplingParams(1.5, min_p=0.05)])  # fmt: skip
 def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> None:
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
     logits = LOGITS[:1, :50].expand(draws, -1)

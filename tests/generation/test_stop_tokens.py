@@ -27,9 +27,8 @@ def generated(folder: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, LlamaForCausalLM)
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS,
+                         pad_token_id=0)  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 

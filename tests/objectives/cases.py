@@ -57,10 +57,8 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
             begins[row, at] = True
             positions[row, at:] = np.arange(length - at)
     starts, longest = document_starts(begins)
-    return Batch(
-        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
-        response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs),
-    )  # fmt: skip
+    return Batch(*map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
+                 response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs))  # fmt: skip
 
 
 def shared_in_rows(

@@ -66,10 +66,9 @@ def test_dpo(name: str) -> None:
     loss, metrics = step_loss(objective, lambda _: policy[rows].transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
-    names = {
-        "chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
-        "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies", "margins": "rewards/margins",
-    }  # fmt: skip
+    names = {"chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
+             "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies",
+             "margins": "rewards/margins"}  # fmt: skip
     for key, value in expected["metrics"].items():
         if key in names:
             assert float(metrics[names[key]]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
@@ -85,10 +84,8 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     rewards = torch.from_numpy(arrays["batch_reward"])
     weights = torch.from_numpy(arrays["loss_mask"]).long()
     answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
-    batch = Batch(
-        torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights, response_ids=answers,
-        preference_labels=rewards[:, 0],
-    )  # fmt: skip
+    batch = Batch(torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights,
+                  response_ids=answers, preference_labels=rewards[:, 0])  # fmt: skip
     batch = with_reference(batch, reference)
     args = expected["args"]
     settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)

@@ -20,19 +20,15 @@ from tests.model.stages import Weights, gradients, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows
 from tests.objectives.steps import Forward, arrays, assert_gradient, facts, forward_of, scores, step_loss
 
-PAIRWISE = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked",
-    "pos_train_data_paths": ["pos"], "neg_train_data_paths": ["neg"],
-}  # fmt: skip
+PAIRWISE = {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "pos_train_data_paths": ["pos"],
+            "neg_train_data_paths": ["neg"]}  # fmt: skip
 CASES = facts("trl")
 
 
 def args_with(**keys: Any) -> NeoXArgs:
-    return small(
-        hidden_size=16, num_attention_heads=2, num_kv_heads=2, norm="rmsnorm", rms_norm_epsilon=1e-5,
-        activation="swiglu", intermediate_size=24, padded_vocab_size=VOCAB, no_weight_tying=True,
-        use_bias_in_attn_linear=False, use_bias_in_mlp=False, max_position_embeddings=64, **keys,
-    )  # fmt: skip
+    return small(hidden_size=16, num_attention_heads=2, num_kv_heads=2, norm="rmsnorm", rms_norm_epsilon=1e-5,
+                 activation="swiglu", intermediate_size=24, padded_vocab_size=VOCAB, no_weight_tying=True,
+                 use_bias_in_attn_linear=False, use_bias_in_mlp=False, max_position_embeddings=64, **keys)  # fmt: skip
 
 
 def unflat(args: NeoXArgs, values: np.ndarray) -> Weights:
@@ -52,11 +48,9 @@ def keys_of_case(case: dict[str, Any]) -> dict[str, Any]:
     """TRL's options in our keys."""
     kind, loss = case["kind"], case.get("loss_type")
     if kind == "kto":
-        return {
-            "train_impl": "kto", "kto_loss_type": loss, "kto_beta": case["beta"],
-            "kto_desirable_weight": case["desirable_weight"], "kto_undesirable_weight": case["undesirable_weight"],
-            "pack_impl": "unpacked",
-        }  # fmt: skip
+        return {"train_impl": "kto", "kto_loss_type": loss, "kto_beta": case["beta"],
+                "kto_desirable_weight": case["desirable_weight"], "kto_undesirable_weight": case["undesirable_weight"],
+                "pack_impl": "unpacked"}  # fmt: skip
     keys: dict[str, Any] = {**PAIRWISE, "dpo_beta": case["beta"]}
     if case.get("label_smoothing"):
         keys["dpo_label_smoothing"] = case["label_smoothing"]
@@ -109,10 +103,8 @@ def lm_batches(packed: bool, assistant_only: bool) -> list[Batch]:
 def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
     sums = scores(forward, batches)
     scored = [replace(batch, reference_logprobs=each) for batch, each in zip(batches, sums, strict=True)]
-    return [
-        batch if batch.kl_batch is None else replace(batch, kl_batch=with_reference([batch.kl_batch], forward)[0])
-        for batch in scored
-    ]
+    return [batch if batch.kl_batch is None else replace(batch, kl_batch=with_reference([batch.kl_batch], forward)[0])
+            for batch in scored]  # fmt: skip
 
 
 LABELLED = {"train_data_paths": ["text"], "train_label_data_paths": ["labels"], "eval_iters": 0}

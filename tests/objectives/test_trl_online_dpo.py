@@ -22,20 +22,15 @@ CASES: dict[str, dict[str, Any]] = STORED["cases"]
 def args_of(case: dict[str, Any], **keys: Any) -> NeoXArgs:
     """TRL's options in our keys."""
     rollout = {"prompts": ["prompts.jsonl"], "num_generations": 2, "max_completion_length": STORED["most"]}
-    return args_with(
-        train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
-        reward_functions=["rewards.py:right"],
-        rollout={**rollout, "missing_eos_penalty": case["missing_eos_penalty"]}, **keys,
-    )  # fmt: skip
+    return args_with(train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
+                     reward_functions=["rewards.py:right"],
+                     rollout={**rollout, "missing_eos_penalty": case["missing_eos_penalty"]}, **keys)  # fmt: skip
 
 
 def answers(known: float = -1.0) -> list[Answer]:
     """known: the sampler's log-probability of each token."""
-    return [
-        Answer(prompt, tokens, [known] * len(tokens), len(tokens) < STORED["most"])
-        for prompt, two in STORED["answers"]
-        for tokens in two
-    ]
+    return [Answer(prompt, tokens, [known] * len(tokens), len(tokens) < STORED["most"])
+            for prompt, two in STORED["answers"] for tokens in two]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,13 +41,11 @@ def test_value_gradient_and_metrics(name: str) -> None:
     signs = advantages_of(args, rewards, [])
     policy, reference = stage_of("policy"), stage_of("reference")
     for split in (slice(0, 8),), (slice(0, 2), slice(2, 8)):
-        batches = [
-            as_pairs(batch_of(written[rows], 20, rewards=rewards[rows], advantages=signs[rows])) for rows in split
-        ]
+        batches = [as_pairs(batch_of(written[rows], 20, rewards=rewards[rows], advantages=signs[rows]))
+                   for rows in split]  # fmt: skip
         policy.zero_grad()
-        loss, metrics = step_loss(
-            build_objective(args), forward_of(policy), with_reference(batches, forward_of(reference))
-        )
+        loss, metrics = step_loss(build_objective(args), forward_of(policy),
+                                  with_reference(batches, forward_of(reference)))  # fmt: skip
         loss.backward()
         assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-5)
         assert_gradient(policy, arrays("trl_online_dpo")[name])

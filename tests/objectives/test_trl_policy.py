@@ -72,11 +72,10 @@ def batches_of(name: str, rows: range, all_places: bool) -> Batch:
         for row, tokens in enumerate(ROLLOUTS["answers"])
     ]
     of_tokens = [old[row, : len(answer.tokens)].tolist() for row, answer in enumerate(answers)]
-    batch = batch_of(
-        [answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
-        advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
-        old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows], all_places=all_places,
-    )  # fmt: skip
+    batch = batch_of([answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
+                     advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
+                     old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows],
+                     all_places=all_places)  # fmt: skip
     if reference is not None:
         values = [at_labels(answers[row], reference[row, : len(answers[row].tokens)], WIDTH) for row in rows]
         assert batch.rollout is not None
@@ -128,9 +127,8 @@ def test_reinforce_has_the_gradient_of_a_first_step() -> None:
     assert_gradient(stage, ARRAYS["gradient_dapo_first"])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"kl_impl": "full"}, {"rl_kl_in_reward": True}, {"kl_impl": "mse", "kl_div_beta": 0.0}]
-)
+@pytest.mark.parametrize("changes", [{"kl_impl": "full"}, {"rl_kl_in_reward": True},
+                                     {"kl_impl": "mse", "kl_div_beta": 0.0}])  # fmt: skip
 def test_a_ratio_needs_a_kl_of_tokens_in_the_loss(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="rl_kl_by_ratio"):
         args_with(**{**keys_of(CASES["grpo_kl_by_ratio"]), **changes})
@@ -139,10 +137,8 @@ def test_a_ratio_needs_a_kl_of_tokens_in_the_loss(changes: dict[str, Any]) -> No
 def test_estimators_of_the_kl() -> None:
     above = torch.tensor([-2.0, 0.0, 1.0])
     logprobs = torch.tensor([-3.0, -1.0, -0.5])
-    expected = {
-        "kl": [-2.0, 0.0, 1.0], "abs": [2.0, 0.0, 1.0], "mse": [2.0, 0.0, 0.5],
-        "k3": [math.exp(2.0) - 3.0, 0.0, math.exp(-1.0)],
-    }  # fmt: skip
+    expected = {"kl": [-2.0, 0.0, 1.0], "abs": [2.0, 0.0, 1.0], "mse": [2.0, 0.0, 0.5],
+                "k3": [math.exp(2.0) - 3.0, 0.0, math.exp(-1.0)]}  # fmt: skip
     for name, values in expected.items():
         torch.testing.assert_close(divergence(name, logprobs, logprobs - above), torch.tensor(values))
 

@@ -42,18 +42,16 @@ def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
     """Token ids and mask."""
     width = max(map(len, rows))
     ids = [[PAD] * (width - len(row)) + row if left else row + [PAD] * (width - len(row)) for row in rows]
-    mask = [
-        [0] * (width - len(row)) + [1] * len(row) if left else [1] * len(row) + [0] * (width - len(row)) for row in rows
-    ]
+    mask = [[0] * (width - len(row)) + [1] * len(row) if left else [1] * len(row) + [0] * (width - len(row))
+            for row in rows]  # fmt: skip
     return torch.tensor(ids), torch.tensor(mask)
 
 
 def run(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
     """Loss, gradient and metrics of a case."""
     known = answers()
-    args = OnlineDPOConfig(
-        **settings(folder), per_device_train_batch_size=len(known), max_new_tokens=MOST, max_length=64, **options,
-    )  # fmt: skip
+    args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(known), max_new_tokens=MOST,
+                           max_length=64, **options)  # fmt: skip
     made: Any = OnlineDPOTrainer
     trainer = made(
         model=model(1), ref_model=model(2), args=args, processing_class=words(),

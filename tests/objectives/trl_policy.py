@@ -50,10 +50,8 @@ def rollouts() -> dict[str, Any]:
     below = [(0.4 * generator.standard_normal(len(answer))).tolist() for _, answer in rows]
     mask = [[1] * len(answer) for _, answer in rows]
     mask[1][2:5], mask[3][0:2], mask[4], mask[6][7:] = [0] * 3, [0] * 2, [0] * 4, [0]
-    return {
-        "prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
-        "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST,
-    }  # fmt: skip
+    return {"prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
+            "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST}  # fmt: skip
 
 
 def moved(seed: int) -> LlamaForCausalLM:
@@ -73,15 +71,11 @@ def trainer_of(folder: str, kind: str, accumulation: int = 1, first: bool = Fals
         model(2).save_pretrained(reference)
     before = model(1) if first else moved(3)
     before.config._name_or_path = str(reference)
-    args = config(
-        **settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
-        gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
-        num_iterations=1 if first else 2, **options,
-    )  # fmt: skip
-    return made(
-        model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8), processing_class=words(),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-    )  # fmt: skip
+    args = config(**settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
+                  gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
+                  num_iterations=1 if first else 2, **options)  # fmt: skip
+    return made(model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8),
+                processing_class=words(), reward_funcs=lambda completions, **_: [0.0] * len(completions))  # fmt: skip
 
 
 def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[float]] | None = None) -> dict[str, Any]:
@@ -101,9 +95,7 @@ def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[f
 
 def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Of the tokens of the answers, 0 at padding."""
-    ids, mask = (
-        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
-    )  # fmt: skip
+    ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
     with torch.no_grad():
         values, *_ = trainer._get_per_token_logps_and_entropies(by, ids, mask, inputs["completion_ids"].shape[1])
     return values * inputs["completion_mask"]
@@ -128,10 +120,8 @@ def run(
     old = logprobs(trainer, trainer.model, inputs)
     if vllm:
         below = rollouts()["below"]
-        weighed = [
-            [float(value) - by for value, by in zip(row, shifts, strict=False)]
-            for row, shifts in zip(old, below, strict=True)
-        ]
+        weighed = [[float(value) - by for value, by in zip(row, shifts, strict=False)]
+                   for row, shifts in zip(old, below, strict=True)]  # fmt: skip
         inputs = scored(trainer, REWARDS, tools, weighed)
     arrays = {"old": old, "advantages": inputs["advantages"]}
     if trainer.ref_model is not None:
@@ -150,9 +140,8 @@ def run(
 def cases() -> dict[str, dict[str, Any]]:
     """Name to trainer and settings."""
     bounds = {"epsilon": 0.1, "epsilon_high": 0.28}
-    losses: dict[str, dict[str, Any]] = {
-        name: {"kind": "grpo", "loss_type": name, **bounds} for name in ("grpo", "dapo", "dr_grpo")
-    }
+    losses: dict[str, dict[str, Any]] = {name: {"kind": "grpo", "loss_type": name, **bounds}
+                                         for name in ("grpo", "dapo", "dr_grpo")}  # fmt: skip
     losses["cispo"] = {"kind": "grpo", "loss_type": "cispo", "epsilon_high": 1.1}
     losses["gspo"] = {"kind": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence", **bounds}
     kl: dict[str, Any] = {"beta": 0.05, "use_bias_correction_kl": False}
@@ -161,14 +150,11 @@ def cases() -> dict[str, dict[str, Any]]:
         by_name[name] = {**options, "beta": 0.0, "temperature": 1.0}
         by_name[f"{name}_kl"] = {**options, **kl, "temperature": 0.7}
         by_name[f"{name}_kl_by_ratio"] = {**options, "beta": 0.05, "use_bias_correction_kl": True, "temperature": 1.0}
-        by_name[f"{name}_tools_cap"] = {
-            **options, **kl, "temperature": 1.3, "tools": True, "vllm": True, "vllm_importance_sampling_clip_max": 1.2,
-        }  # fmt: skip
+        by_name[f"{name}_tools_cap"] = {**options, **kl, "temperature": 1.3, "tools": True, "vllm": True,
+                                        "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
     by_name["dapo_first"] = {**losses["dapo"], "beta": 0.0, "temperature": 0.7, "first": True}
-    by_name["grpo_first_cap"] = {
-        **losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
-        "vllm_importance_sampling_clip_max": 1.2,
-    }  # fmt: skip
+    by_name["grpo_first_cap"] = {**losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
+                                 "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
     by_name["bnpo"] = {"kind": "grpo", "loss_type": "bnpo", **bounds, **kl, "temperature": 0.7}
     for name in ("grpo", "dapo", "dr_grpo", "cispo"):
         by_name[f"{name}_accumulated"] = {**losses[name], **kl, "temperature": 0.7, "accumulation": 2}

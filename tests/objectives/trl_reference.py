@@ -29,10 +29,9 @@ ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": 
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-}  # fmt: skip
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                         "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+                         "max_position_embeddings": 64}  # fmt: skip
 
 
 @torch.no_grad()
@@ -51,13 +50,8 @@ def model(seed: int) -> LlamaForCausalLM:
 
 def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
     """Options of every trainer."""
-    common = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    common = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+              "disable_tqdm": True}  # fmt: skip
     return {"output_dir": str(folder), **common, **more}
 
 
@@ -71,9 +65,8 @@ def words() -> PreTrainedTokenizerFast:
     vocabulary = {name: i for i, name in enumerate([*names, *(chr(97 + i) for i in range(26))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>",
+                                   bos_token="<bos>")  # fmt: skip
 
 
 def flat(tensors: dict[str, Tensor]) -> np.ndarray:
@@ -84,11 +77,8 @@ def flat(tensors: dict[str, Tensor]) -> np.ndarray:
 
 
 def whole(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
-    return {
-        "input_ids": prompt + answer,
-        "attention_mask": [1] * len(prompt + answer),
-        "labels": [-100] * len(prompt) + answer,
-    }
+    return {"input_ids": prompt + answer, "attention_mask": [1] * len(prompt + answer),
+            "labels": [-100] * len(prompt) + answer}  # fmt: skip
 
 
 def pair_inputs(trainer: Any, kind: str, pairs: Any = PAIRS) -> Any:
@@ -126,13 +116,9 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig),
-    "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
-    "kto": (KTOTrainer, KTOConfig),
-    "sft": (SFTTrainer, SFTConfig),
-}
+TRAINERS: dict[str, tuple[Any, Any]] = {"dpo": (DPOTrainer, DPOConfig), "cpo": (CPOTrainer, CPOConfig),
+                                        "orpo": (ORPOTrainer, ORPOConfig), "kto": (KTOTrainer, KTOConfig),
+                                        "sft": (SFTTrainer, SFTConfig)}  # fmt: skip
 
 
 def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:
@@ -141,10 +127,8 @@ def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None
     judged = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
     rows: Any = {"sft": [{"text": "a b c"}] * 2, "kto": judged}.get(kind, [ROW] * 2)
     more = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
-    return made(
-        model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
-        processing_class=words(), **({} if reference is None else {"ref_model": reference}),
-    )  # fmt: skip
+    return made(model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
+                processing_class=words(), **({} if reference is None else {"ref_model": reference}))  # fmt: skip
 
 
 def run(
@@ -180,10 +164,8 @@ def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[
         rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
     elif kind == "cpo":
         sides = ("chosen", "rejected")
-        rows = [
-            {f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
-            for pair in zip(texts[0::2], texts[1::2], strict=True)
-        ]
+        rows = [{f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
+                for pair in zip(texts[0::2], texts[1::2], strict=True)]  # fmt: skip
     else:
         rows = []
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
@@ -200,18 +182,16 @@ def cases() -> dict[str, dict[str, Any]]:
         smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}
         beta = {"sigmoid_norm": 5.0, "ipo": 0.5}.get(name, 0.1)
         by_name[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
-    by_name["dpo_mix"] = {
-        "kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5], "beta": 0.3,
-    }  # fmt: skip
+    by_name["dpo_mix"] = {"kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5],
+                          "beta": 0.3}  # fmt: skip
     by_name["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
     by_name["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
     by_name["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
     by_name["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
     by_name["orpo"] = {"kind": "orpo", "beta": 0.1}
     for name in ("kto", "apo_zero_unpaired"):
-        by_name[f"kto_{name}"] = {
-            "kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.7,
-        }  # fmt: skip
+        by_name[f"kto_{name}"] = {"kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2,
+                                  "undesirable_weight": 0.7}  # fmt: skip
     for loss in ("nll", "dft"):
         for scope in ("full", "assistant"):
             by_name[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}

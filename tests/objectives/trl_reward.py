@@ -16,12 +16,9 @@ from trl import RewardConfig, RewardTrainer
 from tests.objectives.cases import MARGINS, PAIRS
 from tests.objectives.trl_reference import ROW, SHAPE, drawn, flat, keep, metrics, settings, words
 
-CASES: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "margin": {"margin": True},
-    "centred": {"center_rewards_coefficient": 0.05},
-    "both": {"margin": True, "center_rewards_coefficient": 0.01},
-}
+CASES: dict[str, dict[str, Any]] = {"plain": {}, "margin": {"margin": True},
+                                    "centred": {"center_rewards_coefficient": 0.05},
+                                    "both": {"margin": True, "center_rewards_coefficient": 0.01}}  # fmt: skip
 
 
 def model() -> LlamaForSequenceClassification:
@@ -38,10 +35,8 @@ def run(folder: str, margin: bool = False, **options: Any) -> tuple[float, np.nd
     args = RewardConfig(**settings(folder, per_device_train_batch_size=4, **options))
     rows = Dataset.from_list([ROW] * 2)
     trainer = RewardTrainer(model=model(), args=args, train_dataset=rows, processing_class=words())
-    pairs = [
-        {"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
-        for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)
-    ]
+    pairs = [{"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
+             for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)]  # fmt: skip
     loss = trainer.compute_loss(trainer.model.eval(), trainer.data_collator(pairs))
     loss.backward()
     grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}

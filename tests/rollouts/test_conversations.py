@@ -20,9 +20,8 @@ from tests.rollouts.toy import LEARNS, Seen, assert_same_steps, learned, lines_o
 
 __all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.
-KEYS: dict[str, Any] = {
-    "seq_length": 32, "max_position_embeddings": 32, "reward_functions": None, "rollout.max_completion_length": 24,
-}  # fmt: skip
+KEYS: dict[str, Any] = {"seq_length": 32, "max_position_embeddings": 32, "reward_functions": None,
+                        "rollout.max_completion_length": 24}  # fmt: skip
 
 
 def with_environment(task: dict[str, Any], changes: dict[str, Any], name: str = "Sums") -> dict[str, Any]:
@@ -95,11 +94,10 @@ def test_a_chat_with_a_tool(task: dict[str, Any], tmp_path: Path) -> None:
         "    assert all(prompt[-1] == {'role': 'user', 'content': 'b'} for prompt in prompts)\n"
         "    return [sum(one['role'] == 'assistant' for one in messages) for messages in completions]\n"
     )
-    keys = {
-        "train_iters": 2, "save": str(tmp_path), "checkpoint_factor": 2, "chat_template": str(tmp_path / "chat.jinja"),
-        "rollout.chat": True, "rollout.max_turns": 2, "reward_functions": [f"{tmp_path / 'beside.py'}:said"],
-        "reward_weights": [0.5, 2.0], "train_batch_size": 32,
-    }  # fmt: skip
+    keys = {"train_iters": 2, "save": str(tmp_path), "checkpoint_factor": 2,
+            "chat_template": str(tmp_path / "chat.jinja"), "rollout.chat": True, "rollout.max_turns": 2,
+            "reward_functions": [f"{tmp_path / 'beside.py'}:said"], "reward_weights": [0.5, 2.0],
+            "train_batch_size": 32}  # fmt: skip
     run_ranks(whole_run, 2, with_environment(task, keys, "Talk"))
     rows, tokenizer = lines_of(tmp_path), Tokenizer.from_file(task["vocab_file"])
     template = jinja2.Environment().from_string((tmp_path / "chat.jinja").read_text())
@@ -131,10 +129,8 @@ def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
     """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
     file = Path(task["vocab_file"]).with_name("rewards.py")
     own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    keys = {
-        "train_impl": "dpo", "train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
-        "reward_functions": [f"{file}:lengths"],
-    }  # fmt: skip
+    keys = {"train_impl": "dpo", "train_batch_size": 16, "train_iters": 1, "save": str(tmp_path),
+            "checkpoint_factor": 2, "reward_functions": [f"{file}:lengths"]}  # fmt: skip
     values = with_environment(own, keys, "Broken")
     run_ranks(whole_run, 1, values)
     rows = lines_of(tmp_path)
@@ -159,9 +155,8 @@ def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expect
     assert opening(prompt, said) == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user", "content": [{}]}], "b")]
-)
+@pytest.mark.parametrize(("prompt", "said"), [("a", [{"role": "user", "content": "b"}]),
+                                              ([{"role": "user", "content": [{}]}], "b")])  # fmt: skip
 def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
     with pytest.raises(ValueError, match="return a text|return messages"):
         opening(prompt, said)
@@ -176,26 +171,20 @@ def test_both_turns_are_learned(tmp_path: Path) -> None:
     assert after > before + 0.55, (before, after)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rollout.environment": None}, "reward_functions: .*rollout.environment"),
-        ({"rollout.environment": None, "rollout.max_turns": 3}, "rollout.max_turns: .*rollout.environment"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: .* 1, .*:Sums, .* 2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"rollout.environment": None}, "reward_functions: .*rollout.environment"),
+    ({"rollout.environment": None, "rollout.max_turns": 3}, "rollout.max_turns: .*rollout.environment"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights: .* 1, .*:Sums, .* 2"),
+])  # fmt: skip
 def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=reason):
         NeoXArgs.from_dict(with_environment(task, changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
-        ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
+    ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
+])  # fmt: skip
 def test_what_does_not_work_is_said_before_the_first_step(
     changes: dict[str, Any], reason: str, task: dict[str, Any]
 ) -> None:

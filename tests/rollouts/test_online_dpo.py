@@ -91,10 +91,8 @@ def alone(task: dict[str, Any]) -> dict[str, Seen]:
 def kinds(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Four answers with rewards; two that are judged, for two steps taken twice, with a loss of all pairs."""
     several = {"rollout.num_iterations": 2, "rollout.steps_per_generation": 2, "dpo_loss_type": ["aot", "sft"]}
-    return {
-        "rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
-        "judge": judged(task, "wordier", several),
-    }
+    return {"rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
+            "judge": judged(task, "wordier", several)}  # fmt: skip
 
 
 COVERED = [("dp2", "judge"), ("pp2", "rewards"), ("zero3, deepspeed", "judge")]
@@ -196,25 +194,22 @@ def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
         RewardFunctions(["json"], timeout_s=1.0, pairwise=True)
 
 
-@pytest.mark.parametrize(
-    "changes,said",
-    [
-        ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
-        ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
-        ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
-        ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
-        ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
-        ({"rollout.temperature": 0}, "rollout.temperature: "),
-        ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
-        ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
-        ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
-        ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
-        ({"dpo_reference": "cache"}, "dpo_reference: cache "),
-        ({"prefix_sharing": False}, "prefix_sharing: "),
-        ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
-        ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes,said", [
+    ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
+    ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
+    ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
+    ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
+    ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
+    ({"rollout.temperature": 0}, "rollout.temperature: "),
+    ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
+    ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
+    ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
+    ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
+    ({"dpo_reference": "cache"}, "dpo_reference: cache "),
+    ({"prefix_sharing": False}, "prefix_sharing: "),
+    ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
+    ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=said):
         NeoXArgs.from_dict(with_keys(task, {"rollout.num_generations": 4}, changes))

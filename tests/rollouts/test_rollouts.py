@@ -24,13 +24,12 @@ from tests.rollouts.toy import WORDS, Seen, assert_same_steps, lines_of, rollout
 from tests.training.runs import begin
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2": (2, {}), "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4}),
     "zero3": (2, {"zero_optimization": {"stage": 3}}),
     "zero1, deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
     "zero3, deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
-}
+}  # fmt: skip
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo, kl": {"rl_loss_type": "grpo", "kl_div_beta": 0.05, "kl_impl": "k3"},
     "rloo, kl in reward": {"rl_loss_type": "rloo", "kl_div_beta": 0.05, "kl_impl": "kl", "rl_kl_in_reward": True},
@@ -94,10 +93,8 @@ def test_exact_sampling_differs_by_nothing(layout: str, task: dict[str, Any]) ->
 
 
 def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing(task: dict[str, Any]) -> None:
-    exact, ours = (
-        run_ranks(steps_of, 1, with_keys(task, {"rollout.exact": exact, "rollout.temperature": 0.7}))[0]
-        for exact in (True, False)
-    )
+    exact, ours = (run_ranks(steps_of, 1, with_keys(task, {"rollout.exact": exact, "rollout.temperature": 0.7}))[0]
+                   for exact in (True, False))  # fmt: skip
     assert all(metrics[f"{DIFFERENCE}_max"] == 0.0 for metrics in exact.metrics)
     assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in ours.metrics)
     assert ours.answers == exact.answers and ours.losses == pytest.approx(exact.losses, rel=1e-5, abs=1e-6)
@@ -195,10 +192,8 @@ def judging(rank: int, world_size: int, values: dict[str, Any]) -> None:
 
 def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_path: Path) -> None:
     """HuggingFace's, of as many tokens."""
-    config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_labels=1, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                                      num_attention_heads=4, num_labels=1, eos_token_id=0, pad_token_id=0)  # fmt: skip
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
     tokens = json.loads(Path(task["vocab_file"]).read_text())

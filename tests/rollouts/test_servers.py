@@ -59,11 +59,10 @@ def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Our server, a process of its own, which begins with other weights."""
     folder = tmp_path_factory.mktemp("server") / "model"
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
-        pad_token_id=None,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+                                      rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
+                                      pad_token_id=None)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(Path(task["vocab_file"]).read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
@@ -242,18 +241,15 @@ def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
     return "ended"
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"rollout.staleness": 1}, "rollout.staleness: "),
-        ({"serve_model_weights": True}, "serve_model_weights: "),
-        ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
-        ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
-        ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
-        ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),
-        ({"rollout.servers": ["http://a:1"], "rollout.sync": "x", "rollout.exact": True}, "rollout.exact: "),
-    ],
-)
+@pytest.mark.parametrize("changes, reason", [
+    ({"rollout.staleness": 1}, "rollout.staleness: "),
+    ({"serve_model_weights": True}, "serve_model_weights: "),
+    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
+    ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
+    ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
+    ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),
+    ({"rollout.servers": ["http://a:1"], "rollout.sync": "x", "rollout.exact": True}, "rollout.exact: "),
+])  # fmt: skip
 def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         NeoXArgs.from_dict(with_keys(task, changes))

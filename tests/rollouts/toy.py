@@ -200,10 +200,8 @@ def assert_same_steps(ours: Seen, reference: Seen) -> None:
         assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
 
 
-LEARNS: dict[str, Any] = {
-    "num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50, "checkpoint_factor": 1000,
-    "optimizer": {"type": "Adam", "params": {"lr": 4e-3}},
-}  # fmt: skip
+LEARNS: dict[str, Any] = {"num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50,
+                          "checkpoint_factor": 1000, "optimizer": {"type": "Adam", "params": {"lr": 4e-3}}}  # fmt: skip
 
 
 def learned(values: dict[str, Any], folder: Path, good: Callable[[dict[str, Any]], float]) -> list[float]:

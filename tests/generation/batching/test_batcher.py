@@ -21,13 +21,9 @@ from tests.pool import run_ranks
 
 VOCAB = 64
 VALUES = {**LLAMA, "max_position_embeddings": POSITIONS, "num_layers": 2}
-WAYS = [
-    SamplingParams(),
-    SamplingParams(1.5),
-    SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
-    SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
-    SamplingParams(3.0, min_p=0.05, presence_penalty=0.7),
-]
+WAYS = [SamplingParams(), SamplingParams(1.5), SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
+        SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
+        SamplingParams(3.0, min_p=0.05, presence_penalty=0.7)]  # fmt: skip
 
 
 def model_of(world_size: int = 1, **changes: Any) -> Model:
@@ -41,12 +37,9 @@ def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
     requests = []
     for i in range(count):
         tokens = beginning[: draws.choice([0, 16, 33, 40])] + draws.choices(range(2, 64), k=draws.randint(1, 25))
-        requests.append(
-            Request(
-                tokens, draws.choice(WAYS), draws.randint(1, longest), seed=i, stop=draws.choice([(), ("3", "+7")]),
-                logprobs=draws.choice([None, 0, 3]), prompt_logprobs=draws.random() < 0.2,
-            )
-        )  # fmt: skip
+        requests.append(Request(tokens, draws.choice(WAYS), draws.randint(1, longest), seed=i,
+                                stop=draws.choice([(), ("3", "+7")]), logprobs=draws.choice([None, 0, 3]),
+                                prompt_logprobs=draws.random() < 0.2))  # fmt: skip
     return requests
 
 
@@ -54,13 +47,10 @@ def outcome(events: list[Event]) -> tuple:
     """What a request became."""
     logprobs = [one for event in events for one in event.logprobs]
     read = [one.logprob for one in events[0].prompt_logprobs or () if one is not None]
-    return (
-        [token for event in events for token in event.tokens],
-        "".join(event.text for event in events),
-        [event.finish_reason for event in events if event.finish_reason is not None],
-        [[token for token, _ in one.top] for one in logprobs],
-        torch.tensor([one.logprob for one in logprobs] + read),
-    )
+    return ([token for event in events for token in event.tokens], "".join(event.text for event in events),
+            [event.finish_reason for event in events if event.finish_reason is not None],
+            [[token for token, _ in one.top] for one in logprobs],
+            torch.tensor([one.logprob for one in logprobs] + read))  # fmt: skip
 
 
 def same(found: list[tuple], expected: list[tuple]) -> None:
@@ -188,19 +178,16 @@ def test_beginnings_are_run_once() -> None:
     assert sum(seen) <= 64 - 48
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request([]), "prompt is empty"),
-        (Request([3, 64]), "do not exist.* 0 to 63"),
-        (Request([-1]), "do not exist"),
-        (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
-        (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
-        (Request([3], maximum_tokens=0), "nothing is asked"),
-        (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
-        (Request([3], stop=("a",), text=False), "text is False"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "message"), [
+    (Request([]), "prompt is empty"),
+    (Request([3, 64]), "do not exist.* 0 to 63"),
+    (Request([-1]), "do not exist"),
+    (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
+    (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
+    (Request([3], maximum_tokens=0), "nothing is asked"),
+    (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
+    (Request([3], stop=("a",), text=False), "text is False"),
+])  # fmt: skip
 def test_refused(request_: Request, message: str) -> None:
     model = model_of()
     batcher = Batcher(model, cache_gb=5 * BLOCK_SIZE * model.stage.cache_bytes / 1e9)

@@ -98,10 +98,9 @@ def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, F
 def test_bf16(name: str) -> None:
     """Of states too, which are fp32 beside 16-bit weights, or as they are."""
     values = {**UNTIED[name], "precision": "bfloat16"}
-    exact, rounded, cached = (
-        logprobs_of(random_model({**values, **changes}))
-        for changes in ({"precision": "fp32", "recompute": True}, {"recompute": True}, {})
-    )
+    exact, rounded, cached = (logprobs_of(random_model({**values, **changes})) for changes in (
+        {"precision": "fp32", "recompute": True}, {"recompute": True}, {},
+    ))  # fmt: skip
     # The cache may move a log-probability as far as bf16 itself does, no further.
     error = max(float((a - b).abs().max()) for a, b in zip(rounded, exact, strict=True))
     assert max(float((a - b).abs().max()) for a, b in zip(cached, exact, strict=True)) < 1.5 * error

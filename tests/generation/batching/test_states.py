@@ -39,9 +39,8 @@ def leaves_nothing(batcher: Batcher) -> bool:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "chunk"), [("mamba", 3, 7), ("mamba 2", 5, 2), ("hybrid", 3, 7), ("hybrid", 10, 1024)]
-)
+@pytest.mark.parametrize(("name", "rows", "chunk"),
+                         [("mamba", 3, 7), ("mamba 2", 5, 2), ("hybrid", 3, 7), ("hybrid", 10, 1024)])  # fmt: skip
 def test_together_as_alone(name: str, rows: int, chunk: int, alone: dict[str, list[tuple]]) -> None:
     """Slots go from one request to the next; prompts are read in chunks, shorter than the convolution too."""
     batcher = Batcher(model_of(name), maximum_rows=rows)

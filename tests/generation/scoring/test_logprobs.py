@@ -24,9 +24,8 @@ from tests.marks import with_more
 from tests.model.stages import stage_with
 from tests.pool import run_ranks
 
-IN_TEST = (
-    "gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral",
-)  # fmt: skip
+IN_TEST = ("gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2",
+           "mixtral")  # fmt: skip
 MORE = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotron h")
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 

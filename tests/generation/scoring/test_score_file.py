@@ -27,14 +27,10 @@ from tests.pool import run_ranks
 
 POSITIONS = 48
 LONG = "It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 4
-LINES: list[dict[str, str]] = [
-    {"text": "one two three"},
-    {"prompt": "The sky is", "completion": " blue and far"},
-    {"text": LONG},
-    {"prompt": "", "completion": "a beginning"},
-    {"prompt": "The sky is ", "completion": "green"},
-    {"prompt": LONG, "completion": " That is all."},
-]
+LINES: list[dict[str, str]] = [{"text": "one two three"}, {"prompt": "The sky is", "completion": " blue and far"},
+                               {"text": LONG}, {"prompt": "", "completion": "a beginning"},
+                               {"prompt": "The sky is ", "completion": "green"},
+                               {"prompt": LONG, "completion": " That is all."}]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,14 +83,10 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     tokenizer = HFTokenizer(FOLDER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
     sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
-    requests = [
-        (begin, tokenizer.tokenize(LINES[0]["text"])),
-        (sky, tokenizer.tokenize(texts[1])[len(sky) :]),
-        (begin, tokenizer.tokenize(LONG)),
-        (begin, tokenizer.tokenize(texts[3])),
-        (sky, tokenizer.tokenize(texts[4])[len(sky) :]),
-        (long, tokenizer.tokenize(texts[5])[len(long) :]),
-    ]
+    requests = [(begin, tokenizer.tokenize(LINES[0]["text"])), (sky, tokenizer.tokenize(texts[1])[len(sky) :]),
+                (begin, tokenizer.tokenize(LONG)), (begin, tokenizer.tokenize(texts[3])),
+                (sky, tokenizer.tokenize(texts[4])[len(sky) :]),
+                (long, tokenizer.tokenize(texts[5])[len(long) :])]  # fmt: skip
     assert len(requests[2][1]) > 2 * POSITIONS
     for row, (context, tokens) in zip(scores, requests, strict=True):
         assert row["tokens"] == tokens
@@ -174,18 +166,15 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": 3}\n', 'in.jsonl:2: expected {"text": '),
-        ("[1]\n", "in.jsonl:1: expected"),
-        ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
-        ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
-        ("hello\n", "in.jsonl:1: not JSON"),
-        ("\n\n", "in.jsonl: holds no lines"),
-        (None, "in.jsonl: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ('{"text": "a"}\n{"text": 3}\n', 'in.jsonl:2: expected {"text": '),
+    ("[1]\n", "in.jsonl:1: expected"),
+    ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
+    ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
+    ("hello\n", "in.jsonl:1: not JSON"),
+    ("\n\n", "in.jsonl: holds no lines"),
+    (None, "in.jsonl: No such file"),
+])  # fmt: skip
 def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "in.jsonl").write_text(content)
@@ -211,11 +200,9 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
     """Beside pairs, as training reads them; more tokens than positions in windows; goes on after a kill."""
     pos, neg = random_documents(0, 9, 30, 1, 100, 0, 47, 49, 5), random_documents(1, 7, 8, 1, 3, 0, 40, 13, 11)
     paths = write(tmp_path / "pos", pos), write(tmp_path / "neg", neg)
-    words = argv(
-        model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise",
-        "train_impl=dpo", "pack_impl=unpacked",
-        f"pos_train_data_paths=[{paths[0]}]", f"neg_train_data_paths=[{paths[1]}]",
-    )  # fmt: skip
+    words = argv(model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise", "train_impl=dpo",
+                 "pack_impl=unpacked", f"pos_train_data_paths=[{paths[0]}]",
+                 f"neg_train_data_paths=[{paths[1]}]")  # fmt: skip
     run_ranks(killed, 2, words, 2, init=False)
     assert not (tmp_path / "pos_base.idx").exists()
     code, out, err = run(2, *words)

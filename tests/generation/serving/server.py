@@ -52,9 +52,8 @@ def greedy_texts(model: Any, prompts: Sequence[str], tokens: int) -> list[str]:
     for prompt in prompts:
         given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         ends = [0, tokenizer.eos_token_id, END]
-        made = model.generate(
-            input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=1
-        )
+        made = model.generate(input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends,
+                              pad_token_id=1)  # fmt: skip
         texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
     return texts
 

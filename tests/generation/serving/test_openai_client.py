@@ -61,9 +61,8 @@ def greedy(reference: tuple[Any, Any], tokens: list[int], count: int) -> list[in
 def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
     prompt = reference[1](PROMPT)["input_ids"]
     expected = greedy(reference, prompt, 12)
-    reply = client.completions.create(
-        model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3, extra_body={"return_token_ids": True}
-    )
+    reply = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=12, temperature=0, logprobs=3,
+                                      extra_body={"return_token_ids": True})  # fmt: skip
     choice = reply.choices[0]
     assert choice.model_extra is not None and choice.logprobs is not None
     assert choice.model_extra["token_ids"] == expected
@@ -97,18 +96,15 @@ def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any
 
 
 def test_chat_streamed_and_whole(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
-    messages: list[Any] = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}]},
-    ]
+    messages: list[Any] = [{"role": "system", "content": "Be brief."}, {
+        "role": "user", "content": [{"type": "text", "text": "Who "}, {"type": "text", "text": "are you?"}],
+    }]  # fmt: skip
     messages.append({"role": "tool", "tool_call_id": "c1", "content": "Nine coins."})
     plain = [messages[0], {"role": "user", "content": "Who are you?"}, messages[2]]
     prompt = reference[1].apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
     expected = greedy(reference, prompt, 10)
-    asked: dict[str, Any] = {
-        "model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 10, "logprobs": True,
-        "top_logprobs": 2, "extra_body": {"return_token_ids": True},
-    }  # fmt: skip
+    asked: dict[str, Any] = {"model": NAME, "messages": messages, "temperature": 0, "max_completion_tokens": 10,
+                             "logprobs": True, "top_logprobs": 2, "extra_body": {"return_token_ids": True}}  # fmt: skip
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == reference[1].decode(expected)
     assert whole.choices[0].message.role == "assistant"
@@ -160,10 +156,8 @@ def test_two_hundred_at_once(server: Server) -> None:
 
     async def ask() -> list[str]:
         async with server.clients() as client:
-            asked = [
-                client.completions.create(model=NAME, prompt=f"Number {i % 20}", max_tokens=8, temperature=0)
-                for i in range(200)
-            ]
+            asked = [client.completions.create(model=NAME, prompt=f"Number {i % 20}", max_tokens=8, temperature=0)
+                     for i in range(200)]  # fmt: skip
             return [reply.choices[0].text for reply in await asyncio.gather(*asked)]
 
     texts = asyncio.run(ask())
@@ -282,10 +276,9 @@ def test_ends_biases_and_least_lengths(client: openai.OpenAI, reference: tuple[A
 
     def write(bias: dict[int, float], **options: Any) -> tuple[list[int], str, str]:
         extra = {"return_token_ids": True, **options}
-        reply = client.completions.create(
-            model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logit_bias={str(i): v for i, v in bias.items()},
-            extra_body=extra,
-        )  # fmt: skip
+        reply = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0,
+                                          logit_bias={str(i): v for i, v in bias.items()},
+                                          extra_body=extra)  # fmt: skip
         choice = reply.choices[0]
         assert choice.model_extra is not None
         return choice.model_extra["token_ids"], choice.finish_reason, choice.text

@@ -47,10 +47,8 @@ def written(server: Server) -> list[str]:
 
 def test_every_layout_writes_the_same(folder: Path) -> None:
     layouts: dict[str, tuple[int, dict[str, object]]] = {
-        "one process": (1, {}),
-        "tp2": (2, {"model_parallel_size": 2}),
-        "dp2": (2, {}),
-    }
+        "one process": (1, {}), "tp2": (2, {"model_parallel_size": 2}), "dp2": (2, {}),
+    }  # fmt: skip
     texts, blocks = {}, {}
     for name, (world_size, changes) in layouts.items():
         with serving(folder, world_size, **changes) as server:

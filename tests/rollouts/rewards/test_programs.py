@@ -58,14 +58,11 @@ def test_the_tests_decide() -> None:
     assert not run_program("def f(x):\n    return x", "assert f(2) == 4", 20)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        *("import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0"),
-        *("quit()", "import os; os.write(3, b'x' * 1000)"),
-        "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
-    ],
-)
+@pytest.mark.parametrize("program", [
+    *("import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0"),
+    *("quit()", "import os; os.write(3, b'x' * 1000)"),
+    "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
+])  # fmt: skip
 def test_no_program_passes_without_its_tests(program: str) -> None:
     assert not run_program(program, "x = '''", 20)
     assert not run_program(program, "pass", 20)
@@ -147,9 +144,8 @@ def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
 
 def test_children_of_a_program_end_with_it() -> None:
     with all_end():
-        assert run_program(
-            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)", "time.sleep(1)", 20
-        )
+        assert run_program("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)", "time.sleep(1)",
+                           20)  # fmt: skip
 
 
 def test_closing_ends_the_program_that_runs() -> None:
@@ -174,13 +170,9 @@ def test_closing_ends_the_program_that_runs() -> None:
 
 
 def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
-    rows = [
-        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
-        ("x = 2", ["assert x == 2", "assert x < 3"]),
-        ("```python\nx = 1\n```", "assert x == 2"),
-        ("x = 2", None),
-        ("x = 2", 5),
-    ]
+    rows = [("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
+            ("x = 2", ["assert x == 2", "assert x < 3"]), ("```python\nx = 1\n```", "assert x == 2"), ("x = 2", None),
+            ("x = 2", 5)]  # fmt: skip
     with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
         found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
     assert found.parts == {"code": [1.0, 1.0, 0.0, None, None]}
@@ -196,10 +188,8 @@ def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
     )
     libc = ctypes.CDLL(None)
     drop, sys_admin = 24, 21
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
-        preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0),
-    )  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
+                          preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0))  # fmt: skip
     assert done.stdout.startswith(
         "RewardError code: programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
     ), done
@@ -216,11 +206,10 @@ def test_users_need_no_root() -> None:
     )
     limits = json.dumps({"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 64})
     for last, passes in (("", True), ("\nopen('/var/tmp/x', 'w')", False)):
-        done = subprocess.run(
-            [python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534, extra_groups=[],
-            input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}), capture_output=True, text=True,
-            timeout=600, cwd="/",
-        )  # fmt: skip
+        done = subprocess.run([python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534,
+                              extra_groups=[],
+                              input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}),
+                              capture_output=True, text=True, timeout=600, cwd="/")  # fmt: skip
         assert (done.stdout == "passed") is passes, done
 
 

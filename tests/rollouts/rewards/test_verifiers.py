@@ -60,16 +60,13 @@ def test_marked_answers(text: str, marked: str | None) -> None:
     assert answer(text) == (text.strip() if marked is None else marked)
 
 
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        ("```python\na\n```\ntext\n```py\nb\n```", "b\n"),
-        ("```\na\n```\n```js\nb\n```", "a\n"),
-        ("```Python title=x\na\n  ```", "a\n"),
-        ("```python\nnever closed", None),
-        ("none", None),
-    ],
-)
+@pytest.mark.parametrize(("text", "inside"), [
+    ("```python\na\n```\ntext\n```py\nb\n```", "b\n"),
+    ("```\na\n```\n```js\nb\n```", "a\n"),
+    ("```Python title=x\na\n  ```", "a\n"),
+    ("```python\nnever closed", None),
+    ("none", None),
+])  # fmt: skip
 def test_fenced_blocks(text: str, inside: str | None) -> None:
     assert fenced_block(text, ("python", "py")) == inside
 
@@ -172,11 +169,9 @@ VERDICTS: dict[Callable[..., float | None], list[tuple[str, Any, float]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("verify", "completion", "expected", "reward"),
-    [(verify, *row) for verify, rows in VERDICTS.items() for row in rows],
-    ids=lambda value: getattr(value, "__name__", shown(value)),
-)
+@pytest.mark.parametrize(("verify", "completion", "expected", "reward"),
+                         [(verify, *row) for verify, rows in VERDICTS.items() for row in rows],
+                         ids=lambda value: getattr(value, "__name__", shown(value)))  # fmt: skip
 def test_verdicts(verify: Callable[..., float | None], completion: str, expected: Any, reward: float) -> None:
     assert verify(completion, {"answer": expected}) == reward
 
