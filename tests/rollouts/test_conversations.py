@@ -141,16 +141,13 @@ def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
         NeoXArgs.from_dict({**values, "dpo_loss_type": "orpo"})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said", "expected"),
-    [
-        ("a", None, "a"),
-        ("a", "b", "ab"),
-        ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
-        ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
-         [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said", "expected"), [
+    ("a", None, "a"),
+    ("a", "b", "ab"),
+    ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
+    ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
+     [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
+])  # fmt: skip
 def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expected: Any) -> None:
     assert opening(prompt, said) == expected
 

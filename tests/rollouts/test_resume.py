@@ -95,17 +95,13 @@ def signalled_while_it_answers(
     return lengths
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
-        {"dp": 2},
-        pytest.param({}, marks=pytest.mark.product),
-        pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
-        pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
-    ],
-    ids=["pp2", "dp2", "alone", "zero3", "exact"],
-)
+@pytest.mark.parametrize("layout", [
+    {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
+    {"dp": 2},
+    pytest.param({}, marks=pytest.mark.product),
+    pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
+    pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
+], ids=["pp2", "dp2", "alone", "zero3", "exact"])  # fmt: skip
 def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) -> None:
     """Nothing of the generation is kept, no step is taken any more; the next start goes on bit for bit."""
     task, ranks = write_task(tmp_path), 2 if layout else 1

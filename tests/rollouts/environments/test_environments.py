@@ -136,18 +136,15 @@ def test_many_at_a_time(start: Open) -> None:
         assert list(pool.map(held, range(100))) == [str(number) for number in range(100)]
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ("Echo", "Echo: .*FILE.py:CLASS"),
-        (f"{FILE}:Nothing", "no class Nothing"),
-        (f"{FILE.with_name('nowhere.py')}:Echo", "nowhere.py: no such file"),
-        (f"{FILE}:Picky", r"reset\(self, prompt, seed, \*\*columns\)"),
-        (f"{FILE}:Waits", "Waits.reset is async"),
-        (f"{FILE}:NoStep", r"no method step\(self, completion\)"),
-        (f"{FILE}:Echo", "field seed"),  # which is its own name
-    ],
-)
+@pytest.mark.parametrize(("entry", "reason"), [
+    ("Echo", "Echo: .*FILE.py:CLASS"),
+    (f"{FILE}:Nothing", "no class Nothing"),
+    (f"{FILE.with_name('nowhere.py')}:Echo", "nowhere.py: no such file"),
+    (f"{FILE}:Picky", r"reset\(self, prompt, seed, \*\*columns\)"),
+    (f"{FILE}:Waits", "Waits.reset is async"),
+    (f"{FILE}:NoStep", r"no method step\(self, completion\)"),
+    (f"{FILE}:Echo", "field seed"),  # which is its own name
+])  # fmt: skip
 def test_what_is_no_environment_is_refused_before_anything(entry: str, reason: str) -> None:
     with ExitStack() as opened, pytest.raises(RewardError, match=reason):
         environments = opened.enter_context(closing(Environments(entry, timeout_s=60.0, workers=1)))

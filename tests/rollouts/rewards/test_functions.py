@@ -109,15 +109,10 @@ def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("value", "reason"), [
-    ("raise", "KeyError: 'what' ({line})"),
-    ("sys.exit", "SystemExit: enough ({line})"),
-    ("hang", "took longer than 1 s"),
-    ("exit", "its process ended (3)"),
-    ("segfault", "its process was killed by SIGSEGV"),
-    ("nan", "returned NaN"),
-    ("inf", "returned -inf"),
-    ("list", "returned [1.0, 2.0], no number"),
-    ("12", "returned '12', no number"),
+    ("raise", "KeyError: 'what' ({line})"), ("sys.exit", "SystemExit: enough ({line})"),
+    ("hang", "took longer than 1 s"), ("exit", "its process ended (3)"),
+    ("segfault", "its process was killed by SIGSEGV"), ("nan", "returned NaN"), ("inf", "returned -inf"),
+    ("list", "returned [1.0, 2.0], no number"), ("12", "returned '12', no number"),
 ])  # fmt: skip
 def test_a_failure_of_one_row_is_that_rows(score: Score, value: str, reason: str) -> None:
     found = score("of_each", rows([1.0, value, 0.5, None]))

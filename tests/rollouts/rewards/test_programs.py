@@ -86,16 +86,12 @@ def test_a_port_outside_is_not_there() -> None:
     assert run_program(names, "assert 'eth0' not in names and not any(n.startswith('en') for n in names)", 20)
 
 
-@pytest.mark.parametrize(
-    ("program", "problem"),
-    [
-        ("x = bytearray(2 << 30)", "MemoryError"),
-        ("x = []\n    while True: x.append(bytes(1 << 20))", "MemoryError"),
-        ("open('big', 'wb').write(bytes(20 << 20))", "OSError"),
-        ("open('/etc/rewards_test', 'w')", "OSError"),
-    ],
-    ids=["memory", "growing", "file", "disk"],
-)
+@pytest.mark.parametrize(("program", "problem"), [
+    ("x = bytearray(2 << 30)", "MemoryError"),
+    ("x = []\n    while True: x.append(bytes(1 << 20))", "MemoryError"),
+    ("open('big', 'wb').write(bytes(20 << 20))", "OSError"),
+    ("open('/etc/rewards_test', 'w')", "OSError"),
+], ids=["memory", "growing", "file", "disk"])  # fmt: skip
 def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     assert not run_program(program.replace("\n    ", "\n"), "pass", 100)
     refused = f"refused = False\ntry:\n    {program}\nexcept {problem}:\n    refused = True"
@@ -103,21 +99,17 @@ def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     assert not Path("/etc/rewards_test").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        (FORKS, "assert 1 < count < 100, count"),
-        (WRITES, "assert written < 70 << 20, written"),
-        ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
-        ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
-        ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
-        ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
-        ("import numpy", "assert numpy.ones(3).sum() == 3"),
-        ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
-        ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
-    ],
-    ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"],
-)
+@pytest.mark.parametrize(("program", "tests"), [
+    (FORKS, "assert 1 < count < 100, count"),
+    (WRITES, "assert written < 70 << 20, written"),
+    ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
+    ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
+    ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
+    ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
+    ("import numpy", "assert numpy.ones(3).sum() == 3"),
+    ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
+    ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
+], ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"])  # fmt: skip
 def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1")
     names = {"{home}": pwd.getpwuid(os.getuid()).pw_dir, "{tmp}": str(tmp_path)}
@@ -126,17 +118,13 @@ def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypat
     assert run_program(program, tests, 20)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "while True: pass",
-        "import time\ntime.sleep(60)",
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: 0",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)",
-        "import os\nwhile True: os.write(3, b'x' * 1000)",
-    ],
-    ids=["loop", "sleep", "bomb", "session", "report"],
-)
+@pytest.mark.parametrize("program", [
+    "while True: pass",
+    "import time\ntime.sleep(60)",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: 0",
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)",
+    "import os\nwhile True: os.write(3, b'x' * 1000)",
+], ids=["loop", "sleep", "bomb", "session", "report"])  # fmt: skip
 def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
     with all_end():
         assert not run_program(program, "pass", 1.2)
