@@ -15,8 +15,9 @@ from megatron.rollouts.answers import Answer, row_of
 from megatron.rollouts.conversations import opening
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import LAYOUTS, task, with_keys
-from tests.rollouts.toy import LEARNS, Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, write_task
+from tests.rollouts import toy
+from tests.rollouts.test_rollouts import LAYOUTS, task
+from tests.rollouts.toy import Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, with_keys, write_task
 
 __all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.
@@ -128,10 +129,9 @@ def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_pat
 def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
     """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
     file = Path(task["vocab_file"]).with_name("rewards.py")
-    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    keys = {"train_impl": "dpo", "train_batch_size": 16, "train_iters": 1, "save": str(tmp_path),
-            "checkpoint_factor": 2, "reward_functions": [f"{file}:lengths"]}  # fmt: skip
-    values = with_environment(own, keys, "Broken")
+    keys = {"train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
+            "reward_functions": [f"{file}:lengths"]}  # fmt: skip
+    values = with_environment(toy.for_pairs(task), keys, "Broken")
     run_ranks(whole_run, 1, values)
     rows = lines_of(tmp_path)
     failed = [row for row in rows if "failures" in row]
@@ -163,7 +163,7 @@ def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
 def test_both_turns_are_learned(tmp_path: Path) -> None:
     """The control is the same run before it has learned: one right turn is half a point."""
     keys = {"seq_length": 16, "rollout.num_generations": 8, "rollout.max_completion_length": 8, "train_iters": 120}
-    values = with_environment(write_task(tmp_path, 2), {**LEARNS, **keys, "max_position_embeddings": 16}, "Words")
+    values = with_environment(write_task(tmp_path, 2), {**toy.LEARNS, **keys, "max_position_embeddings": 16}, "Words")
     before, after = learned(values, tmp_path / "run", lambda line: line["reward"])
     assert after > before + 0.55, (before, after)
 

@@ -16,19 +16,10 @@ from megatron.rollouts.judging import compare
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.rollouts import toy
 from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS, with_keys
-from tests.rollouts.toy import (
-    LEARNS,
-    Seen,
-    assert_same_steps,
-    is_right,
-    learned,
-    lines_of,
-    steps_of,
-    whole_run,
-    write_task,
-)
+from tests.rollouts.test_rollouts import LAYOUTS, in_two_ranks
+from tests.rollouts.toy import Seen, assert_same_steps, lines_of, steps_of, whole_run, with_keys
 
 JUDGES = '''"""Judges of the task."""
 
@@ -72,9 +63,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def of_pairs(folder: Path, most: int = 5) -> dict[str, Any]:
     """The toy's task with train_impl: dpo; its file of judges lies beside."""
     (folder / "judges.py").write_text(JUDGES)
-    made = write_task(folder, most)
-    own = {key: value for key, value in made.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    return with_keys(own, {"train_impl": "dpo", "train_batch_size": 8, "rollout.temperature": 0.7})
+    return toy.for_pairs(toy.write_task(folder, most), {"train_batch_size": 8, "rollout.temperature": 0.7})
 
 
 def judged(task: dict[str, Any], name: str, *changes: dict[str, Any]) -> dict[str, Any]:
@@ -113,10 +102,8 @@ def test_layouts_equal_one_process(cell: tuple[str, str], task: dict[str, Any], 
 @pytest.mark.more
 def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:
     values = with_keys(task, {"lora": {"r": 4}, "rollout.num_generations": 4})
-    one = run_ranks(steps_of, 1, values)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}))[0]
-    assert one.losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and one.losses[2] < one.losses[0]
-    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
+    seen = in_two_ranks(values, close=1e-7)
+    assert seen.losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and seen.losses[2] < seen.losses[0]
 
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path: Path) -> None:
@@ -219,8 +206,8 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task
 def test_answers_are_better_in_the_end(by: str, tmp_path: Path) -> None:
     """Right answers, as the judge or the reward alone tells; the control is the run's own beginning."""
     task, keys = of_pairs(tmp_path, most=2), {"rollout.max_completion_length": 1, "rollout.temperature": 1.0}
-    keys |= {**LEARNS, "train_batch_size": 32}
+    keys |= {**toy.LEARNS, "train_batch_size": 32}
     functions = {"reward_functions": [f"{tmp_path / 'rewards.py'}:right"], "rollout.num_generations": 4}
     values = judged(task, "right", keys) if by == "judge" else with_keys(task, keys, functions)
-    before, after = learned(values, tmp_path / "run", is_right)
+    before, after = toy.learned(values, tmp_path / "run", toy.is_right)
     assert after > before + 0.5, (before, after)

@@ -13,9 +13,8 @@ from megatron.rollouts import sampler
 from megatron.training import train
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import with_keys
-from tests.rollouts.toy import lines_of, rollouts_of, whole_run, write_task
-from tests.training.runs import begin, bit_equal
+from tests.rollouts.toy import begun, lines_of, whole_run, with_keys, write_task
+from tests.training.runs import bit_equal
 
 KINDS: dict[str, dict[str, Any]] = {
     "moving average": {"rl_loss_type": "reinforce", "kl_div_beta": 0.05},
@@ -75,23 +74,20 @@ def signalled_while_it_answers(
     """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
     of that generation's answers when sampling ended. looks: after how many tokens it looks for signals."""
     sampler._LOOKS = looks
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    sample, lengths = rollouts.sampler, list[int]()
+    with begun(values) as (training, rollouts):
+        sample, lengths = rollouts.sampler, list[int]()
 
-    def signalled(asked: Any) -> Any:
-        if training.iteration != at:
-            return sample(asked)
-        if rank == world_size - 1:
-            os.kill(os.getpid(), number)
-        answers = sample(asked)
-        lengths.extend(len(answer.tokens) for batch in answers for answer in batch)
-        return answers
+        def signalled(asked: Any) -> Any:
+            if training.iteration != at:
+                return sample(asked)
+            if rank == world_size - 1:
+                os.kill(os.getpid(), number)
+            answers = sample(asked)
+            lengths.extend(len(answer.tokens) for batch in answers for answer in batch)
+            return answers
 
-    rollouts.sampler = signalled  # type: ignore[assignment]
-    train(training, [rollouts.record], rollouts=rollouts)
-    rollouts.close()
-    training.engine.close()
+        rollouts.sampler = signalled  # type: ignore[assignment]
+        train(training, [rollouts.record], rollouts=rollouts)
     return lengths
 
 
@@ -127,17 +123,16 @@ def test_it_looks_for_signals_while_answers_are_short(tmp_path: Path) -> None:
 
 def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int) -> None:
     """For the pool: a run that ends by SIGKILL in the middle of its step after `at` steps."""
-    training = begin(values)
-    step = training.engine.train_step
+    with begun(values) as (training, rollouts):
+        step = training.engine.train_step
 
-    def killed(*given: Any) -> Any:
-        if training.iteration == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*given)
+        def killed(*given: Any) -> Any:
+            if training.iteration == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*given)
 
-    training.engine.train_step = killed  # type: ignore[assignment, method-assign]
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    train(training, [rollouts.record], rollouts=rollouts)
+        training.engine.train_step = killed  # type: ignore[assignment, method-assign]
+        train(training, [rollouts.record], rollouts=rollouts)
 
 
 @pytest.mark.ends_processes

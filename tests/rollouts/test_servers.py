@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +36,9 @@ from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts.stand_ins import StandIn, standing_in
 from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS, with_keys
-from tests.rollouts.toy import WORDS, Seen, lines_of, rollouts_of, steps_of, whole_run, write_task
-from tests.training.runs import LLAMA, begin
+from tests.rollouts.test_rollouts import LAYOUTS
+from tests.rollouts.toy import WORDS, Seen, begun, for_pairs, lines_of, steps_of, whole_run, with_keys, write_task
+from tests.training.runs import LLAMA
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
 STEPS = 3
@@ -115,8 +116,7 @@ def test_conversations_by_our_server(task: dict[str, Any], ours: Server, tmp_pat
 @pytest.mark.more
 def test_our_server_writes_pairs(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """For online DPO, also where they are asked for ahead."""
-    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    values = with_keys(own, {"train_impl": "dpo", "train_batch_size": 4, "rollout.temperature": 1.0})
+    values = for_pairs(task, {"train_batch_size": 4, "rollout.temperature": 1.0})
     for staleness in (0, 1):
         asked = with_server(values, ours, tmp_path / str(staleness), **{"rollout.staleness": staleness})
         seen = run_ranks(steps_of, 1, asked, STEPS)[0]
@@ -191,18 +191,16 @@ def test_what_is_wrong_with_a_server_is_said(
 
 def signalled_while_it_waits(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run that gets SIGTERM."""
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    assert rollouts.server_sampler is not None
-    wait = rollouts.server_sampler._waited_for
+    with begun(values) as (training, rollouts):
+        assert rollouts.server_sampler is not None
+        wait = rollouts.server_sampler._waited_for
 
-    def signalled(answers: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return wait(answers)
+        def signalled(answers: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return wait(answers)
 
-    rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
-    train(training, [rollouts.record], rollouts=rollouts)
-    rollouts.close()
+        rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
+        train(training, [rollouts.record], rollouts=rollouts)
 
 
 def test_a_signal_ends_waiting(task: dict[str, Any], tmp_path: Path) -> None:
@@ -225,13 +223,9 @@ def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Pat
 
 def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: how a run of one step ends."""
-    training = begin(values)
     try:
-        rollouts = rollouts_of(training)
-        try:
+        with begun(values) as (training, rollouts):
             train(training, [rollouts.record], rollouts=rollouts)
-        finally:
-            rollouts.close()
     except UserError as problem:
         return str(problem)
     return "ended"
@@ -264,8 +258,7 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
     files = {name: sha256(tmp_path / name) for name in ("config.json", "model.safetensors")}
-    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
-    try:
+    with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
         for version in range(3):
             server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
         url = server.url(2, ours.address)
@@ -280,16 +273,13 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
         (tmp_path / "model.safetensors").write_bytes(b"another")
         status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
         assert status == 400 and "damaged, or replaced" in reply["error"]["message"]
-    finally:
-        server.close()
     status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
     assert status == 502 and "config.json cannot be fetched" in reply["error"]["message"]
 
 
 def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{}")
-    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
-    try:
+    with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
         server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
         for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
             url = server.url(0, address)
@@ -301,8 +291,6 @@ def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, An
         taken = NeoXArgs.from_dict(with_keys(task, {"weight_server_port": server.port}))
         with pytest.raises(ConfigError, match=f"weight_server_port: {server.port}: Address already in use"):
             WeightServer(taken)
-    finally:
-        server.close()
 
 
 def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
@@ -333,22 +321,19 @@ def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Pa
 
 def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
     """For the pool: the weights of five generations by version; the next two are there before their time."""
-    training = begin(values)
-    rollouts = rollouts_of(training)
-    batches, versions = iter(rollouts), []
-    for number in range(5):
-        step = next(batches)
-        assert rollouts._generation is not None and rollouts.server_sampler is not None
-        versions.append(rollouts._generation.weights)
-        assert rollouts._generation.old_logprobs is not None
-        ahead = rollouts.server_sampler._pending
-        assert sorted(ahead) == [number + 1, number + 2]
-        for future in ahead.values():
-            future.result(timeout=100)
-        training.engine.train_step(step, training.schedule(number))
-        training.progress.iteration += 1
-    rollouts.close()
-    training.engine.close()
+    with begun(values) as (training, rollouts):
+        batches, versions = iter(rollouts), []
+        for number in range(5):
+            step = next(batches)
+            assert rollouts._generation is not None and rollouts.server_sampler is not None
+            versions.append(rollouts._generation.weights)
+            assert rollouts._generation.old_logprobs is not None
+            ahead = rollouts.server_sampler._pending
+            assert sorted(ahead) == [number + 1, number + 2]
+            for future in ahead.values():
+                future.result(timeout=100)
+            training.engine.train_step(step, training.schedule(number))
+            training.progress.iteration += 1
     return versions
 
 

@@ -1,7 +1,8 @@
 """A task that a tiny model learns from rewards alone: the sum of two digits, a token an answer."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -139,51 +140,70 @@ class Seen(NamedTuple):
     weights: dict[int, dict[str, torch.Tensor]]
 
 
-def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
-    return Rollouts(training, None if folder is None else Path(folder), training.checkpointer.run_id)
+def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with keys changed, of sections by dotted path."""
+    values = {**task, "rollout": dict(task["rollout"])}
+    for change in changes:
+        for key, value in change.items():
+            section, _, name = key.rpartition(".")
+            (values[section] if section else values)[name] = value
+    return values
+
+
+def for_pairs(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """The task of online DPO."""
+    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    return with_keys({**own, "train_impl": "dpo"}, *changes)
+
+
+@contextmanager
+def begun(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Training, Rollouts]]:
+    """A run up to its first step, and its rollouts, which write beside its checkpoints."""
+    training = begin(values)
+    folder = Path(values["save"]) / "logs" if logs and "save" in values else None
+    rollouts = Rollouts(training, folder, training.checkpointer.run_id)
+    try:
+        yield training, rollouts
+    finally:
+        rollouts.close()
+    training.engine.close()
 
 
 def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> Seen:
     """For the pool: some steps of a run, without its loop."""
-    training = begin(values)
-    rollouts = rollouts_of(training)
-    batches, answers, losses, norms, metrics = iter(rollouts), [], [], [], []
-    for number in range(steps):
-        step = next(batches)
-        assert rollouts._generation is not None
-        answers.append([answer.tokens for answer in rollouts._generation.answers])
-        result = training.engine.train_step(step, training.schedule(number))
-        training.progress.iteration += 1
-        losses.append(float(result.loss))
-        norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-        metrics.append({name: float(value) for name, value in result.metrics.items()})
-    rollouts.close()
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return Seen(answers, losses, norms, metrics, weights)
+    seen = Seen([], [], [], [], {})
+    with begun(values, logs=False) as (training, rollouts):
+        batches = iter(rollouts)
+        for number in range(steps):
+            step = next(batches)
+            assert rollouts._generation is not None
+            seen.answers.append([answer.tokens for answer in rollouts._generation.answers])
+            result = training.engine.train_step(step, training.schedule(number))
+            training.progress.iteration += 1
+            seen.losses.append(float(result.loss))
+            seen.norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+            seen.metrics.append({name: float(value) for name, value in result.metrics.items()})
+        seen.weights.update(training.engine.weights(master=True))
+    return seen
 
 
 def whole_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: int | None = None) -> dict[int, Any]:
     """For the pool: a run with its loop and its files; the weights it ends with."""
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    with begun(values) as (training, rollouts):
 
-    def until_stop():
-        for step in rollouts:
-            if training.iteration == stop_at:
-                raise KeyboardInterrupt
-            yield step
+        def until_stop():
+            for step in rollouts:
+                if training.iteration == stop_at:
+                    raise KeyboardInterrupt
+                yield step
 
-    try:
-        train(training, [rollouts.record], rollouts=until_stop())
-    except KeyboardInterrupt:
-        training.checkpointer.wait()  # what is written beside the steps is there when it is killed
-        return {}
-    finally:
-        rollouts.close()
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
+        try:
+            train(training, [rollouts.record], rollouts=until_stop())
+        except KeyboardInterrupt:
+            training.checkpointer.wait()  # what is written beside the steps is there when it is killed
+            return {}
+        weights = training.engine.weights(master=True)
+        return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
 
 
 def lines_of(folder: Path, name: str = "rollouts") -> list[dict[str, Any]]:
