@@ -108,9 +108,8 @@ def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any])
     return NeoXArgs.from_dict({**hf_model_keys(folder), "eval_tasks": list(tasks), **changes})
 
 
-def scores(
-    rank: int, world_size: int, folder: str, tasks: Sequence[str], changes: Mapping[str, Any]
-) -> EvaluationResults | None:
+def scores(rank: int, world_size: int, folder: str, tasks: Sequence[str],
+           changes: Mapping[str, Any]) -> EvaluationResults | None:  # fmt: skip
     """For the pool: `evaluate` of a HuggingFace folder with our model, samples included."""
     process = process_info()
     args = configuration(folder, tasks, {"eval_log_samples": True, **changes}).for_world(world_size)

@@ -108,12 +108,11 @@ def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
     assert ours.keys() - theirs.keys() == {"failures", "too_long"} and theirs.keys() <= ours.keys()
     assert theirs["config"].keys() <= ours["config"].keys()
     assert list(theirs["task_hashes"]) == ["shipped_choice"] and theirs["chat_template_sha"]
-    for key in (
-        "task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
-        "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
-        "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha", "chat_template",
-        "chat_template_sha", "fewshot_as_multiturn", "model_name", "model_name_sanitized",
-    ):  # fmt: skip
+    for key in ("task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
+                "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
+                "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha",
+                "chat_template", "chat_template_sha", "fewshot_as_multiturn", "model_name",
+                "model_name_sanitized"):  # fmt: skip
         assert ours[key] == theirs[key], key
     for key in ("model_num_parameters", "model_dtype", "device", "limit", "random_seed", "numpy_seed", "fewshot_seed"):
         assert ours["config"][key] == theirs["config"][key], key

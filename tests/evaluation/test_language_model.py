@@ -99,10 +99,8 @@ def test_written_texts(both):
 
 def test_what_cannot_be_asked_is_said(both):
     ours, _ = both
-    for kwargs, facts in (
-        ({"num_beams": 3}, "generation_kwargs: num_beams: "),
-        ({"max_gen_toks": POSITIONS}, f" {POSITIONS} "),
-    ):
+    for kwargs, facts in (({"num_beams": 3}, "generation_kwargs: num_beams: "),
+                          ({"max_gen_toks": POSITIONS}, f" {POSITIONS} ")):  # fmt: skip
         with pytest.raises(ValueError, match=facts):
             ours.generate_until(instances("generate_until", [("a", kwargs)]))
 

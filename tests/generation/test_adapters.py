@@ -85,10 +85,8 @@ def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> N
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)
         assert json.loads(out)["answers"][0]["answer"] == expected, words
-    for model, adapter, facts in (
-        (alone, adapted.folder, "holds adapters itself"),
-        (adapted.base, alone, "trained on other weights than"),
-        (adapted.base, adapted.base, "holds no adapters"),
-    ):
+    for model, adapter, facts in ((alone, adapted.folder, "holds adapters itself"),
+                                  (adapted.base, alone, "trained on other weights than"),
+                                  (adapted.base, adapted.base, "holds no adapters")):  # fmt: skip
         code, _, err = asking.run("--model", str(model), "--adapter", str(adapter), "q")
         assert code == 1 and facts in err

@@ -108,11 +108,9 @@ def test_files_of_questions(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_as_it_is_written(tmp_path: Path) -> None:
-    for changes, facts in (
-        ({"save": None, "load": None, "save_hf": None}, "demo_prompts: .*save"),
-        ({"system_prompt_file": "x"}, "system_prompt_file: .*chat: true"),
-        ({"maximum_tokens": 64}, "maximum_tokens: 64 "),
-    ):
+    for changes, facts in (({"save": None, "load": None, "save_hf": None}, "demo_prompts: .*save"),
+                           ({"system_prompt_file": "x"}, "system_prompt_file: .*chat: true"),
+                           ({"maximum_tokens": 64}, "maximum_tokens: 64 ")):  # fmt: skip
         with pytest.raises(ConfigError, match=facts):
             NeoXArgs.from_dict(given(tmp_path, "run", changes)).check_training()
 

@@ -73,9 +73,8 @@ def references(families: tuple[str, ...]) -> dict[str, Reference]:
     return by_family
 
 
-def written(
-    rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]], layout: dict[str, Any]
-) -> list[list[list[int]]]:
+def written(rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]],
+            layout: dict[str, Any]) -> list[list[list[int]]]:  # fmt: skip
     """For the pool: the texts of every model, of which the third begins when another has ended."""
     texts = []
     for keys, weights in models:

@@ -39,9 +39,8 @@ def texts(words: list[str], tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["pipe_parallel_size=2"])])
-def test_piped_prompts_get_the_text_of_a_file(
-    words: list[str], texts: list[str], tmp_path: Path, ranks: int, layout: list[str]
-) -> None:
+def test_piped_prompts_get_the_text_of_a_file(words: list[str], texts: list[str], tmp_path: Path, ranks: int,
+                                              layout: list[str]) -> None:  # fmt: skip
     (tmp_path / "samples.txt").unlink(missing_ok=True)
     argv = [*words, "text_gen_type=interactive", *layout]
     first, *others = run_ranks(command, ranks, argv, typed="\n".join(PROMPTS), init=False)
@@ -84,9 +83,8 @@ def test_a_conversation_goes_through_the_template_with_its_history(words: list[s
     (["stop_strings=['']"], "stop_strings: "),
     (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: "),
 ])  # fmt: skip
-def test_what_makes_no_conversation_is_refused(
-    words: list[str], tmp_path: Path, changes: list[str], message: str
-) -> None:
+def test_what_makes_no_conversation_is_refused(words: list[str], tmp_path: Path, changes: list[str],
+                                               message: str) -> None:  # fmt: skip
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     argv = [*words, f"chat_template={tmp_path}/chat.jinja", *changes]
     code, _, err = run_ranks(command, 1, argv, typed="Hi\n", init=False)[0]

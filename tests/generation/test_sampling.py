@@ -16,9 +16,8 @@ LOGITS = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
 ROWS = len(LOGITS)
 
 
-def chooser_of(
-    samplings: Sequence[SamplingParams], texts: Sequence[tuple[int, list[int]]] | None = None
-) -> TokenSampler:
+def chooser_of(samplings: Sequence[SamplingParams],
+               texts: Sequence[tuple[int, list[int]]] | None = None) -> TokenSampler:  # fmt: skip
     return TokenSampler(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
 
 

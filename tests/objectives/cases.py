@@ -61,9 +61,8 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
                  response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs))  # fmt: skip
 
 
-def shared_in_rows(
-    documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]
-) -> Batch:
+def shared_in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int,
+                   signs: Sequence[float]) -> Batch:  # fmt: skip
     """`in_rows` of pairs, the prompt of each (but for its last token) once, in the chosen document."""
     prefixes = [len(prompt) - 1 if number % 2 else 0 for number, (prompt, _) in enumerate(documents)]
     own = [(prompt[prefix:], answer) for (prompt, answer), prefix in zip(documents, prefixes, strict=True)]

@@ -101,15 +101,8 @@ def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tenso
     return values * inputs["completion_mask"]
 
 
-def run(
-    folder: str,
-    kind: str,
-    tools: bool = False,
-    vllm: bool = False,
-    accumulation: int = 1,
-    first: bool = False,
-    **options: Any,
-) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
+def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumulation: int = 1, first: bool = False,
+        **options: Any) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
     """Loss, arrays and metrics of a case: with tokens between that are not trained (tools), weights for what
     the sampler's probabilities were (vllm), a step of several micro-batches, whose metrics are those of the
     last, or the first step on its answers."""

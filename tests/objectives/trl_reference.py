@@ -131,9 +131,8 @@ def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None
                 processing_class=words(), **({} if reference is None else {"ref_model": reference}))  # fmt: skip
 
 
-def run(
-    folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False, **options: Any
-) -> tuple[float, np.ndarray, dict[str, float]]:
+def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False,
+        **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:  # fmt: skip
     """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
     them."""
     reference = model(2) if kind in ("dpo", "kto") else None

@@ -52,10 +52,8 @@ def test_what_cannot_be_chosen_in_a_batch_is_refused(served: Served, tmp_path: P
     model = transformers.AutoModelForCausalLM.from_pretrained(served.folder / NAME)
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["lm_head"])
     peft.get_peft_model(model, config).save_pretrained(str(tmp_path / "copies"))
-    for named, why in (
-        ([f"one={tmp_path / 'copies'}"], "one .*lm_head"),
-        ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all"),
-    ):
+    for named, why in (([f"one={tmp_path / 'copies'}"], "one .*lm_head"),
+                       ([f"one={served.folder / 'plain'}", str(served.folder / "wide")], "name all")):  # fmt: skip
         with pytest.raises(AssertionError, match=why), serving(served.folder, adapter=named):
             pass
 
