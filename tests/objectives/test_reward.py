@@ -66,14 +66,12 @@ def test_the_score_is_that_of_the_last_token() -> None:
 
 @pytest.mark.parametrize("name", ["rm", "rm_zloss"])
 def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
-    """It reads the value that stands before the last token, ours that of the last: here the answers end
-    before it."""
+    """It reads the value before the last token, ours that of the last: here the answers end before it."""
     expected, arrays = SUMMARY[name], read("rm")
-    values = torch.from_numpy(arrays["policy_logits"]).requires_grad_()
-    ends = arrays["loss_mask"].argmax(1)
+    values = arrays["policy_logits"].requires_grad_()
     rows = [0, 4, 1, 5, 2, 6, 3, 7]  # all chosen, then all rejected there; ours alternate
-    tokens = torch.from_numpy(arrays["tokens"])[rows]
-    inside = torch.arange(tokens.shape[1]) <= torch.from_numpy(ends)[rows].unsqueeze(1)
+    tokens = arrays["tokens"][rows]
+    inside = torch.arange(tokens.shape[1]) <= arrays["loss_mask"].argmax(1)[rows].unsqueeze(1)
     responses = torch.where(inside, torch.arange(8).unsqueeze(1), -1)
     batch = Batch(tokens, tokens, inside.long(), response_ids=responses, preference_labels=torch.ones(8))
     objective = reward(z_loss=expected["args"]["z_loss"])
@@ -83,4 +81,4 @@ def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
     for key, value in expected["metrics"].items():
         assert float(metrics[key]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
     if name == "rm":
-        torch.testing.assert_close(values.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(values.grad, arrays["grad_policy_logits"], rtol=1e-5, atol=1e-8)

@@ -137,9 +137,8 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
 
 
 def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
-    """TRL takes the mean over the chosen tokens of each micro-batch, then the mean of these, so that its
-    steps differ with the split; ours is the mean over the step's tokens. One micro-batch at a time, both are
-    the same."""
+    """TRL takes the mean over the chosen tokens of each micro-batch, then the mean of these, ours over the
+    step's tokens, whatever the split. One micro-batch at a time, both are the same."""
     made = arrays("trl_accumulated")
     theirs, their_gradient = float(made["loss"]), torch.from_numpy(made["gradient"])
     keys = {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 1.0], "dpo_beta": 0.3}

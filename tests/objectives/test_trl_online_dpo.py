@@ -1,5 +1,4 @@
-"""Online DPO against TRL 1.16's OnlineDPOTrainer: from answers and rewards to pairs, loss, gradient of every
-weight and metrics, in any split of a step."""
+"""Online DPO against TRL 1.16: from answers and rewards to pairs, loss, gradients, metrics; any split."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""The losses and advantages of reinforcement learning against TRL 1.16's GRPOTrainer and RLOOTrainer: value,
-gradient of every weight, and metrics, in any split of a step; GPT-NeoX's moving average."""
+"""Losses, gradients, metrics and advantages of TRL 1.16's GRPO and RLOO, in any split; GPT-NeoX's average."""
 
 import math
 from dataclasses import replace
@@ -48,10 +47,8 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
             "max_completion_length": ROLLOUTS["max_completion_length"],
         },
     }  # fmt: skip
-    if "epsilon" in case:
-        keys["rl_epsilon"] = case["epsilon"]
-    if case.get("use_bias_correction_kl"):
-        keys["rl_kl_by_ratio"] = True
+    keys |= {"rl_epsilon": case["epsilon"]} if "epsilon" in case else {}
+    keys |= {"rl_kl_by_ratio": True} if case.get("use_bias_correction_kl") else {}
     if case["beta"]:
         keys |= {"kl_impl": "kl", "rl_kl_in_reward": True} if case["kind"] == "rloo" else {"kl_impl": "k3"}
     return keys
@@ -61,17 +58,12 @@ def batches_of(name: str, rows: range, all_places: bool) -> Batch:
     """A micro-batch of answers as TRL was given them."""
     case, found = CASES[name], ARRAYS
     old, reference = found[f"old_{name}"], found.get(f"reference_{name}")
-    answers = [
-        Answer(
-            ROLLOUTS["prompts"][row],
-            tokens,
-            (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist(),
-            True,
-            [bool(one) for one in ROLLOUTS["mask"][row]] if case.get("tools") else None,
-        )
-        for row, tokens in enumerate(ROLLOUTS["answers"])
-    ]
-    of_tokens = [old[row, : len(answer.tokens)].tolist() for row, answer in enumerate(answers)]
+    answers, of_tokens = [], []
+    for row, tokens in enumerate(ROLLOUTS["answers"]):
+        mask = [bool(one) for one in ROLLOUTS["mask"][row]] if case.get("tools") else None
+        by_sampler = (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist()
+        answers.append(Answer(ROLLOUTS["prompts"][row], tokens, by_sampler, True, mask))
+        of_tokens.append(old[row, : len(tokens)].tolist())
     batch = batch_of([answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
                      advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
                      old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows],

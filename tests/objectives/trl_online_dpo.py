@@ -1,9 +1,6 @@
-"""Losses, gradients and metrics of TRL's OnlineDPOTrainer for the tiny models of `trl_reference` and a few
-answers: made once, kept in tests/data/posttrain. To make them again:
-`python -m tests.objectives.trl_online_dpo tests/data/posttrain`.
+"""As `trl_reference`, of OnlineDPOTrainer: `python -m tests.objectives.trl_online_dpo tests/data/posttrain`.
 
-Answers are given instead of drawn, and their rewards; all that follows is TRL's own code.
-"""
+Answers are given instead of drawn, and their rewards; all that follows is TRL's own code."""
 
 import sys
 import tempfile

@@ -1,11 +1,8 @@
-"""Losses, gradients, metrics and advantages of TRL's GRPOTrainer and RLOOTrainer for one tiny model and a few
-answers: made once, kept in tests/data/posttrain. To make them again:
+"""As `trl_reference`, of TRL's GRPOTrainer and RLOOTrainer, and advantages:
 `python -m tests.objectives.trl_policy tests/data/posttrain`.
 
-Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. The
-log-probabilities before the first step are those of a model whose weights are a little apart, so that ratios
-are clipped.
-"""
+Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. Log-probabilities
+before the first step are those of a model whose weights are a little apart, so that ratios are clipped."""
 
 import math
 import sys
@@ -40,8 +37,7 @@ SCORED: dict[str, list[list[float | None]]] = {
 
 
 def rollouts() -> dict[str, Any]:
-    """Prompts and answers as token ids; of each token of an answer by how much its sampler's log-probability
-    is below the trainer's, and whether it is trained."""
+    """Token ids; of each of an answer how far the sampler's log-probability is below, and if it is trained."""
     generator = np.random.default_rng(7)
     rows: list[tuple[list[int], list[int]]] = []
     for size, lengths in LENGTHS:
@@ -103,9 +99,8 @@ def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tenso
 
 def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumulation: int = 1, first: bool = False,
         **options: Any) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
-    """Loss, arrays and metrics of a case: with tokens between that are not trained (tools), weights for what
-    the sampler's probabilities were (vllm), a step of several micro-batches, whose metrics are those of the
-    last, or the first step on its answers."""
+    """Loss, arrays and metrics of a case: with tokens that are not trained (tools), weights for the sampler's
+    probabilities (vllm), several micro-batches, whose metrics are those of the last, or the first step."""
     if vllm:
         options = {**options, "vllm_importance_sampling_mode": "token_truncate"}
     trainer = trainer_of(folder, kind, accumulation, first, **options)
@@ -157,8 +152,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def advantages(folder: str) -> dict[str, dict[str, Any]]:
-    """Of every matrix of rewards: rewards, advantages by their scale or leave_one_out, and the share of
-    groups whose rewards are equal."""
+    """Of every matrix: rewards, advantages by scale or leave_one_out, share of groups of equal rewards."""
     grpo, rloo = trainer_of(folder, "grpo", beta=0.0), trainer_of(folder, "rloo", beta=0.0)
     found: dict[str, dict[str, Any]] = {}
     for name, groups in SCORED.items():

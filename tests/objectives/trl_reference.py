@@ -27,8 +27,6 @@ DPO_TYPES = (
 ).split()
 ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0], "beta": 0.3}
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
-
-
 SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
                          "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
                          "max_position_embeddings": 64}  # fmt: skip
@@ -133,8 +131,7 @@ def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None
 
 def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False,
         **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:  # fmt: skip
-    """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
-    them."""
+    """Loss, gradient and metrics of a case, or of the step that accumulates micro_batches of pairs."""
     reference = model(2) if kind in ("dpo", "kto") else None
     trainer = trainer_of(folder, kind, model(1), reference, per_device_train_batch_size=4, **options)
     trainer.model.eval()
@@ -159,14 +156,14 @@ def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_o
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
     """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
     trainer = trainer_of(folder, kind, AutoModelForCausalLM.from_pretrained(model), **options)
+    rows: list[dict[str, Any]] = []
     if kind == "sft":
-        rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
+        rows = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
     elif kind == "cpo":
         sides = ("chosen", "rejected")
         rows = [{f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
                 for pair in zip(texts[0::2], texts[1::2], strict=True)]  # fmt: skip
     else:
-        rows = []
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
             start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
             ids = {"chosen_ids": chosen["input_ids"][start:], "rejected_ids": rejected["input_ids"][start:]}

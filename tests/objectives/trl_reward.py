@@ -1,6 +1,4 @@
-"""Losses, gradients and metrics of TRL's RewardTrainer for one tiny model and a few token ids: made once,
-kept in tests/data/posttrain. To make them again:
-`python -m tests.objectives.trl_reward tests/data/posttrain`."""
+"""As `trl_reference`, of RewardTrainer: `python -m tests.objectives.trl_reward tests/data/posttrain`."""
 
 import sys
 import tempfile
