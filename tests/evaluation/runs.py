@@ -11,16 +11,20 @@ from typing import Any
 
 import lm_eval.evaluator  # here, so that the pool's ranks need not import it again
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.evaluation import evaluate
 from megatron.evaluation.harness import EvaluationResults, load_tasks_on_rank0
+from megatron.evaluation.language_model import NeoXLM
+from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.progress import EvaluationProgress
 from megatron.evaluation.task_loading import SHIPPED
-from megatron.generation import load_model
+from megatron.generation import Model, load_model
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info
-from megatron.mpu import init_model_parallel
+from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 
@@ -106,6 +110,21 @@ def reference(folder: str, tasks: Sequence[str], own: str, **settings: Any) -> E
 
 def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any]) -> NeoXArgs:
     return NeoXArgs.from_dict({**hf_model_keys(folder), "eval_tasks": list(tasks), **changes})
+
+
+def loaded(folder: str, **changes: Any) -> Model:
+    """A HuggingFace folder or its checkpoint, in this process alone."""
+    args = configuration(folder, ["x"], {"precision": "fp32", **changes}).for_world(1)
+    return load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
+
+
+def language_model(model: Model) -> NeoXLM:
+    known = ModelOperations(model).by_name()
+    return NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
+
+
+def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
 
 
 def scores(rank: int, world_size: int, folder: str, tasks: Sequence[str],

@@ -7,17 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.model_operations import ModelOperations
 from megatron.evaluation.progress import EvaluationProgress
-from megatron.generation import load_model
-from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from megatron.tokenizer import build_tokenizer
-from tests.evaluation.runs import POSITIONS, QUIET, configuration, make_model
+from tests.evaluation.runs import POSITIONS, instances, language_model, loaded, make_model
 
 LONG = "The bees dance to tell the others where flowers are, and nobody knows who taught them. " * 12
 PAIRS = [
@@ -43,18 +38,10 @@ WISHES: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
-    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
-
-
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with BOS"])
 def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
     folder = make_model(tmp_path_factory.mktemp("model"), bos=request.param)
-    args = configuration(folder, ["x"], {"precision": "fp32"}).for_world(1)
-    model = load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
-    known = ModelOperations(model).by_name()
-    ours = NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
-    return ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
+    return language_model(loaded(folder)), HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
 
 
 def test_continuations(both):
@@ -62,9 +49,8 @@ def test_continuations(both):
     ours, theirs = both
     before = ours.counts.too_long
     scores, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
-    for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, scores, expected, strict=True):
-        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-4), pair
-        assert greedy == wanted_greedy
+    assert [value for value, _ in scores] == pytest.approx([value for value, _ in expected], rel=1e-5, abs=1e-4)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
     assert ours.max_length == theirs.max_length == POSITIONS
     assert (ours.eot_token_id, ours.prefix_token_id) == (theirs.eot_token_id, theirs.prefix_token_id)
     assert ours.counts.too_long - before == 2

@@ -3,13 +3,13 @@
 import dataclasses
 import gc
 import io
-import json
 import logging
 import os
 import random
 import re
 import signal
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from megatron.evaluation import InTraining
 from megatron.neox_arguments import ConfigError
 from megatron.training import train
 from tests.evaluation.runs import make_tasks
+from tests.generation.runs import lines
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, bit_equal, config
@@ -56,27 +57,21 @@ def with_and_without(rank: int, world: int, values: dict[str, Any], folder: str)
     return bit_equal(*both)
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 Rows = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
     """By layout: metrics with evaluation and without, of runs whose weights were the same bits."""
-    done: dict[str, tuple[Rows, Rows]] = {}
 
+    @cache
     def of(layout: str) -> tuple[Rows, Rows]:
-        if layout not in done:
-            folder = tmp_path_factory.mktemp("run")
-            make_tasks(folder)
-            ranks, changes = LAYOUTS[layout]
-            same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
-            assert same == [True] * ranks
-            done[layout] = rows(folder / "with"), rows(folder / "without")
-        return done[layout]
+        folder = tmp_path_factory.mktemp("run")
+        make_tasks(folder)
+        ranks, changes = LAYOUTS[layout]
+        same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
+        assert same == [True] * ranks
+        return lines(folder / "with" / "metrics.jsonl"), lines(folder / "without" / "metrics.jsonl")
 
     return of
 
@@ -163,7 +158,7 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
         return
     assert re.search(r"own_long .*ValueError: .* 900 .*max_gen_toks", text)
     assert "run finished at iteration 4" in text
-    accuracies = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
+    accuracies = scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")
     assert list(accuracies) == [0, 2, 4], "the others are scored"
 
 
@@ -225,4 +220,4 @@ def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
     text = "\n".join(logs[0])
     assert "evaluation at iteration 2 was given up" in text
     assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
-    assert list(scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")) == [0]
+    assert list(scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")) == [0]

@@ -1,6 +1,7 @@
 """The loop over tokens: the same text in every layout, no token that does not exist, the end of document."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -138,12 +139,7 @@ def test_own_checkpoint_in_other_layouts(own_run: dict[str, Any], precision: str
 
 
 def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> None:
-    source = Path(own_run["save"])
-    copy = tmp_path / "global_step2"
-    copy.mkdir()
-    for file in (source / "global_step2").iterdir():
-        if file.is_file():
-            (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(Path(own_run["save"]) / "global_step2", tmp_path / "global_step2")
     layer = copy / "layer_03-model_01-model_states.pt"
     content = bytearray(layer.read_bytes())
     content[len(content) // 2] ^= 1

@@ -13,6 +13,7 @@ from megatron.generation.demos import Demos, comparison
 from megatron.generation.prompts.questions import Question, read_questions
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import train
+from tests.generation.runs import lines
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, begin, bit_equal, config
@@ -44,7 +45,7 @@ def run(rank: int, world_size: int, values: dict[str, Any], demos: bool) -> dict
 
 
 def answers(file: Path) -> list[str]:
-    return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
+    return [line["answer"] for line in lines(file)]
 
 
 @pytest.mark.parametrize("layout", with_more(["pp2", "zero3"], "zero3"))

@@ -38,8 +38,7 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     """Rows with, and rows without, step by step until all may end."""
     bias = {3: 7.5, 40: -100.0, 699: 2.0}
     logits = torch.zeros(3, VOCAB)
-    logits[:, 5] = 9.0  # one of the ends
-    logits[:, 3] = 1.0
+    logits[:, 5], logits[:, 3] = 9.0, 1.0  # the first is one of the ends
     samplings = [SamplingParams(logit_bias=tuple(bias.items())), SamplingParams(), SamplingParams()]
     tokens = [[1, 2], [1, 2], [1, 2]]
     least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
@@ -96,17 +95,13 @@ def test_what_is_filtered_is_never_chosen() -> None:
         assert chooser_of([SamplingParams(1.0, top_k=2)]).sample(logits, [uniform]).item() in (1, 2)
 
 
-def test_temperature_zero_takes_the_most_likely() -> None:
-    greedy = chooser_of([SamplingParams(0.0, top_k=5, top_p=0.5)] * ROWS)
-    assert greedy.sampled_rows == []
-    assert greedy.sample(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
-
-
 def test_greedy_rows_beside_sampled_ones() -> None:
-    samplings = [SamplingParams(), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
+    """Temperature 0 takes the most likely, whatever the filters."""
+    samplings = [SamplingParams(0.0, 5, 0.5), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
     both = chooser_of(samplings)
-    assert both.sampled_rows == [1, 3]
+    assert both.sampled_rows == [1, 3] and chooser_of(samplings[::2]).sampled_rows == []
     chosen = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
+    assert chosen[::2] == LOGITS[:4:2].argmax(-1).tolist()
     for i, (sampling, draw) in enumerate(zip(samplings, [0.7, 0.7, 0.2, 0.2], strict=True)):
         assert chooser_of([sampling]).sample(LOGITS[i : i + 1], [draw]).item() == chosen[i]
 

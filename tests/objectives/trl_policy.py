@@ -37,7 +37,7 @@ SCORED: dict[str, list[list[float | None]]] = {
 
 
 def rollouts() -> dict[str, Any]:
-    """Token ids; of each of an answer how far the sampler's log-probability is below, and if it is trained."""
+    """Token ids; of each of an answer how far the sampler's log-probability is below, if it is trained."""
     generator = np.random.default_rng(7)
     rows: list[tuple[list[int], list[int]]] = []
     for size, lengths in LENGTHS:

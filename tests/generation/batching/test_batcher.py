@@ -124,6 +124,11 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     events: dict[int, list[Event]] = {}
     numbers: dict[int, int] = {}
     cancelled: set[int] = set()
+
+    def collect() -> None:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+
     for turn in range(150):
         if turn < 100:
             number = draws.randrange(len(REQUESTS))
@@ -135,11 +140,9 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
             done = id in events and events[id][-1].finish_reason is not None
             batcher.cancel(id)
             cancelled |= set() if done else {id}
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
+        collect()
     while batcher.busy:
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
+        collect()
     assert batcher.blocks.free_blocks == batcher.blocks.total
     assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
     assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
@@ -205,15 +208,6 @@ def test_an_automatic_size_is_told_and_a_cache_that_holds_nothing_refused() -> N
     size = f"{3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}"
     assert len(log_lines) == 1 and re.match(f"kv_cache_gb: auto chose {size}.* 384 tokens", log_lines[0])
     assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
-
-
-def test_log_probabilities_of_a_prompt_alone() -> None:
-    (event,) = answers(Batcher(model_of()), [Request([5, 6, 7], maximum_tokens=0, prompt_logprobs=True)])[0]
-    assert (event.tokens, event.text, event.finish_reason) == ((), "", "length")
-    assert event.prompt_logprobs is not None and [one and one.token for one in event.prompt_logprobs] == [None, 6, 7]
-    whole = answers(Batcher(model_of()), [Request([5], maximum_tokens=1, logprobs=64)])[0][0].logprobs[0]
-    assert event.prompt_logprobs[1] is not None
-    assert event.prompt_logprobs[1].logprob == pytest.approx(dict(whole.top)[6], abs=1e-5)
 
 
 def test_a_text_ends_with_the_tokens_asked_for() -> None:
