@@ -1,4 +1,4 @@
-"""As `trl_reference`, of TRL's GRPOTrainer and RLOOTrainer, and advantages:
+"""As `trl_reference`, of TRL's GRPOTrainer, RLOOTrainer and OnlineDPOTrainer, and advantages:
 `python -m tests.objectives.trl_policy tests/data/posttrain`.
 
 Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. Log-probabilities
@@ -16,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from tests.objectives.cases import VOCAB
@@ -166,6 +167,53 @@ def advantages(folder: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+ONLINE_MOST, PAD, END = 10, 0, 1
+ONLINE_LENGTHS = (3, (2, 9)), (7, (10, 1)), (1, (4, 10)), (5, (10, 10))  # of prompts, and of their two answers
+ONLINE_REWARDS = [(0.5, 2.0), (1.25, 1.0), (-1.0, 0.5), (3.0, -2.0)]  # the penalty turns the second and the third
+ONLINE: dict[str, dict[str, Any]] = {
+    "sigmoid": {"loss_type": "sigmoid", "beta": 0.1, "missing_eos_penalty": None},
+    "sigmoid_penalty": {"loss_type": "sigmoid", "beta": 0.5, "missing_eos_penalty": 2.0},
+}
+
+
+def answers() -> list[tuple[list[int], tuple[list[int], list[int]]]]:
+    """Prompts with two answers each; those that are shorter than they may be end with the token for that."""
+    generator, found = np.random.default_rng(11), []
+    for size, lengths in ONLINE_LENGTHS:
+        two = [generator.integers(4, VOCAB, length).tolist() for length in lengths]
+        first, second = (one if len(one) == ONLINE_MOST else [*one[:-1], END] for one in two)
+        found.append((generator.integers(4, VOCAB, size).tolist(), (first, second)))
+    return found
+
+
+def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+    """Token ids and mask."""
+    width, both = max(map(len, rows)), []
+    for values, padding in ((rows, PAD), ([[1] * len(row) for row in rows], 0)):
+        around = [[padding] * (width - len(row)) for row in rows]
+        both.append([more + row if left else row + more for row, more in zip(values, around, strict=True)])
+    return torch.tensor(both[0]), torch.tensor(both[1])
+
+
+def run_online(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
+    """Loss, gradient and metrics of a case of online DPO."""
+    known = answers()
+    args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(known), max_new_tokens=ONLINE_MOST,
+                           max_length=64, **options)  # fmt: skip
+    made: Any = OnlineDPOTrainer
+    trainer = made(
+        model=model(1), ref_model=model(2), args=args, processing_class=words(),
+        train_dataset=Dataset.from_list([{"prompt": "a b"}] * len(known)),
+        reward_funcs=lambda completions, **_: [pair[place] for place in (0, 1) for pair in ONLINE_REWARDS],
+    )  # fmt: skip
+    written = [pair[place] for place in (0, 1) for _, pair in known]
+    given = (*padded([prompt for prompt, _ in known] * 2, left=True), *padded(written, left=False), None)
+    trainer._generate = lambda *_: given
+    loss = trainer.training_step(trainer.model, {"prompt": ["a b"] * len(known)})
+    grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
+    return float(loss), flat(grads), {name: float(values[-1]) for name, values in trainer.stats.items() if values}
+
+
 def main(folder: Path) -> None:
     arrays, facts = {"policy": flat(dict(model(1).named_parameters()))}, {}
     with tempfile.TemporaryDirectory() as place:
@@ -174,8 +222,13 @@ def main(folder: Path) -> None:
             arrays |= {f"{key}_{name}": value for key, value in found.items()}
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss, {key: value for key, value in logged.items() if "clip" in key and "mean" in key})
-        whole = {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}
-    keep(folder, "trl_policy", whole, arrays)
+        keep(folder, "trl_policy", {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}, arrays)
+        arrays, facts = {}, {}
+        for name, options in ONLINE.items():
+            loss, arrays[name], logged = run_online(place, **options)
+            facts[name] = {**options, "loss": loss, "metrics": logged}
+    whole = {"answers": answers(), "rewards": ONLINE_REWARDS, "most": ONLINE_MOST, "cases": facts}
+    keep(folder, "trl_online_dpo", whole, arrays)
 
 
 if __name__ == "__main__":
