@@ -8,7 +8,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,17 +43,14 @@ def values_of(folder: Path, **more: Any) -> dict[str, Any]:
                   train_batch_size=8, **more)  # fmt: skip
 
 
-def ran(values: Mapping[str, Any], evaluated: bool) -> Any:
-    training = begin(values)
-    train(training, [InTraining(training)] if evaluated else [])
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return weights
-
-
 def with_and_without(rank: int, world: int, values: dict[str, Any], folder: str) -> bool:
     """For the pool: whether this rank's weights are the same bits."""
-    both = [ran({**values, "log_dir": f"{folder}/{name}"}, name == "with") for name in ("with", "without")]
+    both = []
+    for name in ("with", "without"):
+        training = begin({**values, "log_dir": f"{folder}/{name}"})
+        train(training, [InTraining(training)] if name == "with" else [])
+        both.append(training.engine.weights(master=True))
+        training.engine.close()
     return bit_equal(*both)
 
 

@@ -8,8 +8,6 @@ from megatron.generation.batching.detokenize import IncrementalDetokenizer
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
 from tests.generation.runs import TOKENIZER
 
-HALF = "\N{REPLACEMENT CHARACTER}"
-
 
 def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     """One a token, and what was held back; none after a stop string."""
@@ -27,7 +25,7 @@ def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
     for token in (*"aé€".encode(), 0xE2):
         seen.append(seen[-1] + stream.add(token))
     assert seen[2:] == ["a", "a", "aé", "aé", "aé", "aé€", "aé€"]
-    assert stream.finish() == HALF
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
 def test_pieces_make_the_whole_text() -> None:

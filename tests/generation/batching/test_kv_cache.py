@@ -20,7 +20,6 @@ from tests.pool import run_ranks
 PROMPTS = [[5, 3, 9, 9, 1, 2, 4], [7], [6, 1], [3, 8, 2] * 6, [3, 8, 2] * 6 + [4]]
 POSITIONS = 32  # of tests.model.stages.SMALL
 TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every position there is
-CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
 SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
 
 
@@ -46,17 +45,16 @@ def logprobs_of(model: Model) -> list[Tensor]:
     """`[length - 1, vocab]` of each prompt: read in chunks, through the cache where there is one."""
     vocab = model.tokenizer.vocab_size
     requests = [Request(prompt, maximum_tokens=1, prompt_logprobs=True, logprobs=vocab) for prompt in PROMPTS]
-    with chunked(CHUNK):
+    with chunked(5):
         firsts = [events[0] for events in answers(Batcher(model), requests)]
     logprobs = []
     for event, prompt in zip(firsts, PROMPTS, strict=True):
-        reported = event.prompt_logprobs
-        assert reported is not None and reported[0] is None and [one.token for one in reported[1:] if one] == prompt[1:]
-        rows = [dict(one.top) for one in (*reported[1:], *event.logprobs) if one is not None]
+        assert event.prompt_logprobs is not None and event.prompt_logprobs[0] is None
+        reported = [one for one in event.prompt_logprobs[1:] if one is not None]
+        rows = [dict(one.top) for one in (*reported, *event.logprobs)]
         logprobs.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
-        assert [row[one.token] for row, one in zip(rows, reported[1:], strict=False) if one] == [
-            one.logprob for one in reported[1:] if one
-        ]
+        assert [one.token for one in reported] == prompt[1:]
+        assert [one.logprob for one in reported] == [row[token] for row, token in zip(rows, prompt[1:], strict=False)]
     return logprobs
 
 
@@ -81,9 +79,9 @@ def recomputed() -> dict[str, Found]:
     return outputs
 
 
+# "dp2" runs one process twice.
 @pytest.mark.parametrize(
-    "name",  # "dp2" runs one process twice
-    with_more([name for name in LAYOUTS if name != "dp2"], "tp2+sp", product=["tp2", "pp2", "tp2 x pp2"]),
+    "name", with_more([x for x in LAYOUTS if x != "dp2"], "tp2+sp", product=["tp2", "pp2", "tp2 x pp2"])
 )
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]

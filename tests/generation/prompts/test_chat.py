@@ -19,10 +19,10 @@ from tests.generation.serving.server import FOLDER, SHAPE
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does the lantern cost?"},
             {"role": "assistant", "content": "Nine coins."},
             {"role": "user", "content": "And in a storm?"}]  # fmt: skip
-LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
 CASES = {"chatml": (CHATML, {}, ["<|endoftext|>", "<|im_end|>"]),
          "chatml of a base model": (CHATML, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>", "<|im_end|>"]),
-         "llama 3": (LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"]),
+         "llama 3": (LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+                     ["<|endoftext|>", "<|eot_id|>"]),
          "no token of its own": (PLAIN, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"])}  # fmt: skip
 
 
