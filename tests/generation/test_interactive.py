@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, lines
-from tests.generation.test_generate_script import ROOT, words
+from tests.generation.test_generate_script import ROOT, run, words
 from tests.pool import run_ranks
 
 __all__ = ["words"]  # the fixture
@@ -31,8 +32,7 @@ def texts(words: list[str], tmp_path: Path) -> list[str]:
     """What generate.py writes for a file of `PROMPTS`."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
     argv = [*words, "text_gen_type=input-file", "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl"]
-    code, _, err = run_ranks(command, 1, argv, init=False)[0]
-    assert code == 0, err
+    assert run(*argv)[0] == 0
     completions = [sample["text"] for sample in lines(tmp_path / "out.jsonl")]
     assert len(set(completions)) == 3
     return completions
@@ -44,10 +44,9 @@ def test_piped_prompts_get_the_text_of_a_file(words: list[str], texts: list[str]
     (tmp_path / "samples.txt").unlink(missing_ok=True)
     argv = [*words, "text_gen_type=interactive", *layout]
     first, *others = run_ranks(command, ranks, argv, typed="\n".join(PROMPTS), init=False)
-    assert (first[0], first[2]) == (0, "")
+    assert (first[0], first[2]) == (0, "") and others == [(0, "", "")] * (ranks - 1)
     assert first[1].endswith("\n" + "".join(f"{text}\n" for text in texts))
     assert "sample_output_file is not written" in first[1]
-    assert others == [(0, "", "")] * (ranks - 1)
     assert not (tmp_path / "samples.txt").exists()
 
 
@@ -68,8 +67,8 @@ TEMPLATE = (
 def test_a_conversation_goes_through_the_template_with_its_history(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     (tmp_path / "system.txt").write_text("Be.\n")
-    chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5"]
-    chat += [f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]
+    chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5",
+            f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]  # fmt: skip
     typed = "Hi\nA\n" + "the quick brown fox " * 20
     code, out, err = run_ranks(command, 1, [*words, *chat], typed=typed, init=False)[0]
     assert (code, err) == (0, "")
@@ -106,20 +105,17 @@ def test_a_long_conversation_forgets_its_beginning() -> None:
         talk.ask("x" * 66)
 
 
-def can_be_interrupted() -> None:
-    """As at a terminal: what a shell starts in the background, as whole test runs are, ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Terminal:
     """A command on a pseudo-terminal."""
 
     def __init__(self, argv: list[str]) -> None:
         self.ours, theirs = pty.openpty()
+        # As at a terminal: what a shell starts in the background, as test runs are, ignores SIGINT.
+        interrupted = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env,
                                         start_new_session=True, close_fds=True,
-                                        preexec_fn=can_be_interrupted)  # fmt: skip
+                                        preexec_fn=interrupted)  # fmt: skip
         os.close(theirs)
         self.seen = ""
 

@@ -53,6 +53,14 @@ def outcome(events: list[Event]) -> tuple:
             torch.tensor([one.logprob for one in logprobs] + read))  # fmt: skip
 
 
+def outcomes(batcher: Batcher, *requests: list[Request]) -> list[tuple]:
+    """Of `answers`, which leave nothing behind."""
+    found = [outcome(events) for events in answers(batcher, *requests)]
+    assert batcher.blocks.free_blocks == batcher.blocks.total
+    assert sorted(batcher.scheduler.free_slots) == list(range(batcher.scheduler.maximum_rows))
+    return found
+
+
 def same(found: list[tuple], expected: list[tuple]) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one[:4] == other[:4]
@@ -80,9 +88,9 @@ REQUESTS = requests_of(18)
 def alone() -> list[tuple]:
     """Each by itself, without a cache."""
     model = model_of(recompute=True)
-    outcomes = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
-    assert {reason for one in outcomes for reason in one[2]} == {"stop", "length"}
-    return outcomes
+    found = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
+    assert {reason for one in found for reason in one[2]} == {"stop", "length"}
+    return found
 
 
 # A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
@@ -91,30 +99,24 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
     model = model_of()
     size = None if blocks is None else blocks * BLOCK_SIZE * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
-    assert blocks in (None, batcher.blocks.total)
+    assert batcher.blocks.total == (blocks or batcher.blocks.total) > 0
     preempted = preemptions(batcher)
     with chunked(chunk):
-        same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
-        assert batcher.blocks.free_blocks == batcher.blocks.total > 0
-        # All that was read is known now.
-        same([outcome(events) for events in answers(batcher, REQUESTS[::-1])], alone[::-1])
-    assert batcher.blocks.free_blocks == batcher.blocks.total
+        same(outcomes(batcher, REQUESTS), alone)
+        same(outcomes(batcher, REQUESTS[::-1]), alone[::-1])  # all that was read is known now
     assert (sum(preempted) > 0) == (blocks is not None)
 
 
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
     """For the pool: half of the requests come while the others run."""
-    batcher = Batcher(model_of(world_size, **layout), maximum_rows=9)
-    outcomes = [outcome(events) for events in answers(batcher, REQUESTS[:9], REQUESTS[9:])]
-    assert batcher.blocks.free_blocks == batcher.blocks.total
-    return outcomes
+    return outcomes(Batcher(model_of(world_size, **layout), maximum_rows=9), REQUESTS[:9], REQUESTS[9:])
 
 
 @pytest.mark.parametrize("name", with_more(["tp2 x pp2", "one process", "tp2", "pp2"], product=["tp2", "pp2"]))
 def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
     ranks, layout = LAYOUTS[name]
-    for outcomes in run_ranks(everywhere, ranks, layout):
-        same(outcomes, alone)
+    for found in run_ranks(everywhere, ranks, layout):
+        same(found, alone)
 
 
 def test_no_mixture_leaks(alone: list[tuple]) -> None:

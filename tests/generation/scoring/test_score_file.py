@@ -40,26 +40,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / NAME
 
 
-@cache
-def reference(model: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+reference = cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
 def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
     """Log-probabilities of the tokens under transformers, read in the windows that lm-eval reads."""
-    reference_model = reference(model)
     whole, logprobs = context + tokens, []
     for i in range(len(tokens)):
         end = len(context) + i
         # All before it, or what its window leaves: windows end where POSITIONS tokens are predicted.
-        if len(context) == 1:
-            first = i - i % POSITIONS
-            last = min(first + POSITIONS, len(tokens))
-            begin = 0 if first == 0 else last - POSITIONS
-        else:
-            begin = max(0, len(whole) - 1 - POSITIONS)
+        last = min(i - i % POSITIONS + POSITIONS, len(tokens))
+        begin = max(0, (last if len(context) == 1 else len(whole) - 1) - POSITIONS)
         with torch.no_grad():
-            logits = reference_model(torch.tensor([whole[begin:end]])).logits[0, -1]
+            logits = reference(model)(torch.tensor([whole[begin:end]])).logits[0, -1]
         logprobs.append(float(logits.double().log_softmax(-1)[whole[end]]))
     return logprobs
 
@@ -77,8 +70,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     given = tmp_path / "in.jsonl"
     given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
     code, out, err = run(1, *argv(model, tmp_path, "score", "-i", str(given)))
-    assert code == 0, err
-    assert f"6 lines of scores are in {given}.scores.jsonl" in out
+    assert code == 0 and f"6 lines of scores are in {given}.scores.jsonl" in out, err
     scores = rows(Path(f"{given}.scores.jsonl"))
     tokenizer = HFTokenizer(FOLDER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
@@ -108,36 +100,29 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     import_hf(HFFolder(model), tmp_path / "imported")
     words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={FOLDER}"]
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
-    code, _, err = run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")
-    assert code == 0, err
+    assert run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
     for one, same in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
         assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
-    assert not left, "nothing unfinished stays"
+    assert not list(tmp_path.glob(".*")), "nothing unfinished stays"
 
 
 def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
     """For the pool: generate.py that ends without warning while it writes."""
     score_file._LINES_AT_ONCE, precomputing._TOKENS_AT_ONCE = 2, 64  # type: ignore[misc] # a throw-away fork
-    left = [chunks]
+    real, calls = scoring.score, []
 
     class Kill(BaseException):
         pass
 
-    def dying(real: Any) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            if left[0] == 0:
-                raise Kill
-            left[0] -= 1
-            return real(*args, **more)
+    def dying(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) > chunks:
+            raise Kill
+        return real(*args, **more)
 
-        return call
-
-    scoring.score = dying(scoring.score)
-    try:
-        raise AssertionError(f"it came to its end: {command(rank, world_size, words)}")
-    except Kill:
-        return
+    scoring.score = dying
+    with pytest.raises(Kill):
+        command(rank, world_size, words)
 
 
 def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
@@ -153,8 +138,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     with open(growing, "a") as file:
         file.write('{"tokens": [1')
     code, out, _ = run(1, *words)
-    assert code == 0 and "going on after 4 of 6 lines" in out
-    assert not growing.exists()
+    assert code == 0 and "going on after 4 of 6 lines" in out and not growing.exists()
     for one, other in zip(rows(whole), at_once, strict=True):
         assert one["tokens"] == other["tokens"] and one["message"] == other["message"]
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)  # of other batches
@@ -179,8 +163,7 @@ def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Pat
     if content is not None:
         (tmp_path / "in.jsonl").write_text(content)
     code, _, err = run(1, *argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
-    assert code == 1 and message in err and "sample_input_file" in err
-    assert len(err.splitlines()) == 1
+    assert code == 1 and message in err and "sample_input_file" in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*scores*"))
 
 
@@ -206,8 +189,7 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
     run_ranks(killed, 2, words, 2, init=False)
     assert not (tmp_path / "pos_base.idx").exists()
     code, out, err = run(2, *words)
-    assert code == 0, err
-    assert "going on after 4 of 7 documents" in out
+    assert code == 0 and "going on after 4 of 7 documents" in out, err
     for name, documents in (("pos", pos), ("neg", neg)):
         logprobs, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
         check_reference(logprobs, data)  # as training does
