@@ -43,7 +43,6 @@ TEMPLATE = (
 
 
 def documents() -> list[str]:
-    """Plain English, from the shipped tasks."""
     return [json.loads(line)["text"] for name in ("perplexity", "cloze")
             for line in (SHIPPED / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
 

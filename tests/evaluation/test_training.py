@@ -91,7 +91,6 @@ def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
 
 
 def generators() -> tuple[Any, ...]:
-    """Where all random numbers are."""
     name, keys, *rest = np.random.get_state()
     return random.getstate(), name, keys.tolist(), rest, torch.get_rng_state().tolist()
 

@@ -43,7 +43,6 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
-    """The texts that generate.py writes."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
     keys = [f"maximum_tokens={TOKENS}", "temperature=0", f"log_dir={tmp_path}/logs"]
     out = ["-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")]

@@ -20,7 +20,6 @@ FIELDS = ["context", "text", "length", "finished", "message", "duration_seconds"
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """Configuration files as people give them: a model as it was trained, and how to write text."""
     (tmp_path / "model.yml").write_text((RUN / "llama_pp1_mp1.yml").read_text())
     keys = {"text_gen_type": "unconditional", "num_samples": 3, "maximum_tokens": 20, "temperature": 0.8, "top_p": 0.95}
     (tmp_path / "text_generation.yml").write_text(json.dumps({**keys, "sample_output_file": f"{tmp_path}/samples.txt"}))
@@ -54,7 +53,6 @@ def test_unconditional_without_an_optimizer_or_deepspeed(words: list[str], tmp_p
 
 
 def test_two_ranks_write_the_file_that_one_writes(words: list[str], tmp_path: Path) -> None:
-    """Row 14 with prompts."""
     (tmp_path / "in.txt").write_text("Once upon a time\n\n  The cat \nA")
     argv = [*words, "text_gen_type=input-file", "-i", f"{tmp_path}/in.txt"]
     two = run_ranks(command, 2, [*argv, "--set", "pipe_parallel_size=2", "sample_output_file=null"], init=False)

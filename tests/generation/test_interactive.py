@@ -106,8 +106,6 @@ def test_a_long_conversation_forgets_its_beginning() -> None:
 
 
 class Terminal:
-    """A command on a pseudo-terminal."""
-
     def __init__(self, argv: list[str]) -> None:
         self.ours, theirs = pty.openpty()
         # As at a terminal: what a shell starts in the background, as test runs are, ignores SIGINT.

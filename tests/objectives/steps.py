@@ -72,7 +72,6 @@ def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
 
 
 def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss (with its graph) and metrics."""
     if objective.step_baselines is not None:
         batches = objective.step_baselines(batches, lambda asked: scores(forward, asked), None)
     weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)

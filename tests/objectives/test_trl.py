@@ -32,7 +32,6 @@ def args_with(**keys: Any) -> NeoXArgs:
 
 
 def unflat(args: NeoXArgs, values: np.ndarray) -> Weights:
-    """The script's vector by layer and name."""
     weights: Weights = {}
     at = 0
     for layer, specs in sorted(layer_params(args).items()):
@@ -45,7 +44,6 @@ def unflat(args: NeoXArgs, values: np.ndarray) -> Weights:
 
 
 def keys_of_case(case: dict[str, Any]) -> dict[str, Any]:
-    """TRL's options in our keys."""
     kind, loss = case["kind"], case.get("loss_type")
     if kind == "kto":
         return {"train_impl": "kto", "kto_loss_type": loss, "kto_beta": case["beta"],

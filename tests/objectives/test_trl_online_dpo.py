@@ -19,7 +19,6 @@ CASES: dict[str, dict[str, Any]] = STORED["cases"]
 
 
 def args_of(case: dict[str, Any], **keys: Any) -> NeoXArgs:
-    """TRL's options in our keys."""
     rollout = {"prompts": ["prompts.jsonl"], "num_generations": 2, "max_completion_length": STORED["most"]}
     return args_with(train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
                      reward_functions=["rewards.py:right"],

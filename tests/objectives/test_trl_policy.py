@@ -37,7 +37,6 @@ def loss_of(case: dict[str, Any]) -> str:
 
 
 def keys_of(case: dict[str, Any]) -> dict[str, Any]:
-    """TRL's options in our keys."""
     keys: dict[str, Any] = {
         "train_impl": "reinforce", "dataset_impl": "online", "reward_functions": ["rewards.py:right"],
         "rl_loss_type": loss_of(case), "kl_div_beta": case["beta"], "rl_epsilon_high": case["epsilon_high"],

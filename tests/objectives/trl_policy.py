@@ -52,7 +52,6 @@ def rollouts() -> dict[str, Any]:
 
 
 def moved(seed: int) -> LlamaForCausalLM:
-    """The model with its weights a little apart."""
     made, generator = model(1), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in made.parameters():
@@ -127,7 +126,6 @@ def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumul
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name to trainer and settings."""
     bounds = {"epsilon": 0.1, "epsilon_high": 0.28}
     losses: dict[str, dict[str, Any]] = {name: {"kind": "grpo", "loss_type": name, **bounds}
                                          for name in ("grpo", "dapo", "dr_grpo")}  # fmt: skip
@@ -187,7 +185,6 @@ def answers() -> list[tuple[list[int], tuple[list[int], list[int]]]]:
 
 
 def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
-    """Token ids and mask."""
     width, both = max(map(len, rows)), []
     for values, padding in ((rows, PAD), ([[1] * len(row) for row in rows], 0)):
         around = [[padding] * (width - len(row)) for row in rows]
@@ -196,7 +193,6 @@ def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
 
 
 def run_online(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Loss, gradient and metrics of a case of online DPO."""
     known = answers()
     args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(known), max_new_tokens=ONLINE_MOST,
                            max_length=64, **options)  # fmt: skip

@@ -55,7 +55,6 @@ def reward_model() -> transformers.LlamaForSequenceClassification:
 
 
 def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
-    """Options of every trainer."""
     common = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
               "disable_tqdm": True}  # fmt: skip
     return {"output_dir": str(folder), **common, **more}
@@ -190,7 +189,6 @@ def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name to trainer and settings."""
     by_name: dict[str, dict[str, Any]] = {}
     for name in DPO_TYPES:
         smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}

@@ -44,7 +44,6 @@ def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
 
 
 def outcome(events: list[Event]) -> tuple:
-    """What a request became."""
     logprobs = [one for event in events for one in event.logprobs]
     read = [one.logprob for one in events[0].prompt_logprobs or () if one is not None]
     return ([token for event in events for token in event.tokens], "".join(event.text for event in events),

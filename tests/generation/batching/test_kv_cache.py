@@ -32,7 +32,6 @@ class Found(NamedTuple):
 
 @contextmanager
 def chunked(tokens: int) -> Iterator[None]:
-    """Prompts are read so many tokens a step."""
     before = batching._PREFILL
     batching._PREFILL = {"cpu": tokens}  # type: ignore[misc]
     try:
@@ -71,7 +70,6 @@ def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Fo
 
 @pytest.fixture(scope="module")
 def recomputed() -> dict[str, Found]:
-    """Without a cache, in one process."""
     outputs = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
     lengths = [{len(tokens) for run in outputs[name].texts for tokens, _ in run} for name in UNTIED]
     assert min(map(len, lengths)) > 1 and TO_COME in set.union(*lengths), "rows must end at different times"

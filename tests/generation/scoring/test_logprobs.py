@@ -184,7 +184,6 @@ def test_no_requests_and_empty_ones() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 30])
 def test_rolling_windows(length: int) -> None:
-    """Against lm-eval's."""
     utils = pytest.importorskip("lm_eval.utils")
     tokens = list(range(100, 100 + length))
     theirs = utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1)

@@ -78,7 +78,6 @@ def test_completions_and_their_logprobs(client: openai.OpenAI, reference: tuple[
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, reference: tuple[Any, Any]) -> None:
-    """As lm-eval asks."""
     prompt = reference[1](PROMPT)["input_ids"]
     reply = client.completions.create(model=NAME, prompt=prompt, max_tokens=0, echo=True, logprobs=1)
     echoed = reply.choices[0].logprobs
