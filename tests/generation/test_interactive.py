@@ -112,8 +112,7 @@ class Terminal:
         interrupted = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env,
-                                        start_new_session=True, close_fds=True,
-                                        preexec_fn=interrupted)  # fmt: skip
+                                        start_new_session=True, close_fds=True, preexec_fn=interrupted)  # fmt: skip
         os.close(theirs)
         self.seen = ""
 

@@ -13,10 +13,8 @@ VOCAB = 48
 
 _DRAWS = np.random.default_rng(5)
 # Prompt, chosen, rejected.
-PAIRS: list[tuple[list[int], ...]] = [
-    tuple(_DRAWS.integers(4, VOCAB, count).tolist() for count in size)
-    for size in ((3, 5, 8), (7, 2, 3), (1, 9, 4), (5, 6, 6))
-]
+PAIRS: list[tuple[list[int], ...]] = [tuple(_DRAWS.integers(4, VOCAB, count).tolist() for count in size)
+                                      for size in ((3, 5, 8), (7, 2, 3), (1, 9, 4), (5, 6, 6))]  # fmt: skip
 # By which the chosen answer of each pair should win.
 MARGINS = [0.5, 0.0, 1.25, -0.3]
 # Prompt, answer, whether it is good: two thirds are.

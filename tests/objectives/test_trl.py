@@ -171,9 +171,8 @@ def leaves(found: Any, path: str = "") -> dict[str, Any]:
 
 
 @pytest.mark.product
-@pytest.mark.parametrize(("script", "files"), [
-    ("trl_reference", {"trl", "trl_accumulated", "trl_reward"}), ("trl_policy", {"trl_policy", "trl_online_dpo"}),
-])  # fmt: skip
+@pytest.mark.parametrize(("script", "files"), [("trl_reference", {"trl", "trl_accumulated", "trl_reward"}),
+                                               ("trl_policy", {"trl_policy", "trl_online_dpo"})])  # fmt: skip
 def test_trl_still_gives_these_numbers(script: str, files: set[str], tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     subprocess.run([sys.executable, "-m", f"tests.objectives.{script}", str(tmp_path)], check=True)

@@ -106,10 +106,8 @@ def kto_inputs(trainer: Any) -> Any:
 
 
 def reward_inputs(trainer: Any, margin: bool) -> Any:
-    return trainer.data_collator([
-        {"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
-        for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)
-    ])  # fmt: skip
+    return trainer.data_collator([{"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
+                                  for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)])  # fmt: skip
 
 
 def sft_inputs(trainer: Any, assistant_only: bool) -> Any:
@@ -128,11 +126,10 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "dpo": (trl.DPOTrainer, trl.DPOConfig), "cpo": (CPOTrainer, CPOConfig), "orpo": (ORPOTrainer, ORPOConfig),
-    "kto": (trl.KTOTrainer, trl.KTOConfig), "sft": (trl.SFTTrainer, trl.SFTConfig),
-    "reward": (trl.RewardTrainer, trl.RewardConfig),
-}  # fmt: skip
+TRAINERS: dict[str, tuple[Any, Any]] = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "cpo": (CPOTrainer, CPOConfig),
+                                        "orpo": (ORPOTrainer, ORPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
+                                        "sft": (trl.SFTTrainer, trl.SFTConfig),
+                                        "reward": (trl.RewardTrainer, trl.RewardConfig)}  # fmt: skip
 
 
 def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:

@@ -182,8 +182,7 @@ def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: st
     ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
     ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
 ])  # fmt: skip
-def test_what_does_not_work_is_said_before_the_first_step(
-    changes: dict[str, Any], reason: str, task: dict[str, Any]
-) -> None:
+def test_what_does_not_work_is_said_before_the_first_step(changes: dict[str, Any], reason: str,
+                                                          task: dict[str, Any]) -> None:  # fmt: skip
     with pytest.raises(AssertionError, match=reason):
         run_ranks(steps_of, 1, with_environment(task, changes))

@@ -21,34 +21,26 @@ from tests.rollouts.test_resume import goes_on_bit_for_bit
 from tests.rollouts.test_rollouts import LAYOUTS, in_two_ranks
 from tests.rollouts.toy import Seen, assert_same_steps, lines_of, steps_of, whole_run, with_keys
 
-JUDGES = '''"""Judges of the task."""
-
-
-def wordier(prompts, completions):
+JUDGES = '''def wordier(prompts, completions):
     """The longer answer; of answers of the same length none."""
     lengths = [[len(text.split()) for text in two] for two in completions]
     return [-1 if first == second else int(second > first) for first, second in lengths]
-
 
 def right(prompts, completions, answer, **columns):
     """The answer that begins with the sum."""
     good = [[text.split()[:1] == [one] for text in two] for two, one in zip(completions, answer)]
     return [None if first == second else int(second) for first, second in good]
 
-
 async def first(prompts, completions):
     return [0] * len(prompts)
 
-
 def silent(prompts, completions):
     return [-1 if number % 2 else None for number in range(len(prompts))]
-
 
 def broken(prompts, completions):
     if any(prompt.startswith("1") for prompt in prompts):
         raise ValueError("no one")
     return [7 if prompt.startswith("2") else wordier([prompt], [two])[0] for prompt, two in zip(prompts, completions)]
-
 
 def alone(prompt, completion):
     return 0

@@ -29,7 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def of_kind(kind: str, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """A run of this kind on the task's files in a folder."""
     values = with_keys(write_task(folder), KINDS[kind], keys)
     if "environment" in values["rollout"]:
         values["rollout"]["environment"] = str(folder / values["rollout"]["environment"])
@@ -43,9 +42,8 @@ def stopped(again: dict[str, Any]) -> None:
     assert (Path(again["save"]) / "latest").read_text() == f"global_step{last}"
 
 
-def goes_on_bit_for_bit(
-    values: dict[str, Any], folder: Path, broken_off: Callable[[dict[str, Any]], None] = stopped, ranks: int = 1
-) -> None:
+def goes_on_bit_for_bit(values: dict[str, Any], folder: Path, broken_off: Callable[[dict[str, Any]], None] = stopped,
+                        ranks: int = 1) -> None:  # fmt: skip
     """A whole run in `folder / "run"`; one in `folder / "again"`, broken off and begun again, is the same."""
     run, again = ({**values, "save": str(folder / name), "load": str(folder / name)} for name in ("run", "again"))
     broken_off(again)
@@ -68,9 +66,8 @@ def test_generations_without_a_checkpoint_go(tmp_path: Path) -> None:
     assert [path.stem for path in (tmp_path / "run" / "logs").glob("generations/*.json")] == ["2"]
 
 
-def signalled_while_it_answers(
-    rank: int, world_size: int, values: dict[str, Any], at: int, number: signal.Signals = signal.SIGTERM, looks: int = 1
-) -> list[int]:
+def signalled_while_it_answers(rank: int, world_size: int, values: dict[str, Any], at: int,
+                               number: signal.Signals = signal.SIGTERM, looks: int = 1) -> list[int]:  # fmt: skip
     """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
     of that generation's answers when sampling ended. looks: after how many tokens it looks for signals."""
     sampler._LOOKS = looks

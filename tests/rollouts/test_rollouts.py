@@ -43,9 +43,8 @@ LEARNERS: dict[str, dict[str, Any]] = {
     "reinforce": {"rl_loss_type": "reinforce"},
     "leave one out": {"rl_loss_type": "reinforce", "reinforce_leave_one_out": True},
     "dapo": {"rl_loss_type": "dapo", "rl_epsilon_high": 0.28, "rollout.num_iterations": 2, "train_iters": 120},
-    "gspo": {"rl_loss_type": "gspo"},
-    "cispo": {"rl_loss_type": "cispo", "rl_epsilon_high": 5.0},
-}
+    "gspo": {"rl_loss_type": "gspo"}, "cispo": {"rl_loss_type": "cispo", "rl_epsilon_high": 5.0},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -87,9 +87,8 @@ def with_server(task: dict[str, Any], server: Server | StandIn, folder: Path, **
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_our_server_trains_as_the_process_itself(
-    fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
-) -> None:
+def test_our_server_trains_as_the_process_itself(fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server,
+                                                 tmp_path: Path) -> None:  # fmt: skip
     """By a folder, or fetched over HTTP from the trainer (serve_model_weights)."""
     values = with_server(task, ours, tmp_path, serve_model_weights=fetched, weight_server_port=0)
     seen = run_ranks(steps_of, 1, values, STEPS)[0]
@@ -140,10 +139,8 @@ def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: Server, 
 
 def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) -> None:
     """By stand-ins for both, of two runs that share a folder of weights."""
-    for api, text, update in (
-        ("vllm", "/v1/completions", "/collective_rpc"),
-        ("sglang", "/generate", "/update_weights_from_disk"),
-    ):
+    for api, text, update in (("vllm", "/v1/completions", "/collective_rpc"),
+                              ("sglang", "/generate", "/update_weights_from_disk")):  # fmt: skip
         with standing_in() as server:
             changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
             seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
@@ -179,9 +176,8 @@ def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp
     ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 1 s"),
     ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_server_is_said(
-    api: str, changes: dict[str, Any], reason: str, task: dict[str, Any], tmp_path: Path
-) -> None:
+def test_what_is_wrong_with_a_server_is_said(api: str, changes: dict[str, Any], reason: str, task: dict[str, Any],
+                                             tmp_path: Path) -> None:  # fmt: skip
     with standing_in(**changes) as server:
         keys = {"rollout.server_api": api, "rollout.server_timeout_s": 1.0 if "failures" in changes else 100.0}
         said = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
@@ -338,9 +334,8 @@ def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("layout", with_more(["dp2", "tp2, sp", "pp2", "zero3"], "zero3", product=["tp2, sp", "pp2"]))
-def test_every_layout_gives_servers_the_same_weights(
-    layout: str, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
-) -> None:
+def test_every_layout_gives_servers_the_same_weights(layout: str, task: dict[str, Any], in_process: Seen, ours: Server,
+                                                     tmp_path: Path) -> None:  # fmt: skip
     seen = run_ranks(steps_of, 2, with_server(task, ours, tmp_path, **LAYOUTS[layout][1]), STEPS)[0]
     assert seen.answers == in_process.answers
     assert seen.losses == pytest.approx(in_process.losses, rel=1e-5, abs=1e-6)

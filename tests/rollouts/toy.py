@@ -16,27 +16,20 @@ from tests.pool import run_ranks
 from tests.training.runs import begin
 
 WORDS = ["<eod>", *map(str, range(10)), "+", "=", "a", "b", "c"]
-REWARDS = '''"""Rewards of the task."""
-
-
-def right(prompts, completions, answer, **columns):
+REWARDS = '''def right(prompts, completions, answer, **columns):
     """Whether the first word is the sum."""
     return [float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
-
 
 def shuffled(prompts, completions, completion_ids, answer, **columns):
     """Of another answer of the step: nothing to learn from."""
     values = right(prompts, completions, answer)
     return values[len(values) // 2 :] + values[: len(values) // 2]
 
-
 def wordy(prompts, completions, **columns):
     return [0.25 * len(text.split()) - 0.5 * text.split().count("a") for text in completions]
 
-
 def lengths(completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
-
 
 def broken(prompts, completions, answer, **columns):
     """Raises where the sum is 3."""
@@ -45,14 +38,10 @@ def broken(prompts, completions, answer, **columns):
     return right(prompts, completions, answer)
 '''
 
-ENVIRONMENT = '''"""Environments of the task."""
-
+ENVIRONMENT = """import os
 import random
 
-
-class Sums:
-    """A sum, then a word that is to be said again; half a point for each that is right."""
-
+class Sums:  # a sum, then a word that is to be said again; half a point for each that is right
     def reset(self, prompt, seed, answer, **columns):
         self.answers, self.random = [answer], random.Random(seed)
 
@@ -63,19 +52,13 @@ class Sums:
         self.answers.append(str(self.random.randrange(3)))
         return f" c {self.answers[1]} =", reward, False
 
-
-class Words(Sums):
-    """Two words, of which each is to be said again."""
-
+class Words(Sums):  # two words, of which each is to be said again
     def reset(self, prompt, seed, **columns):
         self.random = random.Random(seed)
         self.answers = [str(self.random.randrange(3))]
         return f" c {self.answers[0]} ="
 
-
-class Talk(Sums):
-    """Answers as a tool does, in a chat."""
-
+class Talk(Sums):  # answers as a tool does, in a chat
     def reset(self, prompt, seed, **columns):
         self.turns = 0
         return [{"role": "user", "content": "b"}]
@@ -84,27 +67,19 @@ class Talk(Sums):
         self.turns += 1
         return [{"role": "tool", "content": str(self.turns)}], 1.0 if "1" in completion else None, False
 
-
-class Deaf(Talk):
-    """Fails whatever is said."""
-
+class Deaf(Talk):  # fails whatever is said
     def reset(self, prompt, seed, **columns):
         self.turns = 0
         return [{"role": "tool", "content": "1"}]
 
-
-class Broken(Sums):
-    """Raises at some words, ends its process at others."""
-
+class Broken(Sums):  # raises at some words, ends its process at others
     def step(self, completion):
         if "7" in completion:
             raise ValueError("seven")
         if "8" in completion:
-            import os
-
             os._exit(1)
         return super().step(completion)
-'''
+"""
 
 
 def write_task(folder: Path, most: int = 5) -> dict[str, Any]:

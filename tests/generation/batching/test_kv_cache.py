@@ -78,9 +78,8 @@ def recomputed() -> dict[str, Found]:
 
 
 # "dp2" runs one process twice.
-@pytest.mark.parametrize(
-    "name", with_more([x for x in LAYOUTS if x != "dp2"], "tp2+sp", product=["tp2", "pp2", "tp2 x pp2"])
-)
+@pytest.mark.parametrize("name", with_more([x for x in LAYOUTS if x != "dp2"], "tp2+sp",
+                                           product=["tp2", "pp2", "tp2 x pp2"]))  # fmt: skip
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
     for outputs in run_ranks(find_all, ranks, layout):

@@ -210,7 +210,6 @@ def descendants() -> set[tuple[int, str]]:
 
 
 def processes() -> dict[tuple[int, str], int]:
-    """The parent of each process that runs."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

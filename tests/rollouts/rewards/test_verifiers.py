@@ -31,7 +31,6 @@ def _none_hangs() -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-    """Part of a name of a test."""
     return str(value)[:40]
 
 
