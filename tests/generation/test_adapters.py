@@ -19,7 +19,7 @@ TOKENS = 12
 
 
 class Adapted(NamedTuple):
-    """model: peft's, of transformers. base, folder: HuggingFace's folder and peft's. imported, alone: ours."""
+    """model: peft's. base, folder: HuggingFace's folder and peft's. imported, alone: the same as checkpoints."""
 
     model: Any
     base: Path
