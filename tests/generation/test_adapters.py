@@ -19,7 +19,7 @@ TOKENS = 12
 
 
 class Adapted(NamedTuple):
-    """model: peft's. base, folder: HuggingFace's folder and peft's. imported, alone: the same as checkpoints."""
+    """base, folder: HuggingFace's folder and peft's. imported, alone: the same in ours."""
 
     model: Any
     base: Path
