@@ -21,6 +21,7 @@ from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
 SAMPLED = {"temperature": 0.9, "top_k": 100, "top_p": 0.95}
+ONE = LAYOUTS["one process"][1]
 
 
 def rows(found: Any) -> list[tuple]:
@@ -30,8 +31,7 @@ def rows(found: Any) -> list[tuple]:
 
 def test_samples_are_the_same_in_every_layout() -> None:
     run = "llama_pp1_mp1"
-    one = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED})[0]
-    other = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED, "seed": 1})[0]
+    one, other = (run_ranks(sampled, 1, run, {**ONE, **SAMPLED, **seed})[0] for seed in ({}, {"seed": 1}))
     assert rows(one) != rows(other), "the seed must matter"
     assert len({s.text for s in one}) == 5
     for name in ("tp2+sp", "pp2", "dp2", "tp2 x pp2"):
@@ -78,7 +78,7 @@ def test_log_probabilities_are_those_of_scoring(name: str) -> None:
 
 def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[Event]]:
     """For the pool: greedy and sampled tokens of a model whose head prefers the given vocabulary rows."""
-    model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
+    model = golden_model("neox_pp1_mp1", ONE)
     param = {f"{layer}.{name}": value for layer, name, value in stage_parameters(model.stage)}
     with torch.no_grad():
         param["7.norm.weight"].zero_()
@@ -106,8 +106,7 @@ def test_the_end_of_document_ends_a_row() -> None:
 
 def unstarted(rank: int, world_size: int) -> list[GeneratedSample]:
     """For the pool: a prompt whose greedy continuation is the end of the document, for transformers too."""
-    model = golden_model("llama_pp1_mp1", LAYOUTS["one process"][1])
-    return generate_samples(model, [Prompt("g", GIVEN[0], "cut")], QUIET)
+    return generate_samples(golden_model("llama_pp1_mp1", ONE), [Prompt("g", GIVEN[0], "cut")], QUIET)
 
 
 def test_a_sample_that_does_not_start_says_so() -> None:
@@ -144,7 +143,7 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
     content = bytearray(layer.read_bytes())
     content[len(content) // 2] ^= 1
     layer.write_bytes(content)
-    values = {**own_run, **LAYOUTS["one process"][1], "load": str(tmp_path), "iteration": 2}
+    values = {**own_run, **ONE, "load": str(tmp_path), "iteration": 2}
     with pytest.raises(AssertionError, match=rf"{DamagedError.__name__}: .*layer_03-model_01.*\(checksum\)"):
         run_ranks(written, 1, values, 1)
 
@@ -157,4 +156,4 @@ def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> N
 ])  # fmt: skip
 def test_weights_of_another_model_are_refused(own_run: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        run_ranks(written, 1, {**own_run, **LAYOUTS["one process"][1], **changes}, 1)
+        run_ranks(written, 1, {**own_run, **ONE, **changes}, 1)

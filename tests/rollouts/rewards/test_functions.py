@@ -19,7 +19,6 @@ from megatron.rollouts.rewards.calls import trl_arguments
 from tests.launch.runs import alive, wait_until
 
 FILE = Path(__file__).with_name("user_functions.py")
-TIMEOUT_S = 1.0
 Score = Callable[..., Scores]
 
 
@@ -40,7 +39,7 @@ def opened() -> Iterator[dict[str, RewardFunctions]]:
 def score(opened: dict[str, RewardFunctions]) -> Score:
     def with_name(name: str, completions: list[Completion]) -> Scores:
         if name not in opened:
-            opened[name] = RewardFunctions([f"{FILE}:{name}"], timeout_s=TIMEOUT_S)
+            opened[name] = RewardFunctions([f"{FILE}:{name}"], timeout_s=1.0)
             opened[name].check()
         return opened[name].score(completions)
 
@@ -49,9 +48,8 @@ def score(opened: dict[str, RewardFunctions]) -> Score:
 
 def place(text: str, after: int = 0) -> str:
     """The file and line in which a text stands, or so many lines later."""
-    lines = FILE.read_text().splitlines()
-    found = next((number for number, line in enumerate(lines, 1) if text in line), 0)
-    return f"{FILE.name}:{found + after}"
+    before = FILE.read_text().partition(text)[0]
+    return f"{FILE.name}:{before.count(chr(10)) + 1 + after}"
 
 
 def trl_function(name: str) -> Any:
@@ -189,9 +187,7 @@ def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.Mo
 def test_close_ends_the_worker_and_its_children(score: Score, opened: dict[str, RewardFunctions]) -> None:
     found = score("process", rows([1, 2])).parts["process"]
     opened["process"].close()
-    for process in found:
-        assert process is not None
-        wait_until(lambda process=process: not alive(int(process)))
+    wait_until(lambda: not any(alive(int(process)) for process in found))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed"):
         score("process", rows([1]))
 
@@ -216,9 +212,8 @@ functions = RewardFunctions(["{FILE}:spins"], timeout_s=60)
 functions.check()
 functions.score([Completion("p", "c", [], {{}})])
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as parent:
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **streams) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline().split()[1])
         parent.send_signal(number)

@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
+from megatron.rollouts.rewards import Completion, RewardFunctions
 from megatron.rollouts.rewards import programs as programs_module
 from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program
 from tests.launch.runs import wait_until
@@ -112,9 +113,7 @@ def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
 ], ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"])  # fmt: skip
 def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1")
-    names = {"{home}": pwd.getpwuid(os.getuid()).pw_dir, "{tmp}": str(tmp_path)}
-    for name, value in names.items():
-        tests = tests.replace(name, value)
+    tests = tests.replace("{home}", pwd.getpwuid(os.getuid()).pw_dir).replace("{tmp}", str(tmp_path))
     assert run_program(program, tests, 20)
 
 
@@ -132,39 +131,29 @@ def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
 
 def test_children_of_a_program_end_with_it() -> None:
     with all_end():
-        assert run_program("import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)", "time.sleep(1)",
-                           20)  # fmt: skip
+        program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)"
+        assert run_program(program, "time.sleep(1)", 20)
 
 
 def test_closing_ends_the_program_that_runs() -> None:
     functions = RewardFunctions(["code"], timeout_s=50)
     functions.check()
     completions = [Completion("p", "```python\nwhile True: pass\n```", [], {"tests": "pass"})]
-    failed: list[BaseException | Scores] = []
-
-    def score() -> None:
-        try:
-            failed.append(functions.score(completions))
-        except BaseException as problem:
-            failed.append(problem)
-
-    thread, before = threading.Thread(target=score), descendants()
-    with all_end():
-        thread.start()
+    before = descendants()
+    with ThreadPoolExecutor(1) as thread, all_end():
+        scored = thread.submit(functions.score, completions)
         wait_until(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
         functions.close()
-        thread.join(100)
-    assert not thread.is_alive() and len(failed) == 1
+        scored.exception(100)
 
 
 def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
-    rows = [("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
-            ("x = 2", ["assert x == 2", "assert x < 3"]), ("```python\nx = 1\n```", "assert x == 2"), ("x = 2", None),
-            ("x = 2", 5)]  # fmt: skip
+    rows = [("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"), ("x = 2", None), ("x = 2", 5),
+            ("x = 2", ["assert x == 2", "assert x < 3"]), ("```python\nx = 1\n```", "assert x == 2")]  # fmt: skip
     with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
         found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
-    assert found.parts == {"code": [1.0, 1.0, 0.0, None, None]}
-    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(4, "ValueError")]
+    assert found.parts == {"code": [1.0, None, None, 1.0, 0.0]}
+    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(2, "ValueError")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
@@ -174,13 +163,11 @@ def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
         "try: RewardFunctions(['code'], timeout_s=10).check()\n"
         "except Exception as problem: print(type(problem).__name__, problem)\n"
     )
-    libc = ctypes.CDLL(None)
-    drop, sys_admin = 24, 21
+    libc, drop, sys_admin = ctypes.CDLL(None), 24, 21
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
                           preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0))  # fmt: skip
-    assert done.stdout.startswith(
-        "RewardError code: programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
-    ), done
+    why = "programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
+    assert done.stdout.startswith(f"RewardError code: {why}"), done
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user already")
@@ -189,9 +176,7 @@ def test_users_need_no_root() -> None:
     if not os.access(python, os.X_OK):
         pytest.skip(f"needs {python}, which all users may run")
     source = Path(programs_module.__file__).with_name("sandbox.py").read_text()
-    tests = (
-        "import os\nassert os.getuid() == 65534 and os.getpid() < 10\nopen('a', 'w')\nassert os.listdir('/tmp') == []"
-    )
+    tests = "import os\nassert os.getuid() == 65534 and os.getpid() < 10 and os.listdir('/tmp') == []\nopen('a', 'w')"
     limits = json.dumps({"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 64})
     for last, passes in (("", True), ("\nopen('/var/tmp/x', 'w')", False)):
         done = subprocess.run([python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534,
