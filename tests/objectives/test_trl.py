@@ -18,7 +18,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import build_objective
 from tests.model.stages import Weights, gradients, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, VOCAB, documents_of, in_rows
-from tests.objectives.steps import Forward, arrays, assert_gradient, facts, forward_of, scores, step_loss
+from tests.objectives.steps import Forward, arrays, assert_step, facts, forward_of, scores, step_loss
 
 PAIRWISE = {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "pos_train_data_paths": ["pos"],
             "neg_train_data_paths": ["neg"]}  # fmt: skip
@@ -105,23 +105,20 @@ def with_reference(batches: list[Batch], forward: Forward) -> list[Batch]:
             for batch in scored]  # fmt: skip
 
 
-LABELLED = {"train_data_paths": ["text"], "train_label_data_paths": ["labels"], "eval_iters": 0}
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", CASES)
 def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
     case, policy = CASES[name], stage_of("policy")
-    keys = keys_of_case(case) if case["kind"] != "sft" else {"sft_loss_type": case["loss_type"], **LABELLED}
     if case["kind"] == "sft":
+        keys = {"sft_loss_type": case["loss_type"], "train_data_paths": ["text"], "train_label_data_paths": ["labels"],
+                "eval_iters": 0}  # fmt: skip
         batches = lm_batches(packed, case["assistant_only"])
     else:
+        keys = keys_of_case(case)
         made = kto_batches(packed) if case["kind"] == "kto" else pair_batches(packed)
         batches = with_reference(made, forward_of(stage_of("reference")))
-    loss, metrics = step_loss(build_objective(args_with(**keys)), forward_of(policy), batches)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-5)
-    assert_gradient(policy, arrays("trl")[f"gradient_{name}"])
+    gradient = arrays("trl")[f"gradient_{name}"]
+    metrics = assert_step(build_objective(args_with(**keys)), policy, batches, case["loss"], gradient)
     if case["kind"] in ("cpo", "orpo"):  # theirs are of all places, padding included
         metrics = {key: value for key, value in metrics.items() if not key.startswith("logits")}
     if name == "dpo_sft":  # no reference is read for it here
@@ -131,7 +128,7 @@ def test_value_gradient_and_metrics(name: str, packed: bool) -> None:
     assert least <= shared
     assert case["kind"] == "sft" or name == "dpo_sft" or "rewards/margins" in shared
     for key in shared:
-        assert float(metrics[key]) == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
+        assert metrics[key] == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
 
 
 def test_a_likelihood_beside_pairs_weighs_tokens_of_the_step() -> None:
