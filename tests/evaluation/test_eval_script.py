@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.evaluation.task_loading import SHIPPED
 from tests.evaluation.runs import lm_eval_command, make_model, make_tasks, on_terminal
-from tests.generation.runs import command
+from tests.generation.runs import run_script
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
+run = partial(run_script, script="eval.py")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, [str(part) for part in argv], "eval.py", init=False, timeout=600)[0]
 
 
 def assert_close_to_hf(output: str) -> None:

@@ -22,6 +22,7 @@ from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.checkpointing.golden import GOLDEN, RUNS, golden_args
+from tests.pool import run_ranks
 
 TOKENIZER = str(GOLDEN / "dataset" / "tokenizer.json")
 QUIET = logging.getLogger("tests.quiet")
@@ -112,3 +113,9 @@ def command(rank: int, world_size: int, argv: Sequence[str], script: str = "gene
         code = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(argv)
     sys.stdout.flush()
     return code, out.getvalue(), err.getvalue()
+
+
+def run_script(*argv: object, ranks: int = 1, script: str = "generate.py",
+               typed: str | None = None) -> tuple[int, str, str]:  # fmt: skip
+    """`command` on ranks of the pool; what it is on rank 0."""
+    return run_ranks(command, ranks, [str(word) for word in argv], script, typed, init=False, timeout=600)[0]

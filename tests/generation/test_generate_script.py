@@ -11,6 +11,7 @@ import pytest
 from megatron.tokenizer import HFTokenizer
 from tests.checkpointing.golden import RUNS
 from tests.generation.runs import TOKENIZER, command, lines
+from tests.generation.runs import run_script as run
 from tests.pool import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,10 +26,6 @@ def words(tmp_path: Path) -> list[str]:
     (tmp_path / "text_generation.yml").write_text(json.dumps({**keys, "sample_output_file": f"{tmp_path}/samples.txt"}))
     overrides = [f"vocab_file={TOKENIZER}", f"load={RUN / 'ckpt'}", "compat_ffn_width=upstream"]
     return ["-d", str(tmp_path), "model", "text_generation.yml", "--set", f"log_dir={tmp_path}/logs", *overrides]
-
-
-def run(*argv: str) -> tuple[int, str, str]:
-    return run_ranks(command, 1, argv, init=False)[0]
 
 
 def test_unconditional_without_an_optimizer_or_deepspeed(words: list[str], tmp_path: Path) -> None:

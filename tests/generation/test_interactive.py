@@ -20,7 +20,8 @@ from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, lines
-from tests.generation.test_generate_script import ROOT, run, words
+from tests.generation.runs import run_script as run
+from tests.generation.test_generate_script import ROOT, words
 from tests.pool import run_ranks
 
 __all__ = ["words"]  # the fixture
@@ -52,7 +53,7 @@ def test_piped_prompts_get_the_text_of_a_file(words: list[str], texts: list[str]
 
 def test_a_long_context_is_cut_and_no_input_is_refused(words: list[str]) -> None:
     argv = [*words, "text_gen_type=interactive"]
-    code, out, _ = run_ranks(command, 1, argv, typed="the quick brown fox " * 20, init=False)[0]
+    code, out, _ = run(*argv, typed="the quick brown fox " * 20)
     assert code == 0 and re.search("\nWARNING: .* 44 of the context's ", out)
     for code, _, err in run_ranks(command, 2, [*argv, "model_parallel_size=2"], typed="", init=False):
         assert code == 1 and re.fullmatch("generate.py: error: .*text_gen_type: interactive .*\n", err)
@@ -69,8 +70,7 @@ def test_a_conversation_goes_through_the_template_with_its_history(words: list[s
     (tmp_path / "system.txt").write_text("Be.\n")
     chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5",
             f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]  # fmt: skip
-    typed = "Hi\nA\n" + "the quick brown fox " * 20
-    code, out, err = run_ranks(command, 1, [*words, *chat], typed=typed, init=False)[0]
+    code, out, err = run(*words, *chat, typed="Hi\nA\n" + "the quick brown fox " * 20)
     assert (code, err) == (0, "")
     *_, first, second, long = out.splitlines()
     assert first and second and long.startswith("WARNING: this turn has ")
@@ -85,8 +85,7 @@ def test_a_conversation_goes_through_the_template_with_its_history(words: list[s
 def test_what_makes_no_conversation_is_refused(words: list[str], tmp_path: Path, changes: list[str],
                                                message: str) -> None:  # fmt: skip
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    argv = [*words, f"chat_template={tmp_path}/chat.jinja", *changes]
-    code, _, err = run_ranks(command, 1, argv, typed="Hi\n", init=False)[0]
+    code, _, err = run(*words, f"chat_template={tmp_path}/chat.jinja", *changes, typed="Hi\n")
     assert code == 1 and re.fullmatch(f".*{message}.*\n", err)
 
 

@@ -19,13 +19,14 @@ def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     return [*texts, stream.finish()]
 
 
-def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize)
-    seen = ["".join(pieces(IncrementalDetokenizer(CharLevelTokenizer().detokenize), [])), ""]
-    for token in (*"aé€".encode(), 0xE2):
-        seen.append(seen[-1] + stream.add(token))
-    assert seen[2:] == ["a", "a", "aé", "aé", "aé", "aé€", "aé€"]
-    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+@pytest.mark.parametrize(("given", "stop", "texts", "rest"), [
+    ("aé€".encode() + b"\xe2", [], ["a", "", "é", "", "", "€", ""], "\N{REPLACEMENT CHARACTER}"), (b"", [], [], ""),
+    (b"xa", ["ab", "bcd"], ["x", ""], "a"), (b"bcaz", ["ab", "bcd"], ["", "", "bc", "az"], ""),
+])  # fmt: skip
+def test_text_comes_as_soon_as_it_can(given: bytes, stop: list[str], texts: list[str], rest: str) -> None:
+    """Once characters are whole, and nothing is held that begins no stop string."""
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
+    assert ([stream.add(byte) for byte in given], stream.finish()) == (texts, rest)
 
 
 def test_pieces_make_the_whole_text() -> None:
@@ -49,10 +50,3 @@ def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
     assert stream.stopped == any(string in text for string in stop if string)
     for end in range(len(texts)):  # nothing was shown that a longer text takes back
         assert expected.startswith("".join(texts[:end]))
-
-
-def test_nothing_is_held_that_begins_no_stop_string() -> None:
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
-    assert [stream.add(byte) for byte in b"xabb"[:2]] == ["x", ""]
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
-    assert [stream.add(byte) for byte in b"bcaz"] == ["", "", "bc", "az"]

@@ -22,6 +22,7 @@ from megatron.generation.scoring import score_file
 from megatron.tokenizer import HFTokenizer
 from tests.generation.runs import LAYOUTS, command
 from tests.generation.runs import lines as rows
+from tests.generation.runs import run_script as run
 from tests.generation.serving.server import FOLDER, NAME, make_model
 from tests.pool import run_ranks
 
@@ -57,10 +58,6 @@ def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
     return logprobs
 
 
-def run(ranks: int, *words: str) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, words, init=False)[0]
-
-
 def argv(model: Path, folder: Path, kind: str, *more: str) -> list[str]:
     return ["--hf-model", str(model), "--set", f"text_gen_type={kind}", f"log_dir={folder}/logs", *more]
 
@@ -69,7 +66,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     """No file of configuration: a HuggingFace folder, in one process and on four ranks."""
     given = tmp_path / "in.jsonl"
     given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
-    code, out, err = run(1, *argv(model, tmp_path, "score", "-i", str(given)))
+    code, out, err = run(*argv(model, tmp_path, "score", "-i", str(given)))
     assert code == 0 and f"6 lines of scores are in {given}.scores.jsonl" in out, err
     scores = rows(Path(f"{given}.scores.jsonl"))
     tokenizer = HFTokenizer(FOLDER)
@@ -92,7 +89,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
 
     ranks, layout = LAYOUTS["tp2 x pp2"]
     more = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
-    assert run(ranks, *argv(model, tmp_path, "score", *more, "-i", str(given)))[0] == 0
+    assert run(*argv(model, tmp_path, "score", *more, "-i", str(given)), ranks=ranks)[0] == 0
     for one, four in zip(scores, rows(tmp_path / "four.jsonl"), strict=True):
         assert one["tokens"] == four["tokens"] and one["greedy"] == four["greedy"]
         assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
@@ -100,7 +97,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     import_hf(HFFolder(model), tmp_path / "imported")
     words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={FOLDER}"]
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
-    assert run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
+    assert run(*words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
     for one, same in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
         assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
     assert not list(tmp_path.glob(".*")), "nothing unfinished stays"
@@ -129,7 +126,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     given = tmp_path / "in.jsonl"
     given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
     whole, words = Path(f"{given}.scores.jsonl"), argv(model, tmp_path, "score", "-i", str(given))
-    assert run(1, *words)[0] == 0
+    assert run(*words)[0] == 0
     at_once = rows(whole)
     whole.unlink()
     run_ranks(killed, 1, words, 2, init=False)
@@ -137,7 +134,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     assert len(rows(growing)) == 4 and not whole.exists()
     with open(growing, "a") as file:
         file.write('{"tokens": [1')
-    code, out, _ = run(1, *words)
+    code, out, _ = run(*words)
     assert code == 0 and "going on after 4 of 6 lines" in out and not growing.exists()
     for one, other in zip(rows(whole), at_once, strict=True):
         assert one["tokens"] == other["tokens"] and one["message"] == other["message"]
@@ -145,7 +142,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     # Another input, or another model, has nothing to do with what was begun.
     run_ranks(killed, 1, words, 1, init=False)
     given.write_text(json.dumps(LINES[1]) + "\n")
-    code, out, _ = run(1, *words)
+    code, out, _ = run(*words)
     assert code == 0 and "going on" not in out and len(rows(whole)) == 1
     assert not list(tmp_path.glob(".*.partial"))
 
@@ -162,7 +159,7 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
 def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "in.jsonl").write_text(content)
-    code, _, err = run(1, *argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
+    code, _, err = run(*argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
     assert code == 1 and message in err and "sample_input_file" in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*scores*"))
 
@@ -188,7 +185,7 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
                  f"neg_train_data_paths=[{paths[1]}]")  # fmt: skip
     run_ranks(killed, 2, words, 2, init=False)
     assert not (tmp_path / "pos_base.idx").exists()
-    code, out, err = run(2, *words)
+    code, out, err = run(*words, ranks=2)
     assert code == 0 and "going on after 4 of 7 documents" in out, err
     for name, documents in (("pos", pos), ("neg", neg)):
         logprobs, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
@@ -201,11 +198,11 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(values[1:], expected(model, tokens[:1], tokens[1:]), atol=1e-4)
     assert not list(tmp_path.glob(".*"))
 
-    code, out, _ = run(1, *words)
+    code, out, _ = run(*words)
     assert code == 0 and "pos_base: is there already" in out
     assert json.loads((tmp_path / "pos_base.precompute.json").read_text()).keys() == {"stamp"}, "as sets of before"
     data_path(tmp_path / "pos").touch()
-    code, _, err = run(1, *words)
+    code, _, err = run(*words)
     assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: is there already" in err
-    code, _, err = run(1, *argv(model, tmp_path, "precompute"))
+    code, _, err = run(*argv(model, tmp_path, "precompute"))
     assert code == 1 and "precompute_model_name: is required" in err
