@@ -131,12 +131,15 @@ def for_pairs(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
     return with_keys({**own, "train_impl": "dpo"}, *changes)
 
 
+def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
+    return Rollouts(training, None if folder is None else Path(folder), training.checkpointer.run_id)
+
+
 @contextmanager
 def begun(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Training, Rollouts]]:
     """A run up to its first step, and its rollouts, which write beside its checkpoints."""
     training = begin(values)
-    folder = Path(values["save"]) / "logs" if logs and "save" in values else None
-    rollouts = Rollouts(training, folder, training.checkpointer.run_id)
+    rollouts = rollouts_of(training, f"{values['save']}/logs" if logs and "save" in values else None)
     try:
         yield training, rollouts
     finally:
