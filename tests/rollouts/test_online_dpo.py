@@ -124,9 +124,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
     assert (shown.best.reward, shown.mean, shown.worst.reward) == (1.0, 0.5, 0.0)
 
 
-def test_failures_of_a_judge_are_named_and_a_judge_that_likes_places_has_none(
-    task: dict[str, Any], tmp_path: Path
-) -> None:
+def test_failures_of_a_judge_are_named_and_places_teach_nothing(task: dict[str, Any], tmp_path: Path) -> None:
     """A pair on which it raises, gives no verdict, or says nothing, is not trained. One that always takes the
     first answer is shown either first, and teaches neither place."""
     for name in ("broken", "first", "silent"):
