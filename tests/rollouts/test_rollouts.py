@@ -87,9 +87,8 @@ def test_other_losses_in_two_ranks(loss: str, task: dict[str, Any]) -> None:
 def test_exact_sampling_differs_by_nothing(layout: str, task: dict[str, Any]) -> None:
     ranks, keys = LAYOUTS[layout]
     values = with_keys(task, keys, {"rollout.exact": True, "rollout.temperature": 0.7})
-    for seen in run_ranks(steps_of, ranks, values, 2):
-        for metrics in seen.metrics:
-            assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
+    for metrics in (metrics for seen in run_ranks(steps_of, ranks, values, 2) for metrics in seen.metrics):
+        assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
 
 
 def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing(task: dict[str, Any]) -> None:
@@ -178,12 +177,6 @@ def test_a_reward_model_judges_in_every_layout(task: dict[str, Any], judge: str)
     assert alone.answers[0] == one.answers[0] and alone.metrics[0]["reward"] != one.metrics[0]["reward"]
 
 
-def judging(rank: int, world_size: int, values: dict[str, Any]) -> None:
-    """For the pool: a run up to its first step."""
-    with begun(values):
-        pass
-
-
 def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_path: Path) -> None:
     """HuggingFace's, of as many tokens."""
     config = transformers.LlamaConfig(
@@ -194,11 +187,11 @@ def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_pat
     tokens = json.loads(Path(task["vocab_file"]).read_text())
     values = with_keys(task, {"reward_model": str(tmp_path), "make_vocab_size_divisible_by": 1})
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))  # the same in other bytes
-    run_ranks(judging, 1, values)
+    run_ranks(steps_of, 1, values, 0)
     tokens["model"]["vocab"] |= {"a": toy.WORDS.index("b"), "b": toy.WORDS.index("a")}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(AssertionError, match="reward_model: .* another tokenizer .*vocab_file"):
-        run_ranks(judging, 1, values)
+        run_ranks(steps_of, 1, values, 0)
 
 
 def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any], word: int) -> list[dict[str, Any]]:
@@ -214,10 +207,9 @@ def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any]
 
 def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: str, tmp_path: Path) -> None:
     """And so is what a function does not say; the run goes on, other rewards are there."""
-    keys: dict[str, Any] = {"reward_model": judge, "train_iters": 2, "save": str(tmp_path / "run")}
-    keys["checkpoint_factor"] = 2
-    keys["reward_functions"] = [task["reward_functions"][0].replace("wordy", name) for name in ("broken", "wordy")]
-    keys["rollout.shuffle"] = False
+    functions = [task["reward_functions"][0].replace("wordy", name) for name in ("broken", "wordy")]
+    keys = {"reward_model": judge, "reward_functions": functions, "rollout.shuffle": False, "train_iters": 2,
+            "save": str(tmp_path / "run"), "checkpoint_factor": 2}  # fmt: skip
     word = toy.WORDS.index("b")
     rows = run_ranks(judged_by_a_damaged_model, 1, with_keys(task, keys), word)[0]
     lines, metrics = rows[:32], [row for row in rows[32:] if "train/reward" in row]

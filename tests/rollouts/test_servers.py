@@ -41,6 +41,7 @@ from tests.rollouts.toy import WORDS, Seen, begun, for_pairs, lines_of, steps_of
 from tests.training.runs import LLAMA
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
+VLLM: dict[str, Any] = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
 STEPS = 3
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,8 +71,8 @@ def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port]
-    words += ["--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]
+    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port,
+             "--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]  # fmt: skip
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
     server = Server(f"http://127.0.0.1:{port}", folder)
     wait_until(lambda: process.poll() is not None or server.is_up(), 400)
@@ -142,7 +143,7 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
     for api, text, update in (("vllm", "/v1/completions", "/collective_rpc"),
                               ("sglang", "/generate", "/update_weights_from_disk")):  # fmt: skip
         with standing_in() as server:
-            changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
+            changes = {**VLLM, "rollout.server_api": api}
             seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
         assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
         paths = [path for path, _ in server.asked]
@@ -162,10 +163,8 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
 
 def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in(failures=2) as server:
-        changes = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 1)[0]
-    assert len(seen.answers[0]) == 16
-    assert [path for path, _ in server.asked].count("/v1/completions") == 18
+        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **VLLM), 1)[0]
+    assert len(seen.answers[0]) == 16 and [path for path, _ in server.asked].count("/v1/completions") == 18
 
 
 @pytest.mark.parametrize("api, changes, reason", [
@@ -249,6 +248,11 @@ def test_gpt_neox_names_servers_by_hosts_and_ports(task: dict[str, Any]) -> None
     assert rollout_servers(NeoXArgs.from_dict(task)) == ()
 
 
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url) as file:
+        return file.read()
+
+
 def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """And what was damaged on the way does not come into our server."""
     for name in ("config.json", "model.safetensors"):
@@ -258,14 +262,11 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
         for version in range(3):
             server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
         url = server.url(2, ours.address)
-        with urllib.request.urlopen(f"{url}/manifest.json") as file:
-            assert json.loads(file.read()) == {"version": 2, "sha256": files}
-        with urllib.request.urlopen(f"{url}/config.json") as file:
-            assert file.read() == b"config.json"
-        secret = url.split("/")[3]
-        for other in (url.replace(secret, "x"), f"{url}/..", server.url(0, ours.address)):
+        assert json.loads(fetch(f"{url}/manifest.json")) == {"version": 2, "sha256": files}
+        assert fetch(f"{url}/config.json") == b"config.json"
+        for other in (url.replace(url.split("/")[3], "x"), f"{url}/..", server.url(0, ours.address)):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"{other}/config.json")
+                fetch(f"{other}/config.json")
         (tmp_path / "model.safetensors").write_bytes(b"another")
         status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
         assert status == 400 and "damaged, or replaced" in reply["error"]["message"]
@@ -279,9 +280,7 @@ def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, An
         server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
         for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
             url = server.url(0, address)
-            assert url.startswith(f"http://{host}:{server.port}/")
-            with urllib.request.urlopen(f"{url}/config.json") as reply:
-                assert reply.read() == b"{}"
+            assert url.startswith(f"http://{host}:{server.port}/") and fetch(f"{url}/config.json") == b"{}"
         with pytest.raises(ServerError, match="rollout.servers: http://no.such.host.invalid:80: "):
             server.url(0, "http://no.such.host.invalid:80")
         taken = NeoXArgs.from_dict(with_keys(task, {"weight_server_port": server.port}))
@@ -344,8 +343,7 @@ def test_every_layout_gives_servers_the_same_weights(layout: str, task: dict[str
 
 def test_data_ranks_share_the_servers_out(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in() as one, standing_in() as other:
-        keys = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        keys["rollout.servers"] = [one.address, other.address + "/"]
+        keys = {**VLLM, "rollout.servers": [one.address, other.address + "/"]}
         run_ranks(steps_of, 2, with_server(task, one, tmp_path, **keys), 1)
         for server in (one, other):
             paths = [path for path, _ in server.asked]
