@@ -38,6 +38,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 def values_of(folder: Path, **more: Any) -> dict[str, Any]:
     """Four steps with dropout, so that random numbers matter, evaluated before and after every second."""
+    make_tasks(folder)
     return config(NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2,
                   log_dir=str(folder / "logs"), eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder),
                   train_batch_size=8, **more)  # fmt: skip
@@ -63,9 +64,7 @@ def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
 
     @cache
     def of(layout: str) -> tuple[Rows, Rows]:
-        folder = tmp_path_factory.mktemp("run")
-        make_tasks(folder)
-        ranks, changes = LAYOUTS[layout]
+        folder, (ranks, changes) = tmp_path_factory.mktemp("run"), LAYOUTS[layout]
         same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
         assert same == [True] * ranks
         return lines(folder / "with" / "metrics.jsonl"), lines(folder / "without" / "metrics.jsonl")
@@ -116,7 +115,6 @@ def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, in
 
 
 def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
-    make_tasks(tmp_path)
     counts = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=600)[0]
     assert [requests for requests, _ in counts] == [0] * 6
     tensors = [count for _, count in counts[2:]]  # the first step makes the optimizer's
@@ -137,15 +135,11 @@ def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["report", "stop"])
 def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_path):
-    make_tasks(tmp_path)
-    broken = (tmp_path / "own_text.yaml").read_text().replace("own_text", "own_broken").replace("question", "nothing")
-    (tmp_path / "own_broken.yaml").write_text(broken)
-    gone = broken.replace("own_broken", "own_gone").replace("own.jsonl", "gone.jsonl")
-    (tmp_path / "own_gone.yaml").write_text(gone)
-    long = broken.replace("own_broken", "own_long").replace("nothing", "question").replace("toks: 12", "toks: 900")
-    (tmp_path / "own_long.yaml").write_text(long)
     tasks = ["own_gone", "own_long", "shipped_choice"]
     values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
+    own = (tmp_path / "own_text.yaml").read_text()
+    for name, before, after in (("own_gone", "own.jsonl", "gone.jsonl"), ("own_long", "toks: 12", "toks: 900")):
+        (tmp_path / f"{name}.yaml").write_text(own.replace("own_text", name).replace(before, after))
     logs = run_ranks(failing, 2, values, timeout=600)
     text = "\n".join(logs[0])
     assert "own_gone" in text and "gone.jsonl" in text
@@ -172,7 +166,6 @@ def refused(rank: int, world: int, values: dict[str, Any], changes: list[dict[st
 
 
 def test_misspelt_metrics_and_tasks_are_refused_before_anything_is_evaluated(tmp_path):
-    make_tasks(tmp_path)
     values = values_of(tmp_path) | {"eval_tasks": ["shipped_choice", "own_text", "own_group"], "eval_num_fewshot": 0}
     good = ["eval_tasks/shipped_choice_acc", "eval_tasks/own_text_exact_match", "eval_tasks/own_choice_acc_norm",
             "eval_tasks/own_group_acc", "validation/lm_loss"]  # fmt: skip
@@ -207,7 +200,6 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
 
 def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
-    make_tasks(tmp_path)
     keys = {"eval_tasks": ["shipped_choice"], "eval_limit": 20, "train_iters": 8}
     values = values_of(tmp_path, model_parallel_size=2) | keys
     logs = run_ranks(interrupted, 2, values, timeout=600)
