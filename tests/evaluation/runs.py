@@ -11,29 +11,30 @@ from typing import Any
 
 import lm_eval.evaluator  # here, so that the pool's ranks need not import it again
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron.evaluation import evaluate
 from megatron.evaluation.harness import EvaluationResults, load_tasks_on_rank0
+from megatron.evaluation.language_model import NeoXLM
+from megatron.evaluation.model_operations import ModelOperations
+from megatron.evaluation.progress import EvaluationProgress
 from megatron.evaluation.task_loading import SHIPPED
-from megatron.generation import load_model
+from megatron.generation import Model, load_model
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info
-from megatron.mpu import init_model_parallel
+from megatron.mpu import ParallelGroups, init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 
 QUIET = logging.getLogger("tests.quiet")
 POSITIONS = 160
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "dp2": (2, {}),
+    "one process": (1, {}), "tp2": (2, {"model_parallel_size": 2}), "pp2": (2, {"pipe_parallel_size": 2}),
+    "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "dp2": (2, {}),
     "zero 3": (2, {"zero_optimization": {"stage": 3}}),
-}
+}  # fmt: skip
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}"
     "{% if not loop.last or add_generation_prompt %}\n{% endif %}{% endfor %}"
@@ -42,12 +43,8 @@ TEMPLATE = (
 
 
 def documents() -> list[str]:
-    """Plain English, from the shipped tasks."""
-    return [
-        json.loads(line)["text"]
-        for name in ("perplexity", "cloze")
-        for line in (SHIPPED / f"{name}.jsonl").read_text().splitlines()
-    ]
+    return [json.loads(line)["text"] for name in ("perplexity", "cloze")
+            for line in (SHIPPED / f"{name}.jsonl").read_text().splitlines()]  # fmt: skip
 
 
 def make_model(folder: Path, bos: bool = False, seed: int = 0) -> str:
@@ -78,9 +75,8 @@ def make_model(folder: Path, bos: bool = False, seed: int = 0) -> str:
 
 def make_tasks(folder: Path) -> str:
     """Tasks as users write them: YAML over JSON lines, few-shot, a group, text to be written."""
-    lines = [
-        {"question": text[:40], "choices": [text[40:60], "blue", " and so on"], "answer": 0} for text in documents()
-    ]
+    lines = [{"question": text[:40], "choices": [text[40:60], "blue", " and so on"], "answer": 0}
+             for text in documents()]  # fmt: skip
     (folder / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:12]))
     data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/own.jsonl}}}}\ntest_split: test\n"
     (folder / "own_choice.yaml").write_text(
@@ -115,9 +111,23 @@ def configuration(folder: str, tasks: Sequence[str], changes: Mapping[str, Any])
     return NeoXArgs.from_dict({**hf_model_keys(folder), "eval_tasks": list(tasks), **changes})
 
 
-def scores(
-    rank: int, world_size: int, folder: str, tasks: Sequence[str], changes: Mapping[str, Any]
-) -> EvaluationResults | None:
+def loaded(folder: str, **changes: Any) -> Model:
+    """A HuggingFace folder or its checkpoint, in this process alone."""
+    args = configuration(folder, ["x"], {"precision": "fp32", **changes}).for_world(1)
+    return load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
+
+
+def language_model(model: Model) -> NeoXLM:
+    known = ModelOperations(model).by_name()
+    return NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
+
+
+def instances(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Instance]:
+    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
+
+
+def scores(rank: int, world_size: int, folder: str, tasks: Sequence[str],
+           changes: Mapping[str, Any]) -> EvaluationResults | None:  # fmt: skip
     """For the pool: `evaluate` of a HuggingFace folder with our model, samples included."""
     process = process_info()
     args = configuration(folder, tasks, {"eval_log_samples": True, **changes}).for_world(world_size)
@@ -161,8 +171,5 @@ def lm_eval_command(rank: int, world_size: int, argv: Sequence[str]) -> None:
 
 def answers(evaluation: EvaluationResults) -> dict[tuple[str, int], list[Any]]:
     """What the model said to each document: (log-likelihood, greedy) pairs, log-likelihoods, or text."""
-    return {
-        (task, row["doc_id"]): [answer for request in row["resps"] for answer in request]
-        for task, rows in evaluation.results["samples"].items()
-        for row in rows
-    }
+    return {(task, row["doc_id"]): [answer for request in row["resps"] for answer in request]
+            for task, rows in evaluation.results["samples"].items() for row in rows}  # fmt: skip

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +14,18 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron.evaluation.task_loading import SHIPPED
 from tests.evaluation.runs import lm_eval_command, make_model, make_tasks, on_terminal
-from tests.generation.runs import command
+from tests.generation.runs import run_script
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
+run = partial(run_script, script="eval.py")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> str:
     return make_model(tmp_path_factory.mktemp("model"))
-
-
-def run(*argv: object, ranks: int = 1) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, [str(part) for part in argv], "eval.py", init=False, timeout=600)[0]
 
 
 def assert_close_to_hf(output: str) -> None:
@@ -37,17 +35,15 @@ def assert_close_to_hf(output: str) -> None:
 
 def test_results_table_samples_trackers_and_the_hf_backend(model, tmp_path):
     out = tmp_path / "results"
-    code, output, problems = run(
-        "--hf-model", model, "--eval_tasks", "shipped_choice", "shipped_perplexity", "--eval_output_dir", out,
-        "--eval_results_prefix", "tiny", "--eval_limit", 4, "--compare-hf", "--set", "eval_log_samples=true",
-        f"tensorboard_dir={tmp_path}/board",
-    )  # fmt: skip
+    code, output, problems = run("--hf-model", model, "--eval_tasks", "shipped_choice", "shipped_perplexity",
+                                 "--eval_output_dir", out, "--eval_results_prefix", "tiny", "--eval_limit", 4,
+                                 "--compare-hf", "--set", "eval_log_samples=true",
+                                 f"tensorboard_dir={tmp_path}/board")  # fmt: skip
     assert code == 0, problems
     assert "Running evaluation harness on 2 tasks: shipped_choice, shipped_perplexity" in output
     assert re.search(r"^Running evaluation harness: 100%\|#+\| \d+/\d+ \[", output, re.MULTILINE), "as people look for"
-    assert re.search(
-        r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", output, re.MULTILINE
-    )
+    assert re.search(r"^\| shipped_choice +\| 1.0 +\| 0 +\| none +\| acc ↑ +\| [\d.]+ +\| ± 0\.\d{4} +\|$", output,
+                     re.MULTILINE)  # fmt: skip
     assert_close_to_hf(output)
     assert not re.search("error|exception|traceback", output + problems, re.IGNORECASE), "a healthy log"
     (file,) = out.glob("tiny_eval_results_*.json")
@@ -87,10 +83,8 @@ def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, t
         pad_token_id=None, **_STATES[family],
     )  # fmt: skip
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
-    code, output, problems = run(
-        "--hf-model", folder, "--eval_tasks", "shipped_choice", "shipped_perplexity", "--eval_output_dir", tmp_path,
-        "--eval_limit", 4, "--compare-hf",
-    )  # fmt: skip
+    code, output, problems = run("--hf-model", folder, "--eval_tasks", "shipped_choice", "shipped_perplexity",
+                                 "--eval_output_dir", tmp_path, "--eval_limit", 4, "--compare-hf")  # fmt: skip
     assert code == 0, problems
     assert_close_to_hf(output)
 
@@ -98,28 +92,25 @@ def test_scores_of_models_with_states_are_those_of_the_hf_backend(family: str, t
 @pytest.mark.more
 def test_results_are_whole_beside_lm_evals_own_command(model, tmp_path):
     """The same keys, and the same values where both mean the same."""
-    code, _, problems = run(
-        "--hf-model", model, "--eval_tasks", "shipped_choice", "--eval_output_dir", tmp_path / "ours",
-        "--eval_limit", 3, "--set", "eval_apply_chat_template=true", "eval_system_prompt=Be brief.", "precision=fp32",
-    )  # fmt: skip
+    code, _, problems = run("--hf-model", model, "--eval_tasks", "shipped_choice", "--eval_output_dir",
+                            tmp_path / "ours", "--eval_limit", 3, "--set", "eval_apply_chat_template=true",
+                            "eval_system_prompt=Be brief.", "precision=fp32")  # fmt: skip
     assert code == 0, problems
     typed = ["run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu", "--limit",
              "3", "--tasks", "shipped_choice", "--include_path", str(SHIPPED), "--output_path",
              str(tmp_path / "theirs"), "--apply_chat_template", "--fewshot_as_multiturn", "true",
              "--system_instruction", "Be brief.", "--log_samples"]  # fmt: skip
     run_ranks(lm_eval_command, 1, typed, init=False, timeout=600)
-    ours, theirs = (
-        json.loads(next((tmp_path / whose).rglob("*results_*.json")).read_text()) for whose in ("ours", "theirs")
-    )
+    ours, theirs = (json.loads(next((tmp_path / whose).rglob("*results_*.json")).read_text())
+                    for whose in ("ours", "theirs"))  # fmt: skip
     assert ours.keys() - theirs.keys() == {"failures", "too_long"} and theirs.keys() <= ours.keys()
     assert theirs["config"].keys() <= ours["config"].keys()
     assert list(theirs["task_hashes"]) == ["shipped_choice"] and theirs["chat_template_sha"]
-    for key in (
-        "task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
-        "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
-        "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha", "chat_template",
-        "chat_template_sha", "fewshot_as_multiturn", "model_name", "model_name_sanitized",
-    ):  # fmt: skip
+    for key in ("task_hashes", "versions", "n-shot", "n-samples", "higher_is_better", "group_subtasks", "git_hash",
+                "upper_git_hash", "transformers_version", "lm_eval_version", "eot_token_id", "max_length",
+                "tokenizer_eos_token", "tokenizer_bos_token", "system_instruction", "system_instruction_sha",
+                "chat_template", "chat_template_sha", "fewshot_as_multiturn", "model_name",
+                "model_name_sanitized"):  # fmt: skip
         assert ours[key] == theirs[key], key
     for key in ("model_num_parameters", "model_dtype", "device", "limit", "random_seed", "numpy_seed", "fewshot_seed"):
         assert ours["config"][key] == theirs["config"][key], key
@@ -165,10 +156,8 @@ def cached(rank: int, world: int, argv: list[str], other: list[str]) -> list[tup
 
 def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(model, tmp_path):
     other = make_model(tmp_path / "other", seed=1)
-    rest = [
-        "--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12",
-        "--set", f"eval_cache={tmp_path}/cache",
-    ]  # fmt: skip
+    rest = ["--eval_tasks", "shipped_choice", "--eval_output_dir", str(tmp_path), "--eval_limit", "12", "--set",
+            f"eval_cache={tmp_path}/cache"]  # fmt: skip
     runs = run_ranks(cached, 1, ["--hf-model", model, *rest], ["--hf-model", other, *rest], init=False, timeout=600)[0]
     (broken, first), (again, second), (third, nothing), (foreign, all_of_them) = runs
     assert (broken, again, third, foreign) == (130, 0, 0, 0)
@@ -182,9 +171,7 @@ def test_an_interrupted_evaluation_goes_on_and_a_cache_serves_only_its_model(mod
 def test_a_checkpoint_in_two_layouts_as_typed(by_deepy, tmp_path):
     """`python deepy.py eval.py -d configs config.yml --eval_tasks ...` on two ranks."""
     make_tasks(tmp_path)
-    values = config(
-        NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2,
-    )  # fmt: skip
+    values = config(NEOX, train_iters=2, max_position_embeddings=64, save=str(tmp_path / "save"), checkpoint_factor=2)
     run_ranks(run_to_end, 1, values)
     (tmp_path / "a.yml").write_text(yaml.safe_dump(values))
     (tmp_path / "tp.yml").write_text("model_parallel_size: 2\neval_limit: 6\n")

@@ -57,8 +57,6 @@ def test_a_tokenizer_that_begins_texts_and_a_conversation(tmp_path):
     tasks = ("own_choice", "own_text", "shipped_perplexity")
     settings: dict[str, Any] = {"apply_chat_template": True, "system_instruction": "Be brief.", "num_fewshot": 2}
     reference_results = reference(folder, tasks, tasks_folder, limit=5, **settings)
-    changes = {
-        "eval_include_path": [tasks_folder], "eval_limit": 5, "eval_apply_chat_template": True,
-        "eval_system_prompt": "Be brief.", "eval_num_fewshot": 2, "eval_batch_size": 3,
-    }  # fmt: skip
+    changes = {"eval_include_path": [tasks_folder], "eval_limit": 5, "eval_apply_chat_template": True,
+               "eval_system_prompt": "Be brief.", "eval_num_fewshot": 2, "eval_batch_size": 3}  # fmt: skip
     assert_same(run_ranks(scores, 1, folder, tasks, changes, timeout=600)[0], reference_results)

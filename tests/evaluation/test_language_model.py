@@ -7,17 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.model_operations import ModelOperations
 from megatron.evaluation.progress import EvaluationProgress
-from megatron.generation import load_model
-from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from megatron.tokenizer import build_tokenizer
-from tests.evaluation.runs import POSITIONS, QUIET, configuration, make_model
+from tests.evaluation.runs import POSITIONS, instances, language_model, loaded, make_model
 
 LONG = "The bees dance to tell the others where flowers are, and nobody knows who taught them. " * 12
 PAIRS = [
@@ -38,25 +33,15 @@ PAIRS = [
 TEXTS = ["A short text.", "", LONG, "x", "東京 is a city."]
 WISHES: list[tuple[str, dict[str, Any]]] = [
     ("The sun", {"until": ["e", "\n"], "max_gen_toks": 8}),
-    ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}),
-    (LONG, {"until": [], "max_gen_toks": 5}),
-    ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}),
-    ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
-]
-
-
-def instances(kind: str, arguments: list[tuple[Any, ...]]) -> list[Instance]:
-    return [Instance(kind, {}, given, i, metadata=("t", i, 1)) for i, given in enumerate(arguments)]
+    ("The sun", {"until": ".", "max_gen_toks": 20, "do_sample": False}), (LONG, {"until": [], "max_gen_toks": 5}),
+    ("Once upon", {"max_gen_toks": 30, "temperature": 0.0}), ("Größe", {"until": ["zzz"], "max_new_tokens": 12}),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "with BOS"])
 def both(request, tmp_path_factory) -> tuple[NeoXLM, HFLM]:
     folder = make_model(tmp_path_factory.mktemp("model"), bos=request.param)
-    args = configuration(folder, ["x"], {"precision": "fp32"}).for_world(1)
-    model = load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
-    known = ModelOperations(model).by_name()
-    ours = NeoXLM(model, lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
-    return ours, HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
+    return language_model(loaded(folder)), HFLM(pretrained=folder, dtype="float32", device="cpu", batch_size=4)
 
 
 def test_continuations(both):
@@ -64,9 +49,8 @@ def test_continuations(both):
     ours, theirs = both
     before = ours.counts.too_long
     scores, expected = (lm.loglikelihood(instances("loglikelihood", PAIRS), disable_tqdm=True) for lm in both)
-    for pair, (value, greedy), (wanted, wanted_greedy) in zip(PAIRS, scores, expected, strict=True):
-        assert value == pytest.approx(wanted, rel=1e-5, abs=1e-4), pair
-        assert greedy == wanted_greedy
+    assert [value for value, _ in scores] == pytest.approx([value for value, _ in expected], rel=1e-5, abs=1e-4)
+    assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
     assert ours.max_length == theirs.max_length == POSITIONS
     assert (ours.eot_token_id, ours.prefix_token_id) == (theirs.eot_token_id, theirs.prefix_token_id)
     assert ours.counts.too_long - before == 2
@@ -88,9 +72,8 @@ def test_questions_longer_than_the_model_are_skipped_or_refused(both, overlong, 
 
 
 def test_whole_texts(both):
-    logprobs, expected = (
-        lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS])) for lm in both
-    )
+    logprobs, expected = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(t,) for t in TEXTS]))
+                          for lm in both)  # fmt: skip
     assert logprobs == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
 
@@ -102,10 +85,8 @@ def test_written_texts(both):
 
 def test_what_cannot_be_asked_is_said(both):
     ours, _ = both
-    for kwargs, facts in (
-        ({"num_beams": 3}, "generation_kwargs: num_beams: "),
-        ({"max_gen_toks": POSITIONS}, f" {POSITIONS} "),
-    ):
+    for kwargs, facts in (({"num_beams": 3}, "generation_kwargs: num_beams: "),
+                          ({"max_gen_toks": POSITIONS}, f" {POSITIONS} ")):  # fmt: skip
         with pytest.raises(ValueError, match=facts):
             ours.generate_until(instances("generate_until", [("a", kwargs)]))
 

@@ -20,10 +20,8 @@ from megatron.tokenizer import CharLevelTokenizer
 from tests.evaluation.runs import make_tasks
 from tests.marks import with_more
 
-MODEL = {
-    "num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
-    "tokenizer_type": "CharLevelTokenizer",
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+         "tokenizer_type": "CharLevelTokenizer"}  # fmt: skip
 
 
 def find(*tasks: str, **values) -> LoadedTasks:
@@ -68,10 +66,8 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_pat
         if not wishes.get("include_defaults", True):
             return TaskManager(**wishes)
         if several:
-            wishes["include_path"] = [
-                *wishes["include_path"],
-                *(str(theirs / name) for name in ("lambada", "hellaswag")),
-            ]
+            wishes["include_path"] = [*wishes["include_path"],
+                                      *(str(theirs / name) for name in ("lambada", "hellaswag"))]  # fmt: skip
         if not made:
             made.append(TaskManager(**wishes, **({"include_defaults": False} if several else {})))
         return made[0]

@@ -3,13 +3,13 @@
 import dataclasses
 import gc
 import io
-import json
 import logging
 import os
 import random
 import re
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,44 +23,36 @@ from megatron.evaluation import InTraining
 from megatron.neox_arguments import ConfigError
 from megatron.training import train
 from tests.evaluation.runs import make_tasks
+from tests.generation.runs import lines
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, begin, bit_equal, config
 
 TASKS = ["shipped_choice", "shipped_perplexity", "own_text"]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "tp2 with sequence parallelism": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "zero 3": (2, {"zero_optimization": {"stage": 3}}),
+    "plain": (1, {}), "tp2 with sequence parallelism": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": (2, {"pipe_parallel_size": 2}), "zero 3": (2, {"zero_optimization": {"stage": 3}}),
     "tp2 x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-}
+}  # fmt: skip
 
 
 def values_of(folder: Path, **more: Any) -> dict[str, Any]:
     """Four steps with dropout, so that random numbers matter, evaluated before and after every second."""
-    return config(
-        NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2, log_dir=str(folder / "logs"),
-        eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder), train_batch_size=8, **more,
-    )  # fmt: skip
-
-
-def ran(values: Mapping[str, Any], evaluated: bool) -> Any:
-    training = begin(values)
-    train(training, [InTraining(training)] if evaluated else [])
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return weights
+    make_tasks(folder)
+    return config(NEOX, hidden_dropout=0.1, attention_dropout=0.1, train_iters=4, eval_interval=2,
+                  log_dir=str(folder / "logs"), eval_tasks=TASKS, eval_limit=3, eval_include_path=str(folder),
+                  train_batch_size=8, **more)  # fmt: skip
 
 
 def with_and_without(rank: int, world: int, values: dict[str, Any], folder: str) -> bool:
     """For the pool: whether this rank's weights are the same bits."""
-    both = [ran({**values, "log_dir": f"{folder}/{name}"}, name == "with") for name in ("with", "without")]
+    both = []
+    for name in ("with", "without"):
+        training = begin({**values, "log_dir": f"{folder}/{name}"})
+        train(training, [InTraining(training)] if name == "with" else [])
+        both.append(training.engine.weights(master=True))
+        training.engine.close()
     return bit_equal(*both)
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 Rows = list[dict[str, Any]]
@@ -69,17 +61,13 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Callable[[str], tuple[Rows, Rows]]:
     """By layout: metrics with evaluation and without, of runs whose weights were the same bits."""
-    done: dict[str, tuple[Rows, Rows]] = {}
 
+    @cache
     def of(layout: str) -> tuple[Rows, Rows]:
-        if layout not in done:
-            folder = tmp_path_factory.mktemp("run")
-            make_tasks(folder)
-            ranks, changes = LAYOUTS[layout]
-            same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
-            assert same == [True] * ranks
-            done[layout] = rows(folder / "with"), rows(folder / "without")
-        return done[layout]
+        folder, (ranks, changes) = tmp_path_factory.mktemp("run"), LAYOUTS[layout]
+        same = run_ranks(with_and_without, ranks, values_of(folder, **changes), str(folder), timeout=600)
+        assert same == [True] * ranks
+        return lines(folder / "with" / "metrics.jsonl"), lines(folder / "without" / "metrics.jsonl")
 
     return of
 
@@ -102,7 +90,6 @@ def test_training_is_bit_equal_with_and_without_evaluation(layout, runs):
 
 
 def generators() -> tuple[Any, ...]:
-    """Where all random numbers are."""
     name, keys, *rest = np.random.get_state()
     return random.getstate(), name, keys.tolist(), rest, torch.get_rng_state().tolist()
 
@@ -128,7 +115,6 @@ def several(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, in
 
 
 def test_nothing_stays_in_memory_and_no_random_number_is_drawn(tmp_path):
-    make_tasks(tmp_path)
     counts = run_ranks(several, 1, values_of(tmp_path) | {"train_iters": 5}, timeout=600)[0]
     assert [requests for requests, _ in counts] == [0] * 6
     tensors = [count for _, count in counts[2:]]  # the first step makes the optimizer's
@@ -149,15 +135,11 @@ def failing(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["report", "stop"])
 def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_path):
-    make_tasks(tmp_path)
-    broken = (tmp_path / "own_text.yaml").read_text().replace("own_text", "own_broken").replace("question", "nothing")
-    (tmp_path / "own_broken.yaml").write_text(broken)
-    gone = broken.replace("own_broken", "own_gone").replace("own.jsonl", "gone.jsonl")
-    (tmp_path / "own_gone.yaml").write_text(gone)
-    long = broken.replace("own_broken", "own_long").replace("nothing", "question").replace("toks: 12", "toks: 900")
-    (tmp_path / "own_long.yaml").write_text(long)
     tasks = ["own_gone", "own_long", "shipped_choice"]
     values = values_of(tmp_path, pipe_parallel_size=2) | {"eval_tasks": tasks, "eval_failures": policy}
+    own = (tmp_path / "own_text.yaml").read_text()
+    for name, before, after in (("own_gone", "own.jsonl", "gone.jsonl"), ("own_long", "toks: 12", "toks: 900")):
+        (tmp_path / f"{name}.yaml").write_text(own.replace("own_text", name).replace(before, after))
     logs = run_ranks(failing, 2, values, timeout=600)
     text = "\n".join(logs[0])
     assert "own_gone" in text and "gone.jsonl" in text
@@ -166,7 +148,7 @@ def test_a_task_that_fails_is_told_and_ends_the_run_only_if_asked(policy, tmp_pa
         return
     assert re.search(r"own_long .*ValueError: .* 900 .*max_gen_toks", text)
     assert "run finished at iteration 4" in text
-    accuracies = scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")
+    accuracies = scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")
     assert list(accuracies) == [0, 2, 4], "the others are scored"
 
 
@@ -184,7 +166,6 @@ def refused(rank: int, world: int, values: dict[str, Any], changes: list[dict[st
 
 
 def test_misspelt_metrics_and_tasks_are_refused_before_anything_is_evaluated(tmp_path):
-    make_tasks(tmp_path)
     values = values_of(tmp_path) | {"eval_tasks": ["shipped_choice", "own_text", "own_group"], "eval_num_fewshot": 0}
     good = ["eval_tasks/shipped_choice_acc", "eval_tasks/own_text_exact_match", "eval_tasks/own_choice_acc_norm",
             "eval_tasks/own_group_acc", "validation/lm_loss"]  # fmt: skip
@@ -219,7 +200,6 @@ def interrupted(rank: int, world: int, values: dict[str, Any]) -> list[str]:
 
 
 def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
-    make_tasks(tmp_path)
     keys = {"eval_tasks": ["shipped_choice"], "eval_limit": 20, "train_iters": 8}
     values = values_of(tmp_path, model_parallel_size=2) | keys
     logs = run_ranks(interrupted, 2, values, timeout=600)
@@ -228,4 +208,4 @@ def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
     text = "\n".join(logs[0])
     assert "evaluation at iteration 2 was given up" in text
     assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
-    assert list(scored(rows(tmp_path / "logs"), "eval_tasks/shipped_choice_acc")) == [0]
+    assert list(scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")) == [0]

@@ -22,6 +22,7 @@ from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import build_tokenizer
 from tests.checkpointing.golden import GOLDEN, RUNS, golden_args
+from tests.pool import run_ranks
 
 TOKENIZER = str(GOLDEN / "dataset" / "tokenizer.json")
 QUIET = logging.getLogger("tests.quiet")
@@ -37,7 +38,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def prompts(lengths: Sequence[int]) -> list[list[int]]:
-    """Token prompts from the golden input."""
     tokens = np.load(GOLDEN / "ckpt_neox" / "fixed_input_2x65.npy").reshape(-1)
     return [tokens[i : i + n].tolist() for i, n in enumerate(lengths)]
 
@@ -56,9 +56,8 @@ def golden_model(run: str, changes: Mapping[str, Any]) -> Model:
     return model_of(golden_args(run, load=str(RUNS[run] / "ckpt"), vocab_file=TOKENIZER, **changes))
 
 
-def greedy(
-    rank: int, world_size: int, runs: Sequence[str], changes: Mapping[str, Any]
-) -> list[tuple[list[Completion], Tensor]]:
+def greedy(rank: int, world_size: int, runs: Sequence[str],
+           changes: Mapping[str, Any]) -> list[tuple[list[Completion], Tensor]]:  # fmt: skip
     """For the pool: of each run, 32 tokens after `GIVEN`, log-probabilities of the first `[rows, vocab]`."""
     outputs = []
     for run in runs:
@@ -84,7 +83,6 @@ def answers(batcher: Batcher, requests: Sequence[Request], late: Sequence[Reques
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
-    """Of JSON."""
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
@@ -101,9 +99,8 @@ def written(rank: int, world_size: int, values: Mapping[str, Any], count: int) -
     return complete(model, prompts([5, 11]), SamplingParams(1.0), maximum_tokens=count, seeds=[0, 1])
 
 
-def command(
-    rank: int, world_size: int, argv: Sequence[str], script: str = "generate.py", typed: str | None = None
-) -> tuple[int, str, str]:
+def command(rank: int, world_size: int, argv: Sequence[str], script: str = "generate.py",
+            typed: str | None = None) -> tuple[int, str, str]:  # fmt: skip
     """For the pool: a script as typed, without a process group made before; exit code, stdout, stderr. typed:
     what a pipe, the standard input of rank 0, brings."""
     if typed is not None and rank == 0:
@@ -116,3 +113,9 @@ def command(
         code = importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(argv)
     sys.stdout.flush()
     return code, out.getvalue(), err.getvalue()
+
+
+def run_script(*argv: object, ranks: int = 1, script: str = "generate.py",
+               typed: str | None = None) -> tuple[int, str, str]:  # fmt: skip
+    """`command` on ranks of the pool; what it is on rank 0."""
+    return run_ranks(command, ranks, [str(word) for word in argv], script, typed, init=False, timeout=600)[0]

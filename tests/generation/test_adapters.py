@@ -4,15 +4,12 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import peft
 import pytest
-import torch
-import transformers
 
 from megatron.checkpointing.adapters import open_with_base, write_adapters
 from megatron.checkpointing.huggingface import HFFolder, import_hf
-from tests.generation.runs import command
-from tests.generation.serving.server import NAME, greedy_texts, make_model
+from tests.generation.runs import command, lines
+from tests.generation.serving.server import NAME, greedy_texts, make_adapters, make_model
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.tools import test_ask as asking
@@ -22,35 +19,32 @@ TOKENS = 12
 
 
 class Adapted(NamedTuple):
-    """model: peft's, of transformers. base, folder: its HuggingFace folder, and peft's."""
+    """base, folder: HuggingFace's folder and peft's. imported, alone: the same in ours."""
 
     model: Any
     base: Path
     folder: Path
+    imported: Path
+    alone: Path
 
 
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     place = tmp_path_factory.mktemp("adapted")
     make_model(place)
-    model = transformers.AutoModelForCausalLM.from_pretrained(place / NAME)
-    config = peft.LoraConfig(
-        r=4, lora_alpha=8, task_type="CAUSAL_LM", init_lora_weights=False, target_modules="all-linear", use_dora=True
-    )
-    torch.manual_seed(5)
-    tuned = peft.get_peft_model(model, config).eval()
-    tuned.save_pretrained(str(place / "peft"))
-    return Adapted(tuned, place / NAME, place / "peft")
+    tuned = make_adapters(place, "peft", 5, r=4, lora_alpha=8, target_modules="all-linear", use_dora=True)
+    imported, _ = import_hf(HFFolder(place / NAME), place / "base")
+    base, (source,) = open_with_base([place / "peft"], imported)
+    return Adapted(tuned, place / NAME, place / "peft", imported, write_adapters(base, source, place / "ours"))
 
 
 def generated(tmp_path: Path, ranks: int, *words: str) -> list[str]:
-    """The texts that generate.py writes."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
     keys = [f"maximum_tokens={TOKENS}", "temperature=0", f"log_dir={tmp_path}/logs"]
     out = ["-i", str(tmp_path / "in.txt"), "-o", str(tmp_path / "out.jsonl")]
     ended = run_ranks(command, ranks, [*words, *out, "--set", "text_gen_type=input-file", *keys], init=False)
     assert [code for code, _, _ in ended] == [0] * ranks, ended
-    return [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    return [line["text"] for line in lines(tmp_path / "out.jsonl")]
 
 
 @pytest.mark.parametrize("ranks", with_more([1, 2], 2, product=[1]))
@@ -64,34 +58,25 @@ def test_generate_writes_what_peft_does(adapted: Adapted, tmp_path: Path, ranks:
     half = [f"{adapted.folder}=0.5", f"{adapted.folder}=0.5"]
     assert generated(tmp_path, ranks, *words, *(word for one in half for word in ("--adapter", one))) == expected
 
-    imported, _ = import_hf(HFFolder(adapted.base), tmp_path / "base")
-    base, (source,) = open_with_base([adapted.folder], imported)
-    alone = write_adapters(base, source, tmp_path / "ours")
+    alone = adapted.alone
     words = [str(alone / "configs" / "adapter.yml"), "--set", f"vocab_file={adapted.base}/tokenizer.json", *layout[1:]]
     words += ["tokenizer_type=HFTokenizer"]
-    assert generated(tmp_path, ranks, *words, f"load={tmp_path / 'ours'}") == expected
-    beside = ["lora=null", f"load={imported.parent}", "--adapter", str(alone)]
+    assert generated(tmp_path, ranks, *words, f"load={alone.parent}") == expected
+    beside = ["lora=null", f"load={adapted.imported.parent}", "--adapter", str(alone)]
     assert generated(tmp_path, ranks, *words, *beside) == expected
 
 
-def test_ask_opens_adapters_by_every_name(adapted: Adapted, tmp_path: Path) -> None:
-    imported, _ = import_hf(HFFolder(adapted.base), tmp_path / "base")
-    base, (source,) = open_with_base([adapted.folder], imported)
-    alone = write_adapters(base, source, tmp_path / "ours")
-    expected = asking.theirs(adapted.model, asking.QUESTIONS[0], None)
-    names = [
-        ["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(tmp_path / "ours")],
-        ["--model", str(imported), "--adapter", str(alone)],
-        ["--model", str(adapted.base), "--adapter", str(adapted.folder)],
-    ]  # fmt: skip
+def test_ask_opens_adapters_by_every_name(adapted: Adapted) -> None:
+    alone, expected = adapted.alone, asking.theirs(adapted.model, asking.QUESTIONS[0], None)
+    names = [["--model", str(adapted.folder)], ["--model", str(alone)], ["--model", str(alone.parent)],
+             ["--model", str(adapted.imported), "--adapter", str(alone)],
+             ["--model", str(adapted.base), "--adapter", str(adapted.folder)]]  # fmt: skip
     for words in names:
         code, out, err = asking.run(*words, "--json", asking.QUESTIONS[0])
         assert code == 0, (words, err)
         assert json.loads(out)["answers"][0]["answer"] == expected, words
-    for model, adapter, facts in (
-        (alone, adapted.folder, "holds adapters itself"),
-        (adapted.base, alone, "trained on other weights than"),
-        (adapted.base, adapted.base, "holds no adapters"),
-    ):
+    for model, adapter, facts in ((alone, adapted.folder, "holds adapters itself"),
+                                  (adapted.base, alone, "trained on other weights than"),
+                                  (adapted.base, adapted.base, "holds no adapters")):  # fmt: skip
         code, _, err = asking.run("--model", str(model), "--adapter", str(adapter), "q")
         assert code == 1 and facts in err

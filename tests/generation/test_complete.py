@@ -1,6 +1,7 @@
 """The loop over tokens: the same text in every layout, no token that does not exist, the end of document."""
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.pool import run_ranks
 from tests.training.runs import NEOX, config, run_to_end
 
 SAMPLED = {"temperature": 0.9, "top_k": 100, "top_p": 0.95}
+ONE = LAYOUTS["one process"][1]
 
 
 def rows(found: Any) -> list[tuple]:
@@ -29,8 +31,7 @@ def rows(found: Any) -> list[tuple]:
 
 def test_samples_are_the_same_in_every_layout() -> None:
     run = "llama_pp1_mp1"
-    one = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED})[0]
-    other = run_ranks(sampled, 1, run, {**LAYOUTS["one process"][1], **SAMPLED, "seed": 1})[0]
+    one, other = (run_ranks(sampled, 1, run, {**ONE, **SAMPLED, **seed})[0] for seed in ({}, {"seed": 1}))
     assert rows(one) != rows(other), "the seed must matter"
     assert len({s.text for s in one}) == 5
     for name in ("tp2+sp", "pp2", "dp2", "tp2 x pp2"):
@@ -77,7 +78,7 @@ def test_log_probabilities_are_those_of_scoring(name: str) -> None:
 
 def steered(rank: int, world_size: int, bias: Mapping[int, float]) -> tuple[list[list[int]], list[bool], list[Event]]:
     """For the pool: greedy and sampled tokens of a model whose head prefers the given vocabulary rows."""
-    model = golden_model("neox_pp1_mp1", LAYOUTS["one process"][1])
+    model = golden_model("neox_pp1_mp1", ONE)
     param = {f"{layer}.{name}": value for layer, name, value in stage_parameters(model.stage)}
     with torch.no_grad():
         param["7.norm.weight"].zero_()
@@ -105,8 +106,7 @@ def test_the_end_of_document_ends_a_row() -> None:
 
 def unstarted(rank: int, world_size: int) -> list[GeneratedSample]:
     """For the pool: a prompt whose greedy continuation is the end of the document, for transformers too."""
-    model = golden_model("llama_pp1_mp1", LAYOUTS["one process"][1])
-    return generate_samples(model, [Prompt("g", GIVEN[0], "cut")], QUIET)
+    return generate_samples(golden_model("llama_pp1_mp1", ONE), [Prompt("g", GIVEN[0], "cut")], QUIET)
 
 
 def test_a_sample_that_does_not_start_says_so() -> None:
@@ -119,10 +119,8 @@ def test_a_sample_that_does_not_start_says_so() -> None:
 def own_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two steps at tp2, tied, biases summed over ranks; vocabulary padded to 440 (396 by its other keys)."""
     save = tmp_path_factory.mktemp("run")
-    values = config(
-        NEOX, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
-        save=str(save), checkpoint_factor=2,
-    )  # fmt: skip
+    values = config(NEOX, model_parallel_size=2, make_vocab_size_divisible_by=44, no_weight_tying=False, train_iters=2,
+                    save=str(save), checkpoint_factor=2)  # fmt: skip
     run_ranks(run_to_end, 2, {**values, "padded_vocab_size": 440})
     return values
 
@@ -140,30 +138,22 @@ def test_own_checkpoint_in_other_layouts(own_run: dict[str, Any], precision: str
 
 
 def test_damaged_weights_are_named(own_run: dict[str, Any], tmp_path: Path) -> None:
-    source = Path(own_run["save"])
-    copy = tmp_path / "global_step2"
-    copy.mkdir()
-    for file in (source / "global_step2").iterdir():
-        if file.is_file():
-            (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(Path(own_run["save"]) / "global_step2", tmp_path / "global_step2")
     layer = copy / "layer_03-model_01-model_states.pt"
     content = bytearray(layer.read_bytes())
     content[len(content) // 2] ^= 1
     layer.write_bytes(content)
-    values = {**own_run, **LAYOUTS["one process"][1], "load": str(tmp_path), "iteration": 2}
+    values = {**own_run, **ONE, "load": str(tmp_path), "iteration": 2}
     with pytest.raises(AssertionError, match=rf"{DamagedError.__name__}: .*layer_03-model_01.*\(checksum\)"):
         run_ranks(written, 1, values, 1)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"iteration": 7}, "iteration 7.* 2"),
-        ({"num_kv_heads": 2}, r"num_kv_heads: 2 .* 4"),
-        ({"tokenizer_type": "CharLevelTokenizer"}, "another tokenizer"),
-        ({"padded_vocab_size": 396}, r"padded_vocab_size: 396 .* 440"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"iteration": 7}, "iteration 7.* 2"),
+    ({"num_kv_heads": 2}, r"num_kv_heads: 2 .* 4"),
+    ({"tokenizer_type": "CharLevelTokenizer"}, "another tokenizer"),
+    ({"padded_vocab_size": 396}, r"padded_vocab_size: 396 .* 440"),
+])  # fmt: skip
 def test_weights_of_another_model_are_refused(own_run: dict[str, Any], changes: dict[str, Any], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        run_ranks(written, 1, {**own_run, **LAYOUTS["one process"][1], **changes}, 1)
+        run_ranks(written, 1, {**own_run, **ONE, **changes}, 1)

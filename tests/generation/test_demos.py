@@ -13,26 +13,25 @@ from megatron.generation.demos import Demos, comparison
 from megatron.generation.prompts.questions import Question, read_questions
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training import train
+from tests.generation.runs import lines
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import LAYOUTS, begin, bit_equal, config
 from tests.training.test_huggingface import MODEL, TOKENIZER
 
 TOKENS = 6
-LINES = [
-    {"prompt": "the lantern"},
-    {"messages": [{"role": "user", "content": "a | b?"}, {"role": "assistant", "content": "left out"}]},
-]
+LINES = [{"prompt": "the lantern"}, {"messages": [
+    {"role": "user", "content": "a | b?"}, {"role": "assistant", "content": "left out"},
+]}]  # fmt: skip
 
 
 def given(folder: Path, name: str, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Two steps with dropout, so that random numbers matter."""
     (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    common = {
-        "num_layers": 2, "train_iters": 2, "checkpoint_factor": 1, "max_position_embeddings": 64, "save_hf": 0,
-        "hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_file": str(TOKENIZER), "maximum_tokens": TOKENS,
-        "save": str(folder / name), "load": str(folder / name), "demo_prompts": str(folder / "prompts.jsonl"),
-    }  # fmt: skip
+    common = {"num_layers": 2, "train_iters": 2, "checkpoint_factor": 1, "max_position_embeddings": 64, "save_hf": 0,
+              "hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_file": str(TOKENIZER), "maximum_tokens": TOKENS,
+              "save": str(folder / name), "load": str(folder / name),
+              "demo_prompts": str(folder / "prompts.jsonl")}  # fmt: skip
     return config(MODEL, common, {"optimizer": {"type": "Adam", "params": {"lr": 0.02}}}, *parts, **more)
 
 
@@ -46,7 +45,7 @@ def run(rank: int, world_size: int, values: dict[str, Any], demos: bool) -> dict
 
 
 def answers(file: Path) -> list[str]:
-    return [json.loads(line)["answer"] for line in file.read_text().splitlines()]
+    return [line["answer"] for line in lines(file)]
 
 
 @pytest.mark.parametrize("layout", with_more(["pp2", "zero3"], "zero3"))
@@ -110,11 +109,9 @@ def test_files_of_questions(tmp_path: Path) -> None:
 
 
 def test_what_is_refused_as_it_is_written(tmp_path: Path) -> None:
-    for changes, facts in (
-        ({"save": None, "load": None, "save_hf": None}, "demo_prompts: .*save"),
-        ({"system_prompt_file": "x"}, "system_prompt_file: .*chat: true"),
-        ({"maximum_tokens": 64}, "maximum_tokens: 64 "),
-    ):
+    for changes, facts in (({"save": None, "load": None, "save_hf": None}, "demo_prompts: .*save"),
+                           ({"system_prompt_file": "x"}, "system_prompt_file: .*chat: true"),
+                           ({"maximum_tokens": 64}, "maximum_tokens: 64 ")):  # fmt: skip
         with pytest.raises(ConfigError, match=facts):
             NeoXArgs.from_dict(given(tmp_path, "run", changes)).check_training()
 

@@ -1,4 +1,4 @@
-"""Greedy text of every HuggingFace family against `transformers.generate`, in every layout."""
+"""Greedy text of every HuggingFace family, and of GPT-NeoX's checkpoints, against `transformers.generate`."""
 
 import math
 from functools import cache
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from megatron.data import Batch
@@ -13,8 +14,9 @@ from megatron.generation import Model, SamplingParams, complete, for_inference
 from megatron.model.inference import inference_mode
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from megatron.tokenizer import CharLevelTokenizer
-from tests.generation.runs import LAYOUTS
+from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
+from tests.checkpointing.golden import RUNS
+from tests.generation.runs import GIVEN, LAYOUTS, TOKENIZER, greedy
 from tests.marks import with_more
 from tests.model.stages import Weights, groups_of, stage_with
 from tests.pool import run_ranks
@@ -23,17 +25,14 @@ VOCAB, PADDED = 90, 96
 TOKENS, POSITIONS = 16, 64
 # Of each kind of cache, positions and windows (narrower than the texts; LongRoPE's long factors begin
 # within them), and the others.
-FAMILIES = (
-    "gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss", "mamba",
-    "mamba 2",
-)  # fmt: skip
-OTHERS = (
-    "gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2", "granite", "glm 4",
-    "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe", "qwen 2 moe windows", "qwen 3 moe windows",
-)  # fmt: skip
-PROMPTS = [
-    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 20, POSITIONS - TOKENS)
-]
+FAMILIES = ("gpt 2", "qwen 2 windows", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral", "gpt oss",
+            "mamba", "mamba 2")  # fmt: skip
+OTHERS = ("gpt_neox", "llama 3", "mistral", "qwen 3 windows", "olmo 1", "olmo 2 GQA", "olmo 3", "gemma 2", "granite",
+          "glm 4", "starcoder 2", "apertus", "seed oss", "smollm 3 windows", "olmoe", "qwen 2 moe windows",
+          "qwen 3 moe windows")  # fmt: skip
+PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+           for n in (1, 20, POSITIONS - TOKENS)]  # fmt: skip
+EXPORTED = ("neox_pp2_mp2", "neox_pp1_mp1", "llama_pp1_mp1")
 CLOSE = 1e-4  # two best logits nearer than this may change places
 
 
@@ -65,10 +64,8 @@ def references(families: tuple[str, ...]) -> dict[str, Reference]:
         texts, gaps = [], []
         for prompt in PROMPTS:
             ids = torch.tensor([prompt])
-            out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0,
-                return_dict_in_generate=True, output_logits=True,
-            )  # fmt: skip
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS,
+                                 pad_token_id=0, return_dict_in_generate=True, output_logits=True)  # fmt: skip
             texts.append(out.sequences[0, len(prompt) :].tolist())
             best = torch.cat(out.logits).topk(2).values
             gaps.append(best[:, 0] - best[:, 1])
@@ -79,26 +76,23 @@ def references(families: tuple[str, ...]) -> dict[str, Reference]:
     return by_family
 
 
-def written(
-    rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]], layout: dict[str, Any]
-) -> list[list[list[int]]]:
+def written(rank: int, world_size: int, models: list[tuple[dict[str, Any], Weights]],
+            layout: dict[str, Any]) -> list[list[list[int]]]:  # fmt: skip
     """For the pool: the texts of every model, of which the third begins when another has ended."""
     texts = []
     for keys, weights in models:
         args = for_inference(NeoXArgs.from_dict({**keys, **layout, "seq_length": 16}).for_world(world_size))
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
         model = Model(args, groups, Some(), stage_with(args, weights, groups), torch.float32)
-        done = complete(
-            model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(), maximum_rows=2
-        )
+        done = complete(model, PROMPTS, SamplingParams(), maximum_tokens=TOKENS, seeds=range(3), stop_token_ids=(),
+                        maximum_rows=2)  # fmt: skip
         texts.append([one.tokens for one in done])
     return texts
 
 
 @pytest.mark.parametrize("name", with_more(["one process", "tp2 x pp2"], "tp2 x pp2"))
-@pytest.mark.parametrize(
-    "families", [FAMILIES, pytest.param(OTHERS, marks=pytest.mark.product)], ids=["some", "others"]
-)
+@pytest.mark.parametrize("families", [FAMILIES, pytest.param(OTHERS, marks=pytest.mark.product)],
+                         ids=["some", "others"])  # fmt: skip
 def test_greedy_text_equals_transformers(families: tuple[str, ...], name: str) -> None:
     ranks, layout = LAYOUTS[name]
     expected = references(families)
@@ -126,3 +120,36 @@ def test_experts_take_all_tokens_of_texts() -> None:
         assert torch.equal(stage(None, batch), trained)
         whole = stage_with(for_inference(args), one.weights)(None, batch)
     assert torch.equal(within, whole) and (trained - whole).abs().max() > 0.1
+
+
+@pytest.fixture(scope="module")
+def exported() -> dict[str, tuple[list[list[int]], Tensor]]:
+    """Of what the converter exported: tokens up to the end of document, log-probabilities of the first."""
+    tokenizer, by_run = HFTokenizer(TOKENIZER), {}
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eod, "pad_token_id": tokenizer.eod}
+    for run in EXPORTED:
+        model = transformers.AutoModelForCausalLM.from_pretrained(RUNS[run] / "hf_step3", dtype=torch.float32).eval()
+        texts, logprobs = [], []
+        for prompt in GIVEN:
+            ids = torch.tensor([prompt])
+            made = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=32, **ends)
+            out = made[0, len(prompt) :].tolist()
+            texts.append(out[:-1] if out[-1] == tokenizer.eod else out)
+            with torch.no_grad():
+                logprobs.append(model(ids).logits[0, -1].log_softmax(-1)[: tokenizer.vocab_size])
+        assert len({tuple(text) for text in texts}) > 2, "the prompt must matter"
+        assert sorted(map(len, texts))[1] == 32
+        by_run[run] = texts, torch.stack(logprobs)
+    return by_run
+
+
+@pytest.mark.parametrize("name", with_more(LAYOUTS, product=LAYOUTS.keys() - {"one process", "tp2+sp", "pp2"}))
+def test_greedy_text_of_golden_checkpoints(name: str, exported: dict[str, tuple[list[list[int]], Tensor]]) -> None:
+    ranks, layout = LAYOUTS[name]
+    for everyone in run_ranks(greedy, ranks, EXPORTED, layout):
+        for run, (completions, logprobs) in zip(EXPORTED, everyone, strict=True):
+            texts, expected = exported[run]
+            assert [completion.tokens for completion in completions] == texts, run
+            assert [completion.finished for completion in completions] == [len(text) < 32 for text in texts]
+            # Other kernels and orders of summation in fp32, through four layers.
+            torch.testing.assert_close(logprobs, expected, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from megatron.generation.interactive import PROMPT, Conversation, TypedPrompts
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.tokenizer import CharLevelTokenizer
 from tests.generation.runs import command, lines
+from tests.generation.runs import run_script as run
 from tests.generation.test_generate_script import ROOT, words
 from tests.pool import run_ranks
 
@@ -31,30 +33,27 @@ def texts(words: list[str], tmp_path: Path) -> list[str]:
     """What generate.py writes for a file of `PROMPTS`."""
     (tmp_path / "in.txt").write_text("\n".join(PROMPTS))
     argv = [*words, "text_gen_type=input-file", "-i", f"{tmp_path}/in.txt", "-o", f"{tmp_path}/out.jsonl"]
-    code, _, err = run_ranks(command, 1, argv, init=False)[0]
-    assert code == 0, err
+    assert run(*argv)[0] == 0
     completions = [sample["text"] for sample in lines(tmp_path / "out.jsonl")]
     assert len(set(completions)) == 3
     return completions
 
 
 @pytest.mark.parametrize(("ranks", "layout"), [(1, []), (2, ["pipe_parallel_size=2"])])
-def test_piped_prompts_get_the_text_of_a_file(
-    words: list[str], texts: list[str], tmp_path: Path, ranks: int, layout: list[str]
-) -> None:
+def test_piped_prompts_get_the_text_of_a_file(words: list[str], texts: list[str], tmp_path: Path, ranks: int,
+                                              layout: list[str]) -> None:  # fmt: skip
     (tmp_path / "samples.txt").unlink(missing_ok=True)
     argv = [*words, "text_gen_type=interactive", *layout]
     first, *others = run_ranks(command, ranks, argv, typed="\n".join(PROMPTS), init=False)
-    assert (first[0], first[2]) == (0, "")
+    assert (first[0], first[2]) == (0, "") and others == [(0, "", "")] * (ranks - 1)
     assert first[1].endswith("\n" + "".join(f"{text}\n" for text in texts))
     assert "sample_output_file is not written" in first[1]
-    assert others == [(0, "", "")] * (ranks - 1)
     assert not (tmp_path / "samples.txt").exists()
 
 
 def test_a_long_context_is_cut_and_no_input_is_refused(words: list[str]) -> None:
     argv = [*words, "text_gen_type=interactive"]
-    code, out, _ = run_ranks(command, 1, argv, typed="the quick brown fox " * 20, init=False)[0]
+    code, out, _ = run(*argv, typed="the quick brown fox " * 20)
     assert code == 0 and re.search("\nWARNING: .* 44 of the context's ", out)
     for code, _, err in run_ranks(command, 2, [*argv, "model_parallel_size=2"], typed="", init=False):
         assert code == 1 and re.fullmatch("generate.py: error: .*text_gen_type: interactive .*\n", err)
@@ -69,30 +68,24 @@ TEMPLATE = (
 def test_a_conversation_goes_through_the_template_with_its_history(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     (tmp_path / "system.txt").write_text("Be.\n")
-    chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5"]
-    chat += [f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]
-    typed = "Hi\nA\n" + "the quick brown fox " * 20
-    code, out, err = run_ranks(command, 1, [*words, *chat], typed=typed, init=False)[0]
+    chat = ["text_gen_type=interactive", "chat=true", f"chat_template={tmp_path}/chat.jinja", "maximum_tokens=5",
+            f"system_prompt_file={tmp_path}/system.txt", "temperature=0"]  # fmt: skip
+    code, out, err = run(*words, *chat, typed="Hi\nA\n" + "the quick brown fox " * 20)
     assert (code, err) == (0, "")
     *_, first, second, long = out.splitlines()
     assert first and second and long.startswith("WARNING: this turn has ")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (["chat=true"], "chat: .*text_gen_type: interactive"),
-        (["system_prompt_file=a"], "system_prompt_file: .*chat: true"),
-        (["stop_strings=['']"], "stop_strings: "),
-        (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: "),
-    ],
-)
-def test_what_makes_no_conversation_is_refused(
-    words: list[str], tmp_path: Path, changes: list[str], message: str
-) -> None:
+@pytest.mark.parametrize(("changes", "message"), [
+    (["chat=true"], "chat: .*text_gen_type: interactive"),
+    (["system_prompt_file=a"], "system_prompt_file: .*chat: true"),
+    (["stop_strings=['']"], "stop_strings: "),
+    (["text_gen_type=interactive", "chat=true", "system_prompt_file=/no/such"], "/no/such: "),
+])  # fmt: skip
+def test_what_makes_no_conversation_is_refused(words: list[str], tmp_path: Path, changes: list[str],
+                                               message: str) -> None:  # fmt: skip
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
-    argv = [*words, f"chat_template={tmp_path}/chat.jinja", *changes]
-    code, _, err = run_ranks(command, 1, argv, typed="Hi\n", init=False)[0]
+    code, _, err = run(*words, f"chat_template={tmp_path}/chat.jinja", *changes, typed="Hi\n")
     assert code == 1 and re.fullmatch(f".*{message}.*\n", err)
 
 
@@ -111,21 +104,14 @@ def test_a_long_conversation_forgets_its_beginning() -> None:
         talk.ask("x" * 66)
 
 
-def can_be_interrupted() -> None:
-    """As at a terminal: what a shell starts in the background, as whole test runs are, ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Terminal:
-    """A command on a pseudo-terminal."""
-
     def __init__(self, argv: list[str]) -> None:
         self.ours, theirs = pty.openpty()
+        # As at a terminal: what a shell starts in the background, as test runs are, ignores SIGINT.
+        interrupted = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(
-            argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env, start_new_session=True, close_fds=True,
-            preexec_fn=can_be_interrupted,
-        )  # fmt: skip
+        self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs, stderr=theirs, env=env,
+                                        start_new_session=True, close_fds=True, preexec_fn=interrupted)  # fmt: skip
         os.close(theirs)
         self.seen = ""
 
@@ -180,19 +166,16 @@ def test_a_conversation_through_deepy(words: list[str], texts: list[str], ranks:
         assert session.process.wait(300) == (130 if ranks == 1 else 0)
 
 
-@pytest.mark.parametrize(
-    ("typed", "prompt_end", "prompts"),
-    [
-        ("one\n two \nthree", "\n", ["one", "two", "three", ""]),
-        ("one\n\ntwo\n", "\n", ["one", "", "two", ""]),
-        ("one\nstop\ntwo\n", "\n", ["one", "", ""]),
-        ("stop", "\n", ["", ""]),
-        ("stop it\nstopped\n", "\n", ["stop it", "stopped", ""]),
-        ("two\nlines<END>\nthree <END> four<END>\n", "<END>", ["two\nlines", "three", "four", ""]),
-        ("one<END>\nstop\n", "<END>", ["one", "", ""]),
-        ("", "\n", ["", ""]),
-    ],
-)
+@pytest.mark.parametrize(("typed", "prompt_end", "prompts"), [
+    ("one\n two \nthree", "\n", ["one", "two", "three", ""]),
+    ("one\n\ntwo\n", "\n", ["one", "", "two", ""]),
+    ("one\nstop\ntwo\n", "\n", ["one", "", ""]),
+    ("stop", "\n", ["", ""]),
+    ("stop it\nstopped\n", "\n", ["stop it", "stopped", ""]),
+    ("two\nlines<END>\nthree <END> four<END>\n", "<END>", ["two\nlines", "three", "four", ""]),
+    ("one<END>\nstop\n", "<END>", ["one", "", ""]),
+    ("", "\n", ["", ""]),
+])  # fmt: skip
 def test_prompts_end_where_they_should(typed: str, prompt_end: str, prompts: list[str]) -> None:
     reader, writer = os.pipe()
     os.write(writer, typed.encode())

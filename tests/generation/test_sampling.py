@@ -16,21 +16,17 @@ LOGITS = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(3)) * 3
 ROWS = len(LOGITS)
 
 
-def chooser_of(
-    samplings: Sequence[SamplingParams], texts: Sequence[tuple[int, list[int]]] | None = None
-) -> TokenSampler:
+def chooser_of(samplings: Sequence[SamplingParams],
+               texts: Sequence[tuple[int, list[int]]] | None = None) -> TokenSampler:  # fmt: skip
     return TokenSampler(samplings, texts or [(1, [0])] * len(samplings), VOCAB, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("flatter", [1.0, 30.0])  # the nucleus is larger than the first candidates
-@pytest.mark.parametrize(
-    ("name", "warper", "values"),
-    [
-        ("top_k", transformers.TopKLogitsWarper, [1, 5, 49, VOCAB, VOCAB + 9]),
-        ("top_p", transformers.TopPLogitsWarper, [0.01, 0.3, 0.9, 0.999, 1.0]),
-        ("min_p", transformers.MinPLogitsWarper, [1e-5, 0.02, 0.5, 1.0]),
-    ],
-)
+@pytest.mark.parametrize(("name", "warper", "values"), [
+    ("top_k", transformers.TopKLogitsWarper, [1, 5, 49, VOCAB, VOCAB + 9]),
+    ("top_p", transformers.TopPLogitsWarper, [0.01, 0.3, 0.9, 0.999, 1.0]),
+    ("min_p", transformers.MinPLogitsWarper, [1e-5, 0.02, 0.5, 1.0]),
+])  # fmt: skip
 def test_filters_equal_transformers(name: str, warper: Any, values: list[Any], flatter: float) -> None:
     logits = LOGITS / flatter
     for value in values:
@@ -42,8 +38,7 @@ def test_biases_and_least_lengths_equal_transformers() -> None:
     """Rows with, and rows without, step by step until all may end."""
     bias = {3: 7.5, 40: -100.0, 699: 2.0}
     logits = torch.zeros(3, VOCAB)
-    logits[:, 5] = 9.0  # one of the ends
-    logits[:, 3] = 1.0
+    logits[:, 5], logits[:, 3] = 9.0, 1.0  # the first is one of the ends
     samplings = [SamplingParams(logit_bias=tuple(bias.items())), SamplingParams(), SamplingParams()]
     tokens = [[1, 2], [1, 2], [1, 2]]
     least = [(2, (5, 3)), (1, (5, VOCAB + 1)), (0, (5,))]
@@ -81,10 +76,8 @@ def test_rows_are_filtered_each_in_its_own_way() -> None:
     assert torch.equal(filter_logits(LOGITS), LOGITS)
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [SamplingParams(0.5), SamplingParams(2.0, top_k=7), SamplingParams(0.8, 20, 0.7), SamplingParams(1.5, min_p=0.05)],
-)
+@pytest.mark.parametrize("sampling", [SamplingParams(0.5), SamplingParams(2.0, top_k=7), SamplingParams(0.8, 20, 0.7),
+                                      SamplingParams(1.5, min_p=0.05)])  # fmt: skip
 def test_tokens_come_as_often_as_they_are_likely(sampling: SamplingParams) -> None:
     draws = 20_000  # evenly spaced, so that counts are exact up to one draw at either end of a token's interval
     logits = LOGITS[:1, :50].expand(draws, -1)
@@ -102,17 +95,13 @@ def test_what_is_filtered_is_never_chosen() -> None:
         assert chooser_of([SamplingParams(1.0, top_k=2)]).sample(logits, [uniform]).item() in (1, 2)
 
 
-def test_temperature_zero_takes_the_most_likely() -> None:
-    greedy = chooser_of([SamplingParams(0.0, top_k=5, top_p=0.5)] * ROWS)
-    assert greedy.sampled_rows == []
-    assert greedy.sample(LOGITS, []).tolist() == LOGITS.argmax(-1).tolist()
-
-
 def test_greedy_rows_beside_sampled_ones() -> None:
-    samplings = [SamplingParams(), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
+    """Temperature 0 takes the most likely, whatever the filters."""
+    samplings = [SamplingParams(0.0, 5, 0.5), SamplingParams(1.0), SamplingParams(), SamplingParams(2.0, 5)]
     both = chooser_of(samplings)
-    assert both.sampled_rows == [1, 3]
+    assert both.sampled_rows == [1, 3] and chooser_of(samplings[::2]).sampled_rows == []
     chosen = both.sample(LOGITS[:4], [0.7, 0.2]).tolist()
+    assert chosen[::2] == LOGITS[:4:2].argmax(-1).tolist()
     for i, (sampling, draw) in enumerate(zip(samplings, [0.7, 0.7, 0.2, 0.2], strict=True)):
         assert chooser_of([sampling]).sample(LOGITS[i : i + 1], [draw]).item() == chosen[i]
 

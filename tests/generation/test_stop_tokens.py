@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, import_hf
-from megatron.evaluation.language_model import NeoXLM
-from megatron.evaluation.model_operations import ModelOperations
-from megatron.evaluation.progress import EvaluationProgress
-from megatron.generation import Model, SamplingParams, complete, load_model
-from megatron.mpu import ParallelGroups
-from megatron.tokenizer import build_tokenizer
-from tests.evaluation.runs import QUIET, configuration, make_model
+from megatron.generation import SamplingParams, complete
+from tests.evaluation.runs import instances, language_model, loaded, make_model
 
 PROMPTS = ("The sun rises in the", "Once upon a time", "A short text")
 TOKENS = 24
@@ -27,9 +21,8 @@ def generated(folder: Path, prompt: list[int]) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert isinstance(model, LlamaForCausalLM)
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS, pad_token_id=0
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=TOKENS,
+                         pad_token_id=0)  # fmt: skip
     return out[0, len(prompt) :].tolist()
 
 
@@ -49,11 +42,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return path
 
 
-def loaded(folder: Path, **changes: object) -> Model:
-    args = configuration(str(folder), ["x"], {"precision": "fp32", **changes}).for_world(1)
-    return load_model(args, ParallelGroups.single(), build_tokenizer(args), QUIET)
-
-
 @pytest.mark.parametrize("source", ["folder", "checkpoint"])
 def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -62,7 +50,7 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
     assert sum(len(text) < TOKENS for text in expected) >= 2, "several end before their time"
     if source == "checkpoint":
         import_hf(HFFolder(folder), tmp_path)
-    model = loaded(folder, **({"load": str(tmp_path)} if source == "checkpoint" else {}))
+    model = loaded(str(folder), **({"load": str(tmp_path)} if source == "checkpoint" else {}))
     completions = complete(model, prompts, SamplingParams(), maximum_tokens=TOKENS, seeds=range(len(prompts)))
     for one, text in zip(completions, expected, strict=True):
         assert one.finished == (len(text) < TOKENS)
@@ -70,11 +58,9 @@ def test_texts_end_where_transformers_ends_them(source: str, folder: Path, tmp_p
 
 
 def test_lm_eval_writes_as_its_own_backend(folder: Path) -> None:
-    known = ModelOperations(loaded(folder)).by_name()
-    ours = NeoXLM(loaded(folder), lambda name, *given: known[name](*given), EvaluationProgress(QUIET))
+    ours = language_model(loaded(str(folder)))
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
-    given = [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS]
-    asked = [Instance("generate_until", {}, one, i, metadata=("t", i, 1)) for i, one in enumerate(given)]
+    asked = instances("generate_until", [(prompt, {"until": [], "max_gen_toks": TOKENS}) for prompt in PROMPTS])
     assert ours.generate_until(asked) == theirs.generate_until(asked, disable_tqdm=True)
 
 

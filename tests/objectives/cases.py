@@ -11,24 +11,15 @@ from megatron.data.batch import document_starts, share_prefixes
 VOCAB = 48
 
 
-def _ids(count: int, generator: np.random.Generator) -> list[int]:
-    return generator.integers(4, VOCAB, count).tolist()
-
-
-def _pairs() -> list[tuple[list[int], list[int], list[int]]]:
-    generator = np.random.default_rng(5)
-    sizes = ((3, 5, 8), (7, 2, 3), (1, 9, 4), (5, 6, 6))
-    return [tuple(_ids(count, generator) for count in size) for size in sizes]  # type: ignore[misc]
-
-
+_DRAWS = np.random.default_rng(5)
 # Prompt, chosen, rejected.
-PAIRS = _pairs()
+PAIRS: list[tuple[list[int], ...]] = [tuple(_DRAWS.integers(4, VOCAB, count).tolist() for count in size)
+                                      for size in ((3, 5, 8), (7, 2, 3), (1, 9, 4), (5, 6, 6))]  # fmt: skip
 # By which the chosen answer of each pair should win.
 MARGINS = [0.5, 0.0, 1.25, -0.3]
 # Prompt, answer, whether it is good: two thirds are.
-ANSWERS = [(prompt, chosen, True) for prompt, chosen, _ in PAIRS[:3]] + [
-    (prompt, rejected, False) for prompt, _, rejected in (PAIRS[0], PAIRS[3])
-]
+ANSWERS = [(prompt, chosen, True) for prompt, chosen, _ in PAIRS[:3]]
+ANSWERS += [(prompt, rejected, False) for prompt, _, rejected in (PAIRS[0], PAIRS[3])]
 # Answers to the prompts before, as TRL turns them within a batch.
 MISMATCHED = [(prompt, ANSWERS[i - 1][1]) for i, (prompt, _, _) in enumerate(ANSWERS)]
 
@@ -36,8 +27,7 @@ Document = tuple[list[int], list[int]]  # prompt, answer
 
 
 def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]) -> Batch:
-    """A batch whose row r holds the documents numbered `rows[r]`, one after the other, each attending to
-    itself. Places after them are padding, in a document of its own."""
+    """A batch whose row r holds the documents numbered `rows[r]`, each attending to itself, then padding."""
     tokens, labels, weights, positions = (np.zeros((len(rows), length), np.int64) for _ in range(4))
     answers = np.full((len(rows), length), -1)
     begins = np.zeros((len(rows), length), bool)
@@ -57,15 +47,12 @@ def in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length
             begins[row, at] = True
             positions[row, at:] = np.arange(length - at)
     starts, longest = document_starts(begins)
-    return Batch(
-        *map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
-        response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs),
-    )  # fmt: skip
+    return Batch(*map(torch.from_numpy, (tokens, labels, weights, positions, starts)), max_seqlen=longest,
+                 response_ids=torch.from_numpy(answers), preference_labels=torch.tensor(signs))  # fmt: skip
 
 
-def shared_in_rows(
-    documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int, signs: Sequence[float]
-) -> Batch:
+def shared_in_rows(documents: Sequence[Document], rows: Sequence[Sequence[int]], length: int,
+                   signs: Sequence[float]) -> Batch:  # fmt: skip
     """`in_rows` of pairs, the prompt of each (but for its last token) once, in the chosen document."""
     prefixes = [len(prompt) - 1 if number % 2 else 0 for number, (prompt, _) in enumerate(documents)]
     own = [(prompt[prefix:], answer) for (prompt, answer), prefix in zip(documents, prefixes, strict=True)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,7 +73,6 @@ def scores(forward: Forward, batches: list[Batch]) -> list[Tensor]:
 
 
 def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss (with its graph) and metrics."""
     if objective.step_baselines is not None:
         batches = objective.step_baselines(batches, lambda asked: scores(forward, asked), None)
     weight = torch.stack([objective.weight(batch) for batch in batches]).sum(0).clamp(min=1.0)
@@ -82,3 +82,14 @@ def step_loss(objective: Objective, forward: Forward, batches: list[Batch]) -> t
         loss = loss + (parts / weight).sum()
         objective.add_metrics(total, metrics)
     return loss, objective.means(total)
+
+
+def assert_step(objective: Objective, stage: Stage, batches: list[Batch], loss: float, gradient: np.ndarray,
+                close: float = 1e-12) -> dict[str, float]:  # fmt: skip
+    """Loss and gradient of a step are these; its metrics."""
+    stage.zero_grad()
+    ours, metrics = step_loss(objective, forward_of(stage), batches)
+    ours.backward()
+    assert float(ours.detach()) == pytest.approx(loss, rel=1e-5, abs=close)
+    assert_gradient(stage, gradient)
+    return {name: float(value) for name, value in metrics.items()}

@@ -1,10 +1,7 @@
-"""GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain; logits are made from
-seeds).
+"""GPT-NeoX's own numbers: its training.forward_step on fixed logits (golden/posttrain), made from seeds.
 
-Where ours differ: its KTO takes the KL from the other half of the micro-batch, averages class weights over a
-half and multiplies rewards by the share of the row that is no padding; that is compat_kto here. Its
-log-probabilities and its loss over masked labels are right, and equal.
-"""
+Its KTO differs, and is compat_kto here: it takes the KL from the other half of the micro-batch, averages
+class weights over a half and multiplies rewards by the share of the row that is no padding."""
 
 import json
 from dataclasses import replace
@@ -35,9 +32,9 @@ def logits_of(name: str) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(policy).requires_grad_(), torch.from_numpy(reference)
 
 
-def read(name: str) -> dict[str, np.ndarray]:
+def read(name: str) -> dict[str, Tensor]:
     with np.load(FOLDER / name / "io.npz") as archive:
-        return dict(archive)
+        return {key: torch.from_numpy(values) for key, values in archive.items()}
 
 
 def with_reference(batch: Batch, logits: Tensor) -> Batch:
@@ -45,11 +42,10 @@ def with_reference(batch: Batch, logits: Tensor) -> Batch:
     return Batch(**{**vars(batch), "reference_logprobs": response_sums(logprobs, batch)})
 
 
-def pairs(found: dict[str, np.ndarray]) -> tuple[Batch, list[int]]:
+def pairs(found: dict[str, Tensor]) -> tuple[Batch, list[int]]:
     """Upstream's rows are all chosen, then all rejected; ours alternate."""
     rows = [0, 2, 1, 3]
-    tokens, labels, mask = (torch.from_numpy(found[name][rows]) for name in ("tokens", "labels", "loss_mask"))
-    weights = mask.long()
+    tokens, labels, weights = (found[name][rows].long() for name in ("tokens", "labels", "loss_mask"))
     answers = torch.arange(4).unsqueeze(1).expand_as(tokens)
     return Batch(tokens, labels * weights, weights, response_ids=answers, preference_labels=torch.ones(4)), rows
 
@@ -66,15 +62,14 @@ def test_dpo(name: str) -> None:
     loss, metrics = step_loss(objective, lambda _: policy[rows].transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
-    names = {
-        "chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
-        "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies", "margins": "rewards/margins",
-    }  # fmt: skip
+    names = {"chosen_pos": "logps/chosen", "chosen_neg": "logps/rejected", "chosen_rewards": "rewards/chosen",
+             "rejected_rewards": "rewards/rejected", "reward_acc": "rewards/accuracies",
+             "margins": "rewards/margins"}  # fmt: skip
     for key, value in expected["metrics"].items():
         if key in names:
             assert float(metrics[names[key]]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
     if name == "dpo_beta0.1":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(policy.grad, arrays["grad_policy_logits"], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["kto", "kto_weights"])
@@ -82,13 +77,10 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     expected = SUMMARY[name]
     policy, reference = logits_of(name)
     arrays = read("kto")
-    rewards = torch.from_numpy(arrays["batch_reward"])
-    weights = torch.from_numpy(arrays["loss_mask"]).long()
+    rewards, weights = arrays["batch_reward"], arrays["loss_mask"].long()
     answers = torch.where(rewards[:, :-1] != 0, torch.arange(4).unsqueeze(1), -1)
-    batch = Batch(
-        torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights, response_ids=answers,
-        preference_labels=rewards[:, 0],
-    )  # fmt: skip
+    batch = Batch(arrays["tokens"], arrays["labels"] * weights, weights, response_ids=answers,
+                  preference_labels=rewards[:, 0])  # fmt: skip
     batch = with_reference(batch, reference)
     args = expected["args"]
     settings = KtoSettings(args["kto_beta"], args["kto_desirable_weight"], args["kto_undesirable_weight"], neox=True)
@@ -96,33 +88,30 @@ def test_kto_of_upstream_behind_its_key(name: str) -> None:
     loss.backward()
     assert float(loss.detach()) == pytest.approx(expected["loss"], rel=1e-5)
     if name == "kto":
-        torch.testing.assert_close(policy.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(policy.grad, arrays["grad_policy_logits"], rtol=1e-4, atol=1e-7)
 
 
 def test_masked_labels() -> None:
     policy, _ = logits_of("lm_labels")
     arrays = read("lm_labels")
-    weights = torch.from_numpy(arrays["loss_mask"]).long()
-    batch = Batch(torch.from_numpy(arrays["tokens"]), torch.from_numpy(arrays["labels"]) * weights, weights)
+    weights = arrays["loss_mask"].long()
+    batch = Batch(arrays["tokens"], arrays["labels"] * weights, weights)
     loss, _ = step_loss(language_modelling(), lambda _: policy.transpose(0, 1), [batch])
     loss.backward()
     assert float(loss.detach()) == pytest.approx(SUMMARY["lm_labels"]["loss"], rel=1e-5)
     assert policy.grad is not None
-    norms = policy.grad.double().norm(dim=-1).numpy()
-    np.testing.assert_allclose(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
-    few = policy.grad[..., :32].numpy()
-    np.testing.assert_allclose(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
+    norms, few = policy.grad.double().norm(dim=-1), policy.grad[..., :32]
+    torch.testing.assert_close(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)
 
 
-def rewarded(found: dict[str, np.ndarray], reference: Tensor) -> Batch:
+def rewarded(found: dict[str, Tensor], reference: Tensor) -> Batch:
     """GPT-NeoX's batch of REINFORCE: an answer a row, with its advantage."""
-    tokens, labels, mask = (torch.from_numpy(found[name]) for name in ("tokens", "labels", "loss_mask"))
-    weights = mask.long()
-    beside = reference.log_softmax(-1).gather(-1, (labels * weights).unsqueeze(-1)).squeeze(-1)
-    advantages = torch.from_numpy(found["batch_reward"]).flatten()
-    known = RolloutValues(advantages, torch.zeros_like(beside), reference_logprobs=beside)
-    rewards = torch.from_numpy(found["batch_raw_reward"]).flatten()
-    return Batch(tokens, labels * weights, weights, rewards=rewards, rollout=known)
+    tokens, weights = found["tokens"], found["loss_mask"].long()
+    labels = found["labels"] * weights
+    beside = reference.log_softmax(-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    known = RolloutValues(found["batch_reward"].flatten(), torch.zeros_like(beside), reference_logprobs=beside)
+    return Batch(tokens, labels, weights, rewards=found["batch_raw_reward"].flatten(), rollout=known)
 
 
 @pytest.mark.parametrize("name", ["mse", "abs", "kl", "full", "noref"])
@@ -140,7 +129,6 @@ def test_reinforce(name: str) -> None:
     assert float(metrics["reward"]) == pytest.approx(expected["metrics"]["reward"], rel=1e-5)
     assert policy.grad is not None
     if name == "kl":
-        norms = torch.from_numpy(arrays["grad_policy_logits_norm_per_position"])
-        torch.testing.assert_close(policy.grad.norm(dim=-1).double(), norms, rtol=1e-4, atol=1e-8)
-        part = torch.from_numpy(arrays["grad_policy_logits_at_first32_vocab"])
-        torch.testing.assert_close(policy.grad[..., :32], part, rtol=1e-4, atol=1e-8)
+        norms, few = policy.grad.norm(dim=-1).double(), policy.grad[..., :32]
+        torch.testing.assert_close(norms, arrays["grad_policy_logits_norm_per_position"], rtol=1e-4, atol=1e-8)
+        torch.testing.assert_close(few, arrays["grad_policy_logits_at_first32_vocab"], rtol=1e-4, atol=1e-8)

@@ -56,8 +56,7 @@ def statistics(rank: int, world_size: int, z_loss: float) -> dict[str, float]:
 
 
 def test_metrics_of_the_tokens_that_are_trained() -> None:
-    """TRL's names; `tests/objectives/test_trl.py` compares with TRL itself, whose cases have no right
-    guess."""
+    """TRL's names; test_trl.py compares with TRL itself, whose cases have no right guess."""
     logits, batch = _guessed()
     trained = batch.loss_weights.t() > 0
     logprobs = logits.double().log_softmax(-1)

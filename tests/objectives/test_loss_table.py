@@ -38,28 +38,24 @@ def test_what_is_built_is_what_the_table_has() -> None:
     assert MATCHINGS.keys() == {name for name, loss in TRAIN_IMPLS["dpo"].losses.items() if loss.needs_step_baselines}
 
 
-PAIRS: dict[str, Any] = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "data_path": None,
-    "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"], "eod_mask_loss": False,
-}  # fmt: skip
+PAIRS: dict[str, Any] = {"train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "data_path": None,
+                         "pos_train_data_paths": ["p"], "neg_train_data_paths": ["n"],
+                         "eod_mask_loss": False}  # fmt: skip
 KTO: dict[str, Any] = {"train_impl": "kto", **{key: PAIRS[key] for key in list(PAIRS)[1:]}}
 
 
-@pytest.mark.parametrize(
-    ("keys", "reference", "scored", "meet"),
-    [
-        ({}, False, False, False),
-        (PAIRS, True, True, False),
-        (PAIRS | {"precompute_model_name": "ref"}, True, False, False),
-        (PAIRS | {"dpo_reference_free": True}, False, False, False),
-        (PAIRS | {"dpo_loss_type": ["simpo", "sft"]}, False, False, False),
-        (PAIRS | {"dpo_loss_type": ["simpo", "aot"]}, True, True, True),
-        (KTO, True, True, True),
-        (KTO | {"precompute_model_name": "ref"}, True, True, True),
-        (KTO | {"kto_loss_type": "apo_zero_unpaired"}, True, True, False),
-        (KTO | {"compat_kto": True}, True, True, False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "reference", "scored", "meet"), [
+    ({}, False, False, False),
+    (PAIRS, True, True, False),
+    (PAIRS | {"precompute_model_name": "ref"}, True, False, False),
+    (PAIRS | {"dpo_reference_free": True}, False, False, False),
+    (PAIRS | {"dpo_loss_type": ["simpo", "sft"]}, False, False, False),
+    (PAIRS | {"dpo_loss_type": ["simpo", "aot"]}, True, True, True),
+    (KTO, True, True, True),
+    (KTO | {"precompute_model_name": "ref"}, True, True, True),
+    (KTO | {"kto_loss_type": "apo_zero_unpaired"}, True, True, False),
+    (KTO | {"compat_kto": True}, True, True, False),
+])  # fmt: skip
 def test_what_a_run_needs(keys: dict[str, Any], reference: bool, scored: bool, meet: bool) -> None:
     args = NeoXArgs.from_dict({**config(), **keys})
     assert (needs_reference(args), scores_reference(args), needs_step_baselines(args)) == (reference, scored, meet)

@@ -10,7 +10,7 @@ from megatron.data import Batch
 from megatron.objectives import build_objective, reward
 from megatron.objectives.reward import last_places
 from tests.objectives.cases import MARGINS, PAIRS, documents_of, shared_in_rows
-from tests.objectives.steps import arrays, assert_gradient, facts, forward_of, step_loss
+from tests.objectives.steps import arrays, assert_step, facts, step_loss
 from tests.objectives.test_golden import SUMMARY, read
 from tests.objectives.test_trl import PAIRWISE, args_with, pair_batches, stage_of
 
@@ -27,10 +27,9 @@ def batches(layout: str) -> list[Batch]:
 
 def with_margins(made: list[Batch]) -> list[Batch]:
     left = [*MARGINS, 9.0]  # that of padding counts nowhere
-    return [
-        replace(batch, margins=torch.tensor([left.pop(0) for _ in range(len(batch.preference_labels) // 2)]))  # type: ignore[arg-type]
-        for batch in made
-    ]
+    sizes = [len(batch.preference_labels) // 2 for batch in made]  # type: ignore[arg-type]
+    parts = torch.tensor(left[: sum(sizes)]).split(sizes)
+    return [replace(batch, margins=part) for batch, part in zip(made, parts, strict=True)]
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared"])
@@ -40,14 +39,12 @@ def test_value_gradient_and_metrics_are_those_of_trl(name: str, layout: str) -> 
     args = args_with(**RM, center_rewards_coefficient=case.get("center_rewards_coefficient"))
     stage = stage_of("policy", "trl_reward", **RM)
     made = with_margins(made) if case.get("margin") else made
-    loss, metrics = step_loss(build_objective(args), forward_of(stage), made)
-    loss.backward()
-    assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-5)
-    assert_gradient(stage, arrays("trl_reward")[f"gradient_{name}"])
+    gradient = arrays("trl_reward")[f"gradient_{name}"]
+    metrics = assert_step(build_objective(args), stage, made, case["loss"], gradient)
     names = {"mean_reward", "accuracy", "margin"}
     names |= {"min_reward", "max_reward"} if layout != "padded" else set()  # of a micro-batch
     for key in names:
-        assert float(metrics[key]) == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
+        assert metrics[key] == pytest.approx(case["metrics"][key], rel=2e-5, abs=1e-6), key
 
 
 def test_the_score_is_that_of_the_last_token() -> None:
@@ -66,14 +63,12 @@ def test_the_score_is_that_of_the_last_token() -> None:
 
 @pytest.mark.parametrize("name", ["rm", "rm_zloss"])
 def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
-    """It reads the value that stands before the last token, ours that of the last: here the answers end
-    before it."""
+    """It reads the value before the last token, ours that of the last: here the answers end before it."""
     expected, arrays = SUMMARY[name], read("rm")
-    values = torch.from_numpy(arrays["policy_logits"]).requires_grad_()
-    ends = arrays["loss_mask"].argmax(1)
+    values = arrays["policy_logits"].requires_grad_()
     rows = [0, 4, 1, 5, 2, 6, 3, 7]  # all chosen, then all rejected there; ours alternate
-    tokens = torch.from_numpy(arrays["tokens"])[rows]
-    inside = torch.arange(tokens.shape[1]) <= torch.from_numpy(ends)[rows].unsqueeze(1)
+    tokens = arrays["tokens"][rows]
+    inside = torch.arange(tokens.shape[1]) <= arrays["loss_mask"].argmax(1)[rows].unsqueeze(1)
     responses = torch.where(inside, torch.arange(8).unsqueeze(1), -1)
     batch = Batch(tokens, tokens, inside.long(), response_ids=responses, preference_labels=torch.ones(8))
     objective = reward(z_loss=expected["args"]["z_loss"])
@@ -83,4 +78,4 @@ def test_loss_gradient_and_metrics_are_those_of_gpt_neox(name: str) -> None:
     for key, value in expected["metrics"].items():
         assert float(metrics[key]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
     if name == "rm":
-        torch.testing.assert_close(values.grad, torch.from_numpy(arrays["grad_policy_logits"]), rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(values.grad, arrays["grad_policy_logits"], rtol=1e-5, atol=1e-8)

@@ -1,5 +1,4 @@
-"""Online DPO against TRL 1.16's OnlineDPOTrainer: from answers and rewards to pairs, loss, gradient of every
-weight and metrics, in any split of a step."""
+"""Online DPO against TRL 1.16: from answers and rewards to pairs, loss, gradients, metrics; any split."""
 
 from typing import Any
 
@@ -12,30 +11,23 @@ from megatron.objectives.advantages import best_and_worst
 from megatron.objectives.preference import DIFFERENCE
 from megatron.rollouts.answers import Answer, as_pairs, batch_of
 from megatron.rollouts.generation import advantages_of, pairs_of, penalties
-from tests.objectives.steps import arrays, assert_gradient, facts, forward_of, step_loss
+from tests.objectives.steps import arrays, assert_step, facts, forward_of, step_loss
 from tests.objectives.test_trl import args_with, stage_of, with_reference
 
 STORED = facts("trl_online_dpo")
 CASES: dict[str, dict[str, Any]] = STORED["cases"]
 
 
-def args_of(case: dict[str, Any], **keys: Any) -> NeoXArgs:
-    """TRL's options in our keys."""
+def args_of(case: dict[str, Any]) -> NeoXArgs:
     rollout = {"prompts": ["prompts.jsonl"], "num_generations": 2, "max_completion_length": STORED["most"]}
-    return args_with(
-        train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
-        reward_functions=["rewards.py:right"],
-        rollout={**rollout, "missing_eos_penalty": case["missing_eos_penalty"]}, **keys,
-    )  # fmt: skip
+    return args_with(train_impl="dpo", dataset_impl="online", dpo_loss_type=case["loss_type"], dpo_beta=case["beta"],
+                     reward_functions=["rewards.py:right"],
+                     rollout={**rollout, "missing_eos_penalty": case["missing_eos_penalty"]})  # fmt: skip
 
 
-def answers(known: float = -1.0) -> list[Answer]:
-    """known: the sampler's log-probability of each token."""
-    return [
-        Answer(prompt, tokens, [known] * len(tokens), len(tokens) < STORED["most"])
-        for prompt, two in STORED["answers"]
-        for tokens in two
-    ]
+def answers() -> list[Answer]:
+    return [Answer(prompt, tokens, [-1.0] * len(tokens), len(tokens) < STORED["most"])
+            for prompt, two in STORED["answers"] for tokens in two]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -46,20 +38,14 @@ def test_value_gradient_and_metrics(name: str) -> None:
     signs = advantages_of(args, rewards, [])
     policy, reference = stage_of("policy"), stage_of("reference")
     for split in (slice(0, 8),), (slice(0, 2), slice(2, 8)):
-        batches = [
-            as_pairs(batch_of(written[rows], 20, rewards=rewards[rows], advantages=signs[rows])) for rows in split
-        ]
-        policy.zero_grad()
-        loss, metrics = step_loss(
-            build_objective(args), forward_of(policy), with_reference(batches, forward_of(reference))
-        )
-        loss.backward()
-        assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-5)
-        assert_gradient(policy, arrays("trl_online_dpo")[name])
+        batches = [as_pairs(batch_of(written[rows], 20, rewards=rewards[rows], advantages=signs[rows]))
+                   for rows in split]  # fmt: skip
+        batches, gradient = with_reference(batches, forward_of(reference)), arrays("trl_online_dpo")[name]
+        metrics = assert_step(build_objective(args), policy, batches, case["loss"], gradient)
         for key in ("chosen", "rejected", "margins", "accuracies"):
-            assert float(metrics[f"rewards/{key}"]) == pytest.approx(case["metrics"][f"rewards/{key}"], abs=2e-6)
-        assert float(metrics["logps/chosen"]) == pytest.approx(case["metrics"]["logps/chosen"], rel=1e-5)
-        assert 0.5 < float(metrics[DIFFERENCE]) < 10.0
+            assert metrics[f"rewards/{key}"] == pytest.approx(case["metrics"][f"rewards/{key}"], abs=2e-6)
+        assert metrics["logps/chosen"] == pytest.approx(case["metrics"]["logps/chosen"], rel=1e-5)
+        assert 0.5 < metrics[DIFFERENCE] < 10.0
 
 
 def test_a_pair_is_the_best_and_the_worst_that_have_a_reward() -> None:

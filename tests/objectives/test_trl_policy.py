@@ -1,5 +1,4 @@
-"""The losses and advantages of reinforcement learning against TRL 1.16's GRPOTrainer and RLOOTrainer: value,
-gradient of every weight, and metrics, in any split of a step; GPT-NeoX's moving average."""
+"""Losses, gradients, metrics and advantages of TRL 1.16's GRPO and RLOO, in any split; GPT-NeoX's average."""
 
 import math
 from dataclasses import replace
@@ -16,7 +15,7 @@ from megatron.objectives.advantages import HISTORY, beside_group, beside_history
 from megatron.objectives.preference import DIFFERENCE
 from megatron.objectives.reinforcement import MEANS, divergence
 from megatron.rollouts.answers import Answer, at_labels, batch_of
-from tests.objectives.steps import arrays, assert_gradient, facts, forward_of, step_loss
+from tests.objectives.steps import arrays, assert_gradient, assert_step, facts, forward_of, step_loss
 from tests.objectives.test_trl import args_with, stage_of
 
 STORED, ARRAYS = facts("trl_policy"), arrays("trl_policy")
@@ -38,7 +37,6 @@ def loss_of(case: dict[str, Any]) -> str:
 
 
 def keys_of(case: dict[str, Any]) -> dict[str, Any]:
-    """TRL's options in our keys."""
     keys: dict[str, Any] = {
         "train_impl": "reinforce", "dataset_impl": "online", "reward_functions": ["rewards.py:right"],
         "rl_loss_type": loss_of(case), "kl_div_beta": case["beta"], "rl_epsilon_high": case["epsilon_high"],
@@ -48,10 +46,8 @@ def keys_of(case: dict[str, Any]) -> dict[str, Any]:
             "max_completion_length": ROLLOUTS["max_completion_length"],
         },
     }  # fmt: skip
-    if "epsilon" in case:
-        keys["rl_epsilon"] = case["epsilon"]
-    if case.get("use_bias_correction_kl"):
-        keys["rl_kl_by_ratio"] = True
+    keys |= {"rl_epsilon": case["epsilon"]} if "epsilon" in case else {}
+    keys |= {"rl_kl_by_ratio": True} if case.get("use_bias_correction_kl") else {}
     if case["beta"]:
         keys |= {"kl_impl": "kl", "rl_kl_in_reward": True} if case["kind"] == "rloo" else {"kl_impl": "k3"}
     return keys
@@ -61,22 +57,16 @@ def batches_of(name: str, rows: range, all_places: bool) -> Batch:
     """A micro-batch of answers as TRL was given them."""
     case, found = CASES[name], ARRAYS
     old, reference = found[f"old_{name}"], found.get(f"reference_{name}")
-    answers = [
-        Answer(
-            ROLLOUTS["prompts"][row],
-            tokens,
-            (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist(),
-            True,
-            [bool(one) for one in ROLLOUTS["mask"][row]] if case.get("tools") else None,
-        )
-        for row, tokens in enumerate(ROLLOUTS["answers"])
-    ]
-    of_tokens = [old[row, : len(answer.tokens)].tolist() for row, answer in enumerate(answers)]
-    batch = batch_of(
-        [answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
-        advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
-        old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows], all_places=all_places,
-    )  # fmt: skip
+    answers, of_tokens = [], []
+    for row, tokens in enumerate(ROLLOUTS["answers"]):
+        mask = [bool(one) for one in ROLLOUTS["mask"][row]] if case.get("tools") else None
+        by_sampler = (old[row, : len(tokens)] - np.array(ROLLOUTS["below"][row])).tolist()
+        answers.append(Answer(ROLLOUTS["prompts"][row], tokens, by_sampler, True, mask))
+        of_tokens.append(old[row, : len(tokens)].tolist())
+    batch = batch_of([answers[row] for row in rows], WIDTH, rewards=[ROLLOUTS["rewards"][row] for row in rows],
+                     advantages=[float(found[f"advantages_{name}"][row]) for row in rows],
+                     old_logprobs=None if case.get("first") else [of_tokens[row] for row in rows],
+                     all_places=all_places)  # fmt: skip
     if reference is not None:
         values = [at_labels(answers[row], reference[row, : len(answers[row].tokens)], WIDTH) for row in rows]
         assert batch.rollout is not None
@@ -90,10 +80,8 @@ def test_value_gradient_and_metrics(name: str) -> None:
     theirs = case["metrics"]
     for split in SPLITS:
         stage, batches = stage_of("policy"), [batches_of(name, rows, len(split) > 1) for rows in split]
-        loss, metrics = step_loss(build_objective(args_with(**keys_of(case))), forward_of(stage), batches)
-        loss.backward()
-        assert float(loss.detach()) == pytest.approx(case["loss"], rel=1e-5, abs=5e-7)
-        assert_gradient(stage, ARRAYS[f"gradient_{name}"])
+        objective, gradient = build_objective(args_with(**keys_of(case))), ARRAYS[f"gradient_{name}"]
+        metrics = assert_step(objective, stage, batches, case["loss"], gradient, close=5e-7)
         if case.get("accumulation"):  # theirs are of the last micro-batch
             continue
         pairs = {"entropy": "entropy", "clip_ratio/low_mean": "clip_ratio/low_mean"}
@@ -105,18 +93,13 @@ def test_value_gradient_and_metrics(name: str) -> None:
         shared = [key for key in pairs if key in metrics and pairs[key] in theirs]
         assert len(shared) >= 2
         for key in shared:
-            assert float(metrics[key]) == pytest.approx(theirs[pairs[key]], rel=2e-5, abs=1e-6), key
-
-
-def test_the_cases_are_clipped_on_both_sides() -> None:
-    for name, case in CASES.items():
-        theirs = case["metrics"]
-        if case.get("first"):
-            assert theirs["clip_ratio/region_mean"] == 0.0
-        elif loss_of(case) == "cispo":
-            assert 0.05 < theirs["cispo_clip_ratio"] < 0.95
-        else:
-            assert theirs["clip_ratio/low_mean"] > 0.1 and theirs["clip_ratio/high_mean"] > 0.1, name
+            assert metrics[key] == pytest.approx(theirs[pairs[key]], rel=2e-5, abs=1e-6), key
+    if case.get("first"):  # else cases are clipped, on both sides
+        assert theirs["clip_ratio/region_mean"] == 0.0
+    elif loss_of(case) == "cispo":
+        assert 0.05 < theirs["cispo_clip_ratio"] < 0.95
+    else:
+        assert theirs["clip_ratio/low_mean"] > 0.1 and theirs["clip_ratio/high_mean"] > 0.1
 
 
 def test_reinforce_has_the_gradient_of_a_first_step() -> None:
@@ -128,9 +111,8 @@ def test_reinforce_has_the_gradient_of_a_first_step() -> None:
     assert_gradient(stage, ARRAYS["gradient_dapo_first"])
 
 
-@pytest.mark.parametrize(
-    "changes", [{"kl_impl": "full"}, {"rl_kl_in_reward": True}, {"kl_impl": "mse", "kl_div_beta": 0.0}]
-)
+@pytest.mark.parametrize("changes", [{"kl_impl": "full"}, {"rl_kl_in_reward": True},
+                                     {"kl_impl": "mse", "kl_div_beta": 0.0}])  # fmt: skip
 def test_a_ratio_needs_a_kl_of_tokens_in_the_loss(changes: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="rl_kl_by_ratio"):
         args_with(**{**keys_of(CASES["grpo_kl_by_ratio"]), **changes})
@@ -139,10 +121,8 @@ def test_a_ratio_needs_a_kl_of_tokens_in_the_loss(changes: dict[str, Any]) -> No
 def test_estimators_of_the_kl() -> None:
     above = torch.tensor([-2.0, 0.0, 1.0])
     logprobs = torch.tensor([-3.0, -1.0, -0.5])
-    expected = {
-        "kl": [-2.0, 0.0, 1.0], "abs": [2.0, 0.0, 1.0], "mse": [2.0, 0.0, 0.5],
-        "k3": [math.exp(2.0) - 3.0, 0.0, math.exp(-1.0)],
-    }  # fmt: skip
+    expected = {"kl": [-2.0, 0.0, 1.0], "abs": [2.0, 0.0, 1.0], "mse": [2.0, 0.0, 0.5],
+                "k3": [math.exp(2.0) - 3.0, 0.0, math.exp(-1.0)]}  # fmt: skip
     for name, values in expected.items():
         torch.testing.assert_close(divergence(name, logprobs, logprobs - above), torch.tensor(values))
 

@@ -31,15 +31,6 @@ def test_npo_and_its_gradient_are_the_paper_s(beta: float) -> None:
         assert slope == pytest.approx(weight, rel=1e-12)
 
 
-def test_npo_where_the_model_is_its_reference() -> None:
-    given = sequences(2)
-    same = Sequences(given.logprobs, given.logprobs.detach(), COUNTS)
-    losses = npo(same, ForgetSettings(npo_beta=0.1))
-    assert losses.tolist() == pytest.approx([2 * math.log(2) / 0.1] * 4, rel=1e-12)
-    (slopes,) = torch.autograd.grad(losses.sum(), given.logprobs)
-    assert slopes.tolist() == pytest.approx([1.0] * 4), "at first it is gradient ascent"
-
-
 @pytest.mark.parametrize(("beta", "gamma"), [(2.5, 0.0), (0.75, 1.0)])
 def test_simnpo_is_the_paper_s(beta: float, gamma: float) -> None:
     """Equation 4; its gradient has the weight 2 p^(beta/|y|) / (1 + p^(beta/|y|)) / |y| for gamma 0."""

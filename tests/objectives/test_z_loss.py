@@ -49,10 +49,8 @@ def test_a_run_adds_it_to_the_mean_over_tokens() -> None:
     gradient = torch.autograd.grad(with_z, list(stage.parameters()), retain_graph=True)
     plain = torch.autograd.grad(loss, list(stage.parameters()))
     assert all((a - b).norm() > 0.1 * a.norm() for a, b in zip(gradient, plain, strict=True)), "z-loss does nothing"
-    expected = {
-        (layer, name): (param - LR * grad).detach()
-        for (layer, name, param), grad in zip(stage_parameters(stage), gradient, strict=True)
-    }
+    expected = {(layer, name): (param - LR * grad).detach()
+                for (layer, name, param), grad in zip(stage_parameters(stage), gradient, strict=True)}  # fmt: skip
     for world_size, layout in [(1, {}), (2, {"model_parallel_size": 2}), (2, {"pipe_parallel_size": 2})]:
         ranks = run_ranks(one_step, world_size, layout)
         for rank in ranks:

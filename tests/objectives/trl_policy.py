@@ -1,11 +1,8 @@
-"""Losses, gradients, metrics and advantages of TRL's GRPOTrainer and RLOOTrainer for one tiny model and a few
-answers: made once, kept in tests/data/posttrain. To make them again:
+"""As `trl_reference`, of TRL's GRPOTrainer, RLOOTrainer and OnlineDPOTrainer, and advantages:
 `python -m tests.objectives.trl_policy tests/data/posttrain`.
 
-Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. The
-log-probabilities before the first step are those of a model whose weights are a little apart, so that ratios
-are clipped.
-"""
+Answers are given instead of drawn, and their rewards; all that follows is TRL's own code. Log-probabilities
+before the first step are those of a model whose weights are a little apart, so that ratios are clipped."""
 
 import math
 import sys
@@ -19,6 +16,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.trainer.utils import split_tensor_dict
 
 from tests.objectives.cases import VOCAB
@@ -40,8 +38,7 @@ SCORED: dict[str, list[list[float | None]]] = {
 
 
 def rollouts() -> dict[str, Any]:
-    """Prompts and answers as token ids; of each token of an answer by how much its sampler's log-probability
-    is below the trainer's, and whether it is trained."""
+    """Token ids; of each of an answer how far the sampler's log-probability is below, if it is trained."""
     generator = np.random.default_rng(7)
     rows: list[tuple[list[int], list[int]]] = []
     for size, lengths in LENGTHS:
@@ -50,14 +47,11 @@ def rollouts() -> dict[str, Any]:
     below = [(0.4 * generator.standard_normal(len(answer))).tolist() for _, answer in rows]
     mask = [[1] * len(answer) for _, answer in rows]
     mask[1][2:5], mask[3][0:2], mask[4], mask[6][7:] = [0] * 3, [0] * 2, [0] * 4, [0]
-    return {
-        "prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
-        "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST,
-    }  # fmt: skip
+    return {"prompts": [prompt for prompt, _ in rows], "answers": [answer for _, answer in rows], "below": below,
+            "mask": mask, "rewards": REWARDS, "group": GROUP, "max_completion_length": MOST}  # fmt: skip
 
 
 def moved(seed: int) -> LlamaForCausalLM:
-    """The model with its weights a little apart."""
     made, generator = model(1), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in made.parameters():
@@ -73,15 +67,11 @@ def trainer_of(folder: str, kind: str, accumulation: int = 1, first: bool = Fals
         model(2).save_pretrained(reference)
     before = model(1) if first else moved(3)
     before.config._name_or_path = str(reference)
-    args = config(
-        **settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
-        gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
-        num_iterations=1 if first else 2, **options,
-    )  # fmt: skip
-    return made(
-        model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8), processing_class=words(),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-    )  # fmt: skip
+    args = config(**settings(folder, per_device_train_batch_size=len(REWARDS) // accumulation),
+                  gradient_accumulation_steps=accumulation, num_generations=GROUP, max_completion_length=MOST,
+                  num_iterations=1 if first else 2, **options)  # fmt: skip
+    return made(model=before, args=args, train_dataset=Dataset.from_list([{"prompt": "a b"}] * 8),
+                processing_class=words(), reward_funcs=lambda completions, **_: [0.0] * len(completions))  # fmt: skip
 
 
 def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[float]] | None = None) -> dict[str, Any]:
@@ -101,26 +91,16 @@ def scored(trainer: Any, rewards: list[float], tools: bool, weighed: list[list[f
 
 def logprobs(trainer: Any, by: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
     """Of the tokens of the answers, 0 at padding."""
-    ids, mask = (
-        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
-    )  # fmt: skip
+    ids, mask = (torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask"))
     with torch.no_grad():
         values, *_ = trainer._get_per_token_logps_and_entropies(by, ids, mask, inputs["completion_ids"].shape[1])
     return values * inputs["completion_mask"]
 
 
-def run(
-    folder: str,
-    kind: str,
-    tools: bool = False,
-    vllm: bool = False,
-    accumulation: int = 1,
-    first: bool = False,
-    **options: Any,
-) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:
-    """Loss, arrays and metrics of a case: with tokens between that are not trained (tools), weights for what
-    the sampler's probabilities were (vllm), a step of several micro-batches, whose metrics are those of the
-    last, or the first step on its answers."""
+def run(folder: str, kind: str, tools: bool = False, vllm: bool = False, accumulation: int = 1, first: bool = False,
+        **options: Any) -> tuple[float, dict[str, np.ndarray], dict[str, float]]:  # fmt: skip
+    """Loss, arrays and metrics of a case: with tokens that are not trained (tools), weights for the sampler's
+    probabilities (vllm), several micro-batches, whose metrics are those of the last, or the first step."""
     if vllm:
         options = {**options, "vllm_importance_sampling_mode": "token_truncate"}
     trainer = trainer_of(folder, kind, accumulation, first, **options)
@@ -128,10 +108,8 @@ def run(
     old = logprobs(trainer, trainer.model, inputs)
     if vllm:
         below = rollouts()["below"]
-        weighed = [
-            [float(value) - by for value, by in zip(row, shifts, strict=False)]
-            for row, shifts in zip(old, below, strict=True)
-        ]
+        weighed = [[float(value) - by for value, by in zip(row, shifts, strict=False)]
+                   for row, shifts in zip(old, below, strict=True)]  # fmt: skip
         inputs = scored(trainer, REWARDS, tools, weighed)
     arrays = {"old": old, "advantages": inputs["advantages"]}
     if trainer.ref_model is not None:
@@ -148,11 +126,9 @@ def run(
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name to trainer and settings."""
     bounds = {"epsilon": 0.1, "epsilon_high": 0.28}
-    losses: dict[str, dict[str, Any]] = {
-        name: {"kind": "grpo", "loss_type": name, **bounds} for name in ("grpo", "dapo", "dr_grpo")
-    }
+    losses: dict[str, dict[str, Any]] = {name: {"kind": "grpo", "loss_type": name, **bounds}
+                                         for name in ("grpo", "dapo", "dr_grpo")}  # fmt: skip
     losses["cispo"] = {"kind": "grpo", "loss_type": "cispo", "epsilon_high": 1.1}
     losses["gspo"] = {"kind": "grpo", "loss_type": "grpo", "importance_sampling_level": "sequence", **bounds}
     kl: dict[str, Any] = {"beta": 0.05, "use_bias_correction_kl": False}
@@ -161,14 +137,11 @@ def cases() -> dict[str, dict[str, Any]]:
         by_name[name] = {**options, "beta": 0.0, "temperature": 1.0}
         by_name[f"{name}_kl"] = {**options, **kl, "temperature": 0.7}
         by_name[f"{name}_kl_by_ratio"] = {**options, "beta": 0.05, "use_bias_correction_kl": True, "temperature": 1.0}
-        by_name[f"{name}_tools_cap"] = {
-            **options, **kl, "temperature": 1.3, "tools": True, "vllm": True, "vllm_importance_sampling_clip_max": 1.2,
-        }  # fmt: skip
+        by_name[f"{name}_tools_cap"] = {**options, **kl, "temperature": 1.3, "tools": True, "vllm": True,
+                                        "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
     by_name["dapo_first"] = {**losses["dapo"], "beta": 0.0, "temperature": 0.7, "first": True}
-    by_name["grpo_first_cap"] = {
-        **losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
-        "vllm_importance_sampling_clip_max": 1.2,
-    }  # fmt: skip
+    by_name["grpo_first_cap"] = {**losses["grpo"], **kl, "temperature": 1.0, "first": True, "vllm": True,
+                                 "vllm_importance_sampling_clip_max": 1.2}  # fmt: skip
     by_name["bnpo"] = {"kind": "grpo", "loss_type": "bnpo", **bounds, **kl, "temperature": 0.7}
     for name in ("grpo", "dapo", "dr_grpo", "cispo"):
         by_name[f"{name}_accumulated"] = {**losses[name], **kl, "temperature": 0.7, "accumulation": 2}
@@ -178,8 +151,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def advantages(folder: str) -> dict[str, dict[str, Any]]:
-    """Of every matrix of rewards: rewards, advantages by their scale or leave_one_out, and the share of
-    groups whose rewards are equal."""
+    """Of every matrix: rewards, advantages by scale or leave_one_out, share of groups of equal rewards."""
     grpo, rloo = trainer_of(folder, "grpo", beta=0.0), trainer_of(folder, "rloo", beta=0.0)
     found: dict[str, dict[str, Any]] = {}
     for name, groups in SCORED.items():
@@ -193,6 +165,51 @@ def advantages(folder: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+ONLINE_MOST, PAD, END = 10, 0, 1
+ONLINE_LENGTHS = (3, (2, 9)), (7, (10, 1)), (1, (4, 10)), (5, (10, 10))  # of prompts, and of their two answers
+ONLINE_REWARDS = [(0.5, 2.0), (1.25, 1.0), (-1.0, 0.5), (3.0, -2.0)]  # the penalty turns the second and the third
+ONLINE: dict[str, dict[str, Any]] = {
+    "sigmoid": {"loss_type": "sigmoid", "beta": 0.1, "missing_eos_penalty": None},
+    "sigmoid_penalty": {"loss_type": "sigmoid", "beta": 0.5, "missing_eos_penalty": 2.0},
+}
+
+
+def answers() -> list[tuple[list[int], tuple[list[int], list[int]]]]:
+    """Prompts with two answers each; those that are shorter than they may be end with the token for that."""
+    generator, found = np.random.default_rng(11), []
+    for size, lengths in ONLINE_LENGTHS:
+        two = [generator.integers(4, VOCAB, length).tolist() for length in lengths]
+        first, second = (one if len(one) == ONLINE_MOST else [*one[:-1], END] for one in two)
+        found.append((generator.integers(4, VOCAB, size).tolist(), (first, second)))
+    return found
+
+
+def padded(rows: list[list[int]], left: bool) -> tuple[Tensor, Tensor]:
+    width, both = max(map(len, rows)), []
+    for values, padding in ((rows, PAD), ([[1] * len(row) for row in rows], 0)):
+        around = [[padding] * (width - len(row)) for row in rows]
+        both.append([more + row if left else row + more for row, more in zip(values, around, strict=True)])
+    return torch.tensor(both[0]), torch.tensor(both[1])
+
+
+def run_online(folder: str, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:
+    known = answers()
+    args = OnlineDPOConfig(**settings(folder), per_device_train_batch_size=len(known), max_new_tokens=ONLINE_MOST,
+                           max_length=64, **options)  # fmt: skip
+    made: Any = OnlineDPOTrainer
+    trainer = made(
+        model=model(1), ref_model=model(2), args=args, processing_class=words(),
+        train_dataset=Dataset.from_list([{"prompt": "a b"}] * len(known)),
+        reward_funcs=lambda completions, **_: [pair[place] for place in (0, 1) for pair in ONLINE_REWARDS],
+    )  # fmt: skip
+    written = [pair[place] for place in (0, 1) for _, pair in known]
+    given = (*padded([prompt for prompt, _ in known] * 2, left=True), *padded(written, left=False), None)
+    trainer._generate = lambda *_: given
+    loss = trainer.training_step(trainer.model, {"prompt": ["a b"] * len(known)})
+    grads: dict[str, Any] = {name: param.grad for name, param in trainer.model.named_parameters()}
+    return float(loss), flat(grads), {name: float(values[-1]) for name, values in trainer.stats.items() if values}
+
+
 def main(folder: Path) -> None:
     arrays, facts = {"policy": flat(dict(model(1).named_parameters()))}, {}
     with tempfile.TemporaryDirectory() as place:
@@ -201,8 +218,13 @@ def main(folder: Path) -> None:
             arrays |= {f"{key}_{name}": value for key, value in found.items()}
             facts[name] = {**options, "loss": loss, "metrics": logged}
             print(name, loss, {key: value for key, value in logged.items() if "clip" in key and "mean" in key})
-        whole = {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}
-    keep(folder, "trl_policy", whole, arrays)
+        keep(folder, "trl_policy", {"rollouts": rollouts(), "cases": facts, "advantages": advantages(place)}, arrays)
+        arrays, facts = {}, {}
+        for name, options in ONLINE.items():
+            loss, arrays[name], logged = run_online(place, **options)
+            facts[name] = {**options, "loss": loss, "metrics": logged}
+    whole = {"answers": answers(), "rewards": ONLINE_REWARDS, "most": ONLINE_MOST, "cases": facts}
+    keep(folder, "trl_online_dpo", whole, arrays)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, SFTConfig, SFTTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.model.test_transformers import llama_weights
-from tests.objectives.cases import ANSWERS, PAIRS, VOCAB
+from tests.objectives.cases import ANSWERS, MARGINS, PAIRS, VOCAB
 
 ROW = {"prompt": "a b", "chosen": "a c", "rejected": "a d"}
 DPO_TYPES = (
@@ -27,12 +27,12 @@ DPO_TYPES = (
 ).split()
 ACCUMULATED: dict[str, Any] = {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 1.0], "beta": 0.3}
 SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
-
-
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 64,
-}  # fmt: skip
+REWARDS: dict[str, dict[str, Any]] = {"plain": {}, "margin": {"margin": True},
+                                      "centred": {"center_rewards_coefficient": 0.05},
+                                      "both": {"margin": True, "center_rewards_coefficient": 0.01}}  # fmt: skip
+SHAPE: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+                         "num_attention_heads": 2, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+                         "max_position_embeddings": 64}  # fmt: skip
 
 
 @torch.no_grad()
@@ -45,19 +45,18 @@ def drawn(made: Any, seed: int) -> Any:
     return made.eval()
 
 
-def model(seed: int) -> LlamaForCausalLM:
-    return drawn(LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
+def model(seed: int) -> transformers.LlamaForCausalLM:
+    return drawn(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=False)), seed)
+
+
+def reward_model() -> transformers.LlamaForSequenceClassification:
+    config = transformers.LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)
+    return drawn(transformers.LlamaForSequenceClassification(config), 3)
 
 
 def settings(folder: str | Path, **more: Any) -> dict[str, Any]:
-    """Options of every trainer."""
-    common = {
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+    common = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+              "disable_tqdm": True}  # fmt: skip
     return {"output_dir": str(folder), **common, **more}
 
 
@@ -66,29 +65,25 @@ def keep(folder: Path, name: str, facts: Any, arrays: dict[str, np.ndarray]) -> 
     (folder / f"{name}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
-def words() -> PreTrainedTokenizerFast:
+def words() -> transformers.PreTrainedTokenizerFast:
     names = ["<pad>", "<eos>", "<unk>", "<bos>"]
     vocabulary = {name: i for i, name in enumerate([*names, *(chr(97 + i) for i in range(26))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<bos>"
-    )
+    named = dict(zip(("pad_token", "eos_token", "unk_token", "bos_token"), names, strict=True))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named)
 
 
 def flat(tensors: dict[str, Tensor]) -> np.ndarray:
-    """By layer and name as here, one vector."""
-    layers = llama_weights(tensors, 2, 2)
+    """By layer and name as here, one vector; the score of a reward model comes last."""
+    layers = llama_weights({"lm_head.weight": tensors.get("score.weight"), **tensors}, 2, 2)
     parts = [layers[layer][name].flatten() for layer in sorted(layers) for name in sorted(layers[layer])]
     return torch.cat(parts).detach().numpy().astype(np.float32)
 
 
 def whole(prompt: list[int], answer: list[int]) -> dict[str, list[int]]:
-    return {
-        "input_ids": prompt + answer,
-        "attention_mask": [1] * len(prompt + answer),
-        "labels": [-100] * len(prompt) + answer,
-    }
+    return {"input_ids": prompt + answer, "attention_mask": [1] * len(prompt + answer),
+            "labels": [-100] * len(prompt) + answer}  # fmt: skip
 
 
 def pair_inputs(trainer: Any, kind: str, pairs: Any = PAIRS) -> Any:
@@ -110,6 +105,11 @@ def kto_inputs(trainer: Any) -> Any:
     return trainer.data_collator(rows)
 
 
+def reward_inputs(trainer: Any, margin: bool) -> Any:
+    return trainer.data_collator([{"chosen_ids": p + c, "rejected_ids": p + r, **({"margin": by} if margin else {})}
+                                  for (p, c, r), by in zip(PAIRS, MARGINS, strict=True)])  # fmt: skip
+
+
 def sft_inputs(trainer: Any, assistant_only: bool) -> Any:
     rows = [whole(p, c) for p, c, _ in PAIRS]
     return trainer.data_collator([
@@ -126,13 +126,10 @@ def metrics(trainer: Any) -> dict[str, float]:
     return {}
 
 
-TRAINERS: dict[str, tuple[Any, Any]] = {
-    "dpo": (DPOTrainer, DPOConfig),
-    "cpo": (CPOTrainer, CPOConfig),
-    "orpo": (ORPOTrainer, ORPOConfig),
-    "kto": (KTOTrainer, KTOConfig),
-    "sft": (SFTTrainer, SFTConfig),
-}
+TRAINERS: dict[str, tuple[Any, Any]] = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "cpo": (CPOTrainer, CPOConfig),
+                                        "orpo": (ORPOTrainer, ORPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig),
+                                        "sft": (trl.SFTTrainer, trl.SFTConfig),
+                                        "reward": (trl.RewardTrainer, trl.RewardConfig)}  # fmt: skip
 
 
 def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None, **options: Any) -> Any:
@@ -141,19 +138,16 @@ def trainer_of(folder: str | Path, kind: str, policy: Any, reference: Any = None
     judged = [{"prompt": "a b", "completion": "a c", "label": good} for good in (True, False) * 2]
     rows: Any = {"sft": [{"text": "a b c"}] * 2, "kto": judged}.get(kind, [ROW] * 2)
     more = {"remove_unused_columns": False} if kind in ("cpo", "orpo") else {}
-    return made(
-        model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
-        processing_class=words(), **({} if reference is None else {"ref_model": reference}),
-    )  # fmt: skip
+    return made(model=policy, args=config(**settings(folder, **more, **options)), train_dataset=Dataset.from_list(rows),
+                processing_class=words(), **({} if reference is None else {"ref_model": reference}))  # fmt: skip
 
 
-def run(
-    folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False, **options: Any
-) -> tuple[float, np.ndarray, dict[str, float]]:
-    """Loss, gradient and metrics of a case; with micro_batches, pairs of each, of the step that accumulates
-    them."""
+def run(folder: str, kind: str, micro_batches: tuple[Any, ...] = (), assistant_only: bool = False,
+        margin: bool = False, **options: Any) -> tuple[float, np.ndarray, dict[str, float]]:  # fmt: skip
+    """Loss, gradient and metrics of a case, or of the step that accumulates micro_batches of pairs."""
     reference = model(2) if kind in ("dpo", "kto") else None
-    trainer = trainer_of(folder, kind, model(1), reference, per_device_train_batch_size=4, **options)
+    policy = reward_model() if kind == "reward" else model(1)
+    trainer = trainer_of(folder, kind, policy, reference, per_device_train_batch_size=4, **options)
     trainer.model.eval()
     if getattr(trainer, "ref_model", None) is not None:
         trainer.ref_model.eval()
@@ -163,8 +157,8 @@ def run(
         parts = [pair_inputs(trainer, kind, part) for part in micro_batches]
         loss = torch.stack([trainer.training_step(trainer.model, part) for part in parts]).sum()
     else:
-        if kind == "sft":
-            inputs = sft_inputs(trainer, assistant_only)
+        if kind in ("sft", "reward"):
+            inputs = sft_inputs(trainer, assistant_only) if kind == "sft" else reward_inputs(trainer, margin)
         else:
             inputs = kto_inputs(trainer) if kind == "kto" else pair_inputs(trainer, kind)
         loss = trainer.compute_loss(trainer.model, inputs)
@@ -175,17 +169,15 @@ def run(
 
 def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[int]]], **options: Any) -> float:
     """Of a HuggingFace model on tokenised texts: all of them in SFT, else chosen and rejected in turns."""
-    trainer = trainer_of(folder, kind, AutoModelForCausalLM.from_pretrained(model), **options)
+    trainer = trainer_of(folder, kind, transformers.AutoModelForCausalLM.from_pretrained(model), **options)
+    rows: list[dict[str, Any]] = []
     if kind == "sft":
-        rows: list[dict[str, Any]] = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
+        rows = [{name: text[name] for name in ("input_ids", "labels")} for text in texts]
     elif kind == "cpo":
         sides = ("chosen", "rejected")
-        rows = [
-            {f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
-            for pair in zip(texts[0::2], texts[1::2], strict=True)
-        ]
+        rows = [{f"{side}_{name}": ids for side, text in zip(sides, pair, strict=True) for name, ids in text.items()}
+                for pair in zip(texts[0::2], texts[1::2], strict=True)]  # fmt: skip
     else:
-        rows = []
         for chosen, rejected in zip(texts[0::2], texts[1::2], strict=True):
             start = next(i for i, label in enumerate(chosen["labels"]) if label >= 0)
             ids = {"chosen_ids": chosen["input_ids"][start:], "rejected_ids": rejected["input_ids"][start:]}
@@ -194,24 +186,21 @@ def first_loss(model: Path, folder: Path, kind: str, texts: list[dict[str, list[
 
 
 def cases() -> dict[str, dict[str, Any]]:
-    """Name to trainer and settings."""
     by_name: dict[str, dict[str, Any]] = {}
     for name in DPO_TYPES:
         smoothing = {"label_smoothing": 0.1} if name in SMOOTHED else {}
         beta = {"sigmoid_norm": 5.0, "ipo": 0.5}.get(name, 0.1)
         by_name[f"dpo_{name}"] = {"kind": "dpo", "loss_type": [name], "beta": beta, **smoothing}
-    by_name["dpo_mix"] = {
-        "kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5], "beta": 0.3,
-    }  # fmt: skip
+    by_name["dpo_mix"] = {"kind": "dpo", "loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 0.5],
+                          "beta": 0.3}  # fmt: skip
     by_name["cpo"] = {"kind": "cpo", "beta": 0.1, "cpo_alpha": 1.0}
     by_name["cpo_smoothed"] = {"kind": "cpo", "beta": 0.2, "cpo_alpha": 0.5, "label_smoothing": 0.1}
     by_name["cpo_hinge"] = {"kind": "cpo", "loss_type": "hinge", "beta": 0.1, "cpo_alpha": 1.0}
     by_name["simpo"] = {"kind": "cpo", "loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.6}
     by_name["orpo"] = {"kind": "orpo", "beta": 0.1}
     for name in ("kto", "apo_zero_unpaired"):
-        by_name[f"kto_{name}"] = {
-            "kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.7,
-        }  # fmt: skip
+        by_name[f"kto_{name}"] = {"kind": "kto", "loss_type": name, "beta": 0.2, "desirable_weight": 1.2,
+                                  "undesirable_weight": 0.7}  # fmt: skip
     for loss in ("nll", "dft"):
         for scope in ("full", "assistant"):
             by_name[f"sft_{loss}_{scope}"] = {"kind": "sft", "loss_type": loss, "assistant_only": scope == "assistant"}
@@ -219,18 +208,17 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def main(folder: Path) -> None:
-    arrays, facts = {}, {}
-    for which, seed in (("policy", 1), ("reference", 2)):
-        arrays[which] = flat(dict(model(seed).named_parameters()))
+    drawn_models = {"trl": {"policy": model(1), "reference": model(2)}, "trl_reward": {"policy": reward_model()}}
     with tempfile.TemporaryDirectory() as place:
-        for name, options in cases().items():
-            loss, gradient, logged = run(place, **options)
-            arrays[f"gradient_{name}"] = gradient
-            facts[name] = {**options, "loss": loss, "metrics": logged}
-            print(name, loss)
+        for name, table in (("trl", cases()), ("trl_reward", REWARDS)):
+            arrays, facts = {of: flat(dict(made.named_parameters())) for of, made in drawn_models[name].items()}, {}
+            for case, options in table.items():
+                loss, arrays[f"gradient_{case}"], logged = run(place, **{"kind": "reward", **options})
+                facts[case] = {**options, "loss": loss, "metrics": logged}
+                print(case, loss)
+            keep(folder, name, facts, arrays)
         loss, gradient, _ = run(place, "dpo", (PAIRS[:2], PAIRS[2:]), **ACCUMULATED)
     np.savez_compressed(folder / "trl_accumulated.npz", loss=np.float32(loss), gradient=gradient)
-    keep(folder, "trl", facts, arrays)
 
 
 if __name__ == "__main__":

@@ -89,13 +89,10 @@ def standing_in(**changes: Any) -> Iterator[StandIn]:
         def handle_error(self, request: Any, client_address: Any) -> None:
             """A run that ends breaks what it has asked for."""
 
-    listener = Listener(("127.0.0.1", 0), Handler)
-    server.address = f"http://127.0.0.1:{listener.server_port}"
-    thread = threading.Thread(target=listener.serve_forever)
-    thread.start()
-    try:
-        yield server
-    finally:
-        listener.shutdown()
-        thread.join()
-        listener.server_close()
+    with Listener(("127.0.0.1", 0), Handler) as listener:
+        server.address = f"http://127.0.0.1:{listener.server_port}"
+        threading.Thread(target=listener.serve_forever).start()
+        try:
+            yield server
+        finally:
+            listener.shutdown()

@@ -15,14 +15,14 @@ from megatron.rollouts.answers import Answer, row_of
 from megatron.rollouts.conversations import opening
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import LAYOUTS, task, with_keys
-from tests.rollouts.toy import LEARNS, Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, write_task
+from tests.rollouts import toy
+from tests.rollouts.test_rollouts import LAYOUTS, task
+from tests.rollouts.toy import Seen, assert_same_steps, learned, lines_of, steps_of, whole_run, with_keys, write_task
 
 __all__ = ["task"]  # the fixture
 # Short turns of a model that knows nothing, so that many conversations have two of them.
-KEYS: dict[str, Any] = {
-    "seq_length": 32, "max_position_embeddings": 32, "reward_functions": None, "rollout.max_completion_length": 24,
-}  # fmt: skip
+KEYS: dict[str, Any] = {"seq_length": 32, "max_position_embeddings": 32, "reward_functions": None,
+                        "rollout.max_completion_length": 24}  # fmt: skip
 
 
 def with_environment(task: dict[str, Any], changes: dict[str, Any], name: str = "Sums") -> dict[str, Any]:
@@ -95,11 +95,10 @@ def test_a_chat_with_a_tool(task: dict[str, Any], tmp_path: Path) -> None:
         "    assert all(prompt[-1] == {'role': 'user', 'content': 'b'} for prompt in prompts)\n"
         "    return [sum(one['role'] == 'assistant' for one in messages) for messages in completions]\n"
     )
-    keys = {
-        "train_iters": 2, "save": str(tmp_path), "checkpoint_factor": 2, "chat_template": str(tmp_path / "chat.jinja"),
-        "rollout.chat": True, "rollout.max_turns": 2, "reward_functions": [f"{tmp_path / 'beside.py'}:said"],
-        "reward_weights": [0.5, 2.0], "train_batch_size": 32,
-    }  # fmt: skip
+    keys = {"train_iters": 2, "save": str(tmp_path), "checkpoint_factor": 2,
+            "chat_template": str(tmp_path / "chat.jinja"), "rollout.chat": True, "rollout.max_turns": 2,
+            "reward_functions": [f"{tmp_path / 'beside.py'}:said"], "reward_weights": [0.5, 2.0],
+            "train_batch_size": 32}  # fmt: skip
     run_ranks(whole_run, 2, with_environment(task, keys, "Talk"))
     rows, tokenizer = lines_of(tmp_path), Tokenizer.from_file(task["vocab_file"])
     template = jinja2.Environment().from_string((tmp_path / "chat.jinja").read_text())
@@ -130,12 +129,9 @@ def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_pat
 def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
     """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
     file = Path(task["vocab_file"]).with_name("rewards.py")
-    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    keys = {
-        "train_impl": "dpo", "train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
-        "reward_functions": [f"{file}:lengths"],
-    }  # fmt: skip
-    values = with_environment(own, keys, "Broken")
+    keys = {"train_batch_size": 16, "train_iters": 1, "save": str(tmp_path), "checkpoint_factor": 2,
+            "reward_functions": [f"{file}:lengths"]}  # fmt: skip
+    values = with_environment(toy.for_pairs(task), keys, "Broken")
     run_ranks(whole_run, 1, values)
     rows = lines_of(tmp_path)
     failed = [row for row in rows if "failures" in row]
@@ -145,23 +141,19 @@ def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
         NeoXArgs.from_dict({**values, "dpo_loss_type": "orpo"})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said", "expected"),
-    [
-        ("a", None, "a"),
-        ("a", "b", "ab"),
-        ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
-        ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
-         [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said", "expected"), [
+    ("a", None, "a"),
+    ("a", "b", "ab"),
+    ([{"role": "user", "content": "a"}], "b", [{"role": "user", "content": "ab"}]),
+    ([{"role": "user", "content": "a"}], [{"role": "x", "content": "b"}],
+     [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}]),
+])  # fmt: skip
 def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expected: Any) -> None:
     assert opening(prompt, said) == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "said"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user", "content": [{}]}], "b")]
-)
+@pytest.mark.parametrize(("prompt", "said"), [("a", [{"role": "user", "content": "b"}]),
+                                              ([{"role": "user", "content": [{}]}], "b")])  # fmt: skip
 def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
     with pytest.raises(ValueError, match="return a text|return messages"):
         opening(prompt, said)
@@ -171,33 +163,26 @@ def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
 def test_both_turns_are_learned(tmp_path: Path) -> None:
     """The control is the same run before it has learned: one right turn is half a point."""
     keys = {"seq_length": 16, "rollout.num_generations": 8, "rollout.max_completion_length": 8, "train_iters": 120}
-    values = with_environment(write_task(tmp_path, 2), {**LEARNS, **keys, "max_position_embeddings": 16}, "Words")
+    values = with_environment(write_task(tmp_path, 2), {**toy.LEARNS, **keys, "max_position_embeddings": 16}, "Words")
     before, after = learned(values, tmp_path / "run", lambda line: line["reward"])
     assert after > before + 0.55, (before, after)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rollout.environment": None}, "reward_functions: .*rollout.environment"),
-        ({"rollout.environment": None, "rollout.max_turns": 3}, "rollout.max_turns: .*rollout.environment"),
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: .* 1, .*:Sums, .* 2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"rollout.environment": None}, "reward_functions: .*rollout.environment"),
+    ({"rollout.environment": None, "rollout.max_turns": 3}, "rollout.max_turns: .*rollout.environment"),
+    ({"reward_weights": [1.0, 2.0]}, "reward_weights: .* 1, .*:Sums, .* 2"),
+])  # fmt: skip
 def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=reason):
         NeoXArgs.from_dict(with_environment(task, changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
-        ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
-    ],
-)
-def test_what_does_not_work_is_said_before_the_first_step(
-    changes: dict[str, Any], reason: str, task: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize(("changes", "reason"), [
+    ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
+    ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
+])  # fmt: skip
+def test_what_does_not_work_is_said_before_the_first_step(changes: dict[str, Any], reason: str,
+                                                          task: dict[str, Any]) -> None:  # fmt: skip
     with pytest.raises(AssertionError, match=reason):
         run_ranks(steps_of, 1, with_environment(task, changes))

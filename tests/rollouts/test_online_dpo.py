@@ -16,48 +16,31 @@ from megatron.rollouts.judging import compare
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from tests.marks import with_more
 from tests.pool import run_ranks
+from tests.rollouts import toy
 from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS, with_keys
-from tests.rollouts.toy import (
-    LEARNS,
-    Seen,
-    assert_same_steps,
-    is_right,
-    learned,
-    lines_of,
-    steps_of,
-    whole_run,
-    write_task,
-)
+from tests.rollouts.test_rollouts import LAYOUTS, in_two_ranks
+from tests.rollouts.toy import Seen, assert_same_steps, lines_of, steps_of, whole_run, with_keys
 
-JUDGES = '''"""Judges of the task."""
-
-
-def wordier(prompts, completions):
+JUDGES = '''def wordier(prompts, completions):
     """The longer answer; of answers of the same length none."""
     lengths = [[len(text.split()) for text in two] for two in completions]
     return [-1 if first == second else int(second > first) for first, second in lengths]
-
 
 def right(prompts, completions, answer, **columns):
     """The answer that begins with the sum."""
     good = [[text.split()[:1] == [one] for text in two] for two, one in zip(completions, answer)]
     return [None if first == second else int(second) for first, second in good]
 
-
 async def first(prompts, completions):
     return [0] * len(prompts)
 
-
 def silent(prompts, completions):
     return [-1 if number % 2 else None for number in range(len(prompts))]
-
 
 def broken(prompts, completions):
     if any(prompt.startswith("1") for prompt in prompts):
         raise ValueError("no one")
     return [7 if prompt.startswith("2") else wordier([prompt], [two])[0] for prompt, two in zip(prompts, completions)]
-
 
 def alone(prompt, completion):
     return 0
@@ -72,9 +55,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def of_pairs(folder: Path, most: int = 5) -> dict[str, Any]:
     """The toy's task with train_impl: dpo; its file of judges lies beside."""
     (folder / "judges.py").write_text(JUDGES)
-    made = write_task(folder, most)
-    own = {key: value for key, value in made.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    return with_keys(own, {"train_impl": "dpo", "train_batch_size": 8, "rollout.temperature": 0.7})
+    return toy.for_pairs(toy.write_task(folder, most), {"train_batch_size": 8, "rollout.temperature": 0.7})
 
 
 def judged(task: dict[str, Any], name: str, *changes: dict[str, Any]) -> dict[str, Any]:
@@ -91,10 +72,8 @@ def alone(task: dict[str, Any]) -> dict[str, Seen]:
 def kinds(task: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Four answers with rewards; two that are judged, for two steps taken twice, with a loss of all pairs."""
     several = {"rollout.num_iterations": 2, "rollout.steps_per_generation": 2, "dpo_loss_type": ["aot", "sft"]}
-    return {
-        "rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
-        "judge": judged(task, "wordier", several),
-    }
+    return {"rewards": with_keys(task, {"rollout.num_generations": 4, "rollout.missing_eos_penalty": 0.25}),
+            "judge": judged(task, "wordier", several)}  # fmt: skip
 
 
 COVERED = [("dp2", "judge"), ("pp2", "rewards"), ("zero3, deepspeed", "judge")]
@@ -115,10 +94,8 @@ def test_layouts_equal_one_process(cell: tuple[str, str], task: dict[str, Any], 
 @pytest.mark.more
 def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:
     values = with_keys(task, {"lora": {"r": 4}, "rollout.num_generations": 4})
-    one = run_ranks(steps_of, 1, values)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}))[0]
-    assert one.losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and one.losses[2] < one.losses[0]
-    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
+    seen = in_two_ranks(values, close=1e-7)
+    assert seen.losses[0] == pytest.approx(math.log(2.0), abs=1e-6) and seen.losses[2] < seen.losses[0]
 
 
 def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path: Path) -> None:
@@ -147,9 +124,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
     assert (shown.best.reward, shown.mean, shown.worst.reward) == (1.0, 0.5, 0.0)
 
 
-def test_failures_of_a_judge_are_named_and_a_judge_that_likes_places_has_none(
-    task: dict[str, Any], tmp_path: Path
-) -> None:
+def test_failures_of_a_judge_are_named_and_places_teach_nothing(task: dict[str, Any], tmp_path: Path) -> None:
     """A pair on which it raises, gives no verdict, or says nothing, is not trained. One that always takes the
     first answer is shown either first, and teaches neither place."""
     for name in ("broken", "first", "silent"):
@@ -196,25 +171,22 @@ def test_a_judge_that_cannot_be_asked_is_refused(task: dict[str, Any]) -> None:
         RewardFunctions(["json"], timeout_s=1.0, pairwise=True)
 
 
-@pytest.mark.parametrize(
-    "changes,said",
-    [
-        ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
-        ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
-        ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
-        ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
-        ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
-        ({"rollout.temperature": 0}, "rollout.temperature: "),
-        ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
-        ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
-        ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
-        ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
-        ({"dpo_reference": "cache"}, "dpo_reference: cache "),
-        ({"prefix_sharing": False}, "prefix_sharing: "),
-        ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
-        ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes,said", [
+    ({"rollout.judge": "j.py:judge"}, "reward_functions: rollout.judge "),
+    ({"reward_functions": None}, "reward_functions: .* rollout.environment or rollout.judge"),
+    ({"rollout.judge": "j.py:judge", "reward_functions": None}, "rollout.num_generations: rollout.judge .* 2"),
+    ({"rollout.num_generations": 1}, "rollout.num_generations: .*alone"),
+    ({"rollout.exact": True}, "rollout.num_generations: .* two answers"),
+    ({"rollout.temperature": 0}, "rollout.temperature: "),
+    ({"rollout.servers": ["http://a:1"], "save": "s"}, "rollout.logprob_bound: "),
+    ({"rl_epsilon": 0.1}, "rl_epsilon: .*reinforce .*dpo"),
+    ({"kl_div_beta": 0.0}, "kl_div_beta: .*reinforce .*dpo"),
+    ({"dataset_impl": "pairwise"}, "rollout: .*online .*pairwise"),
+    ({"dpo_reference": "cache"}, "dpo_reference: cache "),
+    ({"prefix_sharing": False}, "prefix_sharing: "),
+    ({"train_impl": "kto"}, "dataset_impl: online .*reinforce and dpo, not kto"),
+    ({"train_impl": "reinforce", "rollout.judge": "j.py:judge"}, "rollout.judge: "),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=said):
         NeoXArgs.from_dict(with_keys(task, {"rollout.num_generations": 4}, changes))
@@ -224,8 +196,8 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], said: str, task
 def test_answers_are_better_in_the_end(by: str, tmp_path: Path) -> None:
     """Right answers, as the judge or the reward alone tells; the control is the run's own beginning."""
     task, keys = of_pairs(tmp_path, most=2), {"rollout.max_completion_length": 1, "rollout.temperature": 1.0}
-    keys |= {**LEARNS, "train_batch_size": 32}
+    keys |= {**toy.LEARNS, "train_batch_size": 32}
     functions = {"reward_functions": [f"{tmp_path / 'rewards.py'}:right"], "rollout.num_generations": 4}
     values = judged(task, "right", keys) if by == "judge" else with_keys(task, keys, functions)
-    before, after = learned(values, tmp_path / "run", is_right)
+    before, after = toy.learned(values, tmp_path / "run", toy.is_right)
     assert after > before + 0.5, (before, after)

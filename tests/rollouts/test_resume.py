@@ -13,9 +13,8 @@ from megatron.rollouts import sampler
 from megatron.training import train
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.test_rollouts import with_keys
-from tests.rollouts.toy import lines_of, rollouts_of, whole_run, write_task
-from tests.training.runs import begin, bit_equal
+from tests.rollouts.toy import begun, lines_of, whole_run, with_keys, write_task
+from tests.training.runs import bit_equal
 
 KINDS: dict[str, dict[str, Any]] = {
     "moving average": {"rl_loss_type": "reinforce", "kl_div_beta": 0.05},
@@ -30,7 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def of_kind(kind: str, folder: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    """A run of this kind on the task's files in a folder."""
     values = with_keys(write_task(folder), KINDS[kind], keys)
     if "environment" in values["rollout"]:
         values["rollout"]["environment"] = str(folder / values["rollout"]["environment"])
@@ -44,9 +42,8 @@ def stopped(again: dict[str, Any]) -> None:
     assert (Path(again["save"]) / "latest").read_text() == f"global_step{last}"
 
 
-def goes_on_bit_for_bit(
-    values: dict[str, Any], folder: Path, broken_off: Callable[[dict[str, Any]], None] = stopped, ranks: int = 1
-) -> None:
+def goes_on_bit_for_bit(values: dict[str, Any], folder: Path, broken_off: Callable[[dict[str, Any]], None] = stopped,
+                        ranks: int = 1) -> None:  # fmt: skip
     """A whole run in `folder / "run"`; one in `folder / "again"`, broken off and begun again, is the same."""
     run, again = ({**values, "save": str(folder / name), "load": str(folder / name)} for name in ("run", "again"))
     broken_off(again)
@@ -69,43 +66,35 @@ def test_generations_without_a_checkpoint_go(tmp_path: Path) -> None:
     assert [path.stem for path in (tmp_path / "run" / "logs").glob("generations/*.json")] == ["2"]
 
 
-def signalled_while_it_answers(
-    rank: int, world_size: int, values: dict[str, Any], at: int, number: signal.Signals = signal.SIGTERM, looks: int = 1
-) -> list[int]:
+def signalled_while_it_answers(rank: int, world_size: int, values: dict[str, Any], at: int,
+                               number: signal.Signals = signal.SIGTERM, looks: int = 1) -> list[int]:  # fmt: skip
     """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
     of that generation's answers when sampling ended. looks: after how many tokens it looks for signals."""
     sampler._LOOKS = looks
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    sample, lengths = rollouts.sampler, list[int]()
+    with begun(values) as (training, rollouts):
+        sample, lengths = rollouts.sampler, list[int]()
 
-    def signalled(asked: Any) -> Any:
-        if training.iteration != at:
-            return sample(asked)
-        if rank == world_size - 1:
-            os.kill(os.getpid(), number)
-        answers = sample(asked)
-        lengths.extend(len(answer.tokens) for batch in answers for answer in batch)
-        return answers
+        def signalled(asked: Any) -> Any:
+            if training.iteration != at:
+                return sample(asked)
+            if rank == world_size - 1:
+                os.kill(os.getpid(), number)
+            answers = sample(asked)
+            lengths.extend(len(answer.tokens) for batch in answers for answer in batch)
+            return answers
 
-    rollouts.sampler = signalled  # type: ignore[assignment]
-    train(training, [rollouts.record], rollouts=rollouts)
-    rollouts.close()
-    training.engine.close()
+        rollouts.sampler = signalled  # type: ignore[assignment]
+        train(training, [rollouts.record], rollouts=rollouts)
     return lengths
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
-        {"dp": 2},
-        pytest.param({}, marks=pytest.mark.product),
-        pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
-        pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
-    ],
-    ids=["pp2", "dp2", "alone", "zero3", "exact"],
-)
+@pytest.mark.parametrize("layout", [
+    {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4},
+    {"dp": 2},
+    pytest.param({}, marks=pytest.mark.product),
+    pytest.param({"zero_optimization": {"stage": 3}}, marks=pytest.mark.product),
+    pytest.param({"rollout.exact": True}, marks=pytest.mark.more),
+], ids=["pp2", "dp2", "alone", "zero3", "exact"])  # fmt: skip
 def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) -> None:
     """Nothing of the generation is kept, no step is taken any more; the next start goes on bit for bit."""
     task, ranks = write_task(tmp_path), 2 if layout else 1
@@ -131,17 +120,16 @@ def test_it_looks_for_signals_while_answers_are_short(tmp_path: Path) -> None:
 
 def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int) -> None:
     """For the pool: a run that ends by SIGKILL in the middle of its step after `at` steps."""
-    training = begin(values)
-    step = training.engine.train_step
+    with begun(values) as (training, rollouts):
+        step = training.engine.train_step
 
-    def killed(*given: Any) -> Any:
-        if training.iteration == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return step(*given)
+        def killed(*given: Any) -> Any:
+            if training.iteration == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return step(*given)
 
-    training.engine.train_step = killed  # type: ignore[assignment, method-assign]
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    train(training, [rollouts.record], rollouts=rollouts)
+        training.engine.train_step = killed  # type: ignore[assignment, method-assign]
+        train(training, [rollouts.record], rollouts=rollouts)
 
 
 @pytest.mark.ends_processes

@@ -20,36 +20,31 @@ from megatron.tokenizer import build_tokenizer, with_vocabulary
 from megatron.training import train
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.rollouts.toy import WORDS, Seen, assert_same_steps, lines_of, rollouts_of, steps_of, whole_run, write_task
-from tests.training.runs import begin
+from tests.rollouts import toy
+from tests.rollouts.toy import Seen, assert_same_steps, begun, steps_of, whole_run, with_keys, write_task
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
+    "dp2": (2, {}), "tp2, sp": (2, {"model_parallel_size": 2, "sequence_parallel": True}),
     "pp2": (2, {"pipe_parallel_size": 2, "train_micro_batch_size_per_gpu": 4}),
     "zero3": (2, {"zero_optimization": {"stage": 3}}),
     "zero1, deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
     "zero3, deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
-}
+}  # fmt: skip
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo, kl": {"rl_loss_type": "grpo", "kl_div_beta": 0.05, "kl_impl": "k3"},
     "rloo, kl in reward": {"rl_loss_type": "rloo", "kl_div_beta": 0.05, "kl_impl": "kl", "rl_kl_in_reward": True},
     "reinforce, whole kl": {"rl_loss_type": "reinforce", "kl_div_beta": 0.05, "kl_impl": "full"},
     "dapo, two epochs": {"rl_loss_type": "dapo", "rollout.num_iterations": 2, "rollout.steps_per_generation": 2},
 }
-
-
 STEPS = {"grpo, kl": 2, "dapo, two epochs": 4}
-
-
-def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with keys changed, of sections by dotted path."""
-    values = {**task, "rollout": dict(task["rollout"])}
-    for change in changes:
-        for key, value in change.items():
-            section, _, name = key.rpartition(".")
-            (values[section] if section else values)[name] = value
-    return values
+LEARNERS: dict[str, dict[str, Any]] = {
+    "grpo": {"rl_loss_type": "grpo"},
+    "rloo": {"rl_loss_type": "rloo", "kl_div_beta": 0.01, "kl_impl": "kl", "rl_kl_in_reward": True},
+    "reinforce": {"rl_loss_type": "reinforce"},
+    "leave one out": {"rl_loss_type": "reinforce", "reinforce_leave_one_out": True},
+    "dapo": {"rl_loss_type": "dapo", "rl_epsilon_high": 0.28, "rollout.num_iterations": 2, "train_iters": 120},
+    "gspo": {"rl_loss_type": "gspo"}, "cispo": {"rl_loss_type": "cispo", "rl_epsilon_high": 5.0},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -75,29 +70,30 @@ def test_layouts_equal_one_process(cell: tuple[str, str], task: dict[str, Any], 
     assert_same_steps(run_ranks(steps_of, ranks, with_keys(task, LOSSES[loss], keys), STEPS[loss])[0], alone[loss])
 
 
+def in_two_ranks(values: dict[str, Any], steps: int = 3, close: float = 1e-6) -> Seen:
+    """The steps of one process, which those of two tensor ranks are."""
+    one, two = (run_ranks(steps_of, n, with_keys(values, {"model_parallel_size": n}), steps)[0] for n in (1, 2))
+    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=close)
+    return one
+
+
 @pytest.mark.parametrize("loss", ["rloo, kl in reward", "reinforce, whole kl"])
 def test_other_losses_in_two_ranks(loss: str, task: dict[str, Any]) -> None:
-    values = with_keys(task, LOSSES[loss])
-    one = run_ranks(steps_of, 1, values, 2)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}), 2)[0]
-    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-6)
-    assert one.metrics[-1]["kl"] != 0.0 and one.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    metrics = in_two_ranks(with_keys(task, LOSSES[loss]), 2).metrics
+    assert metrics[-1]["kl"] != 0.0 and metrics[0]["kl"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("layout", with_more(["tp2, sp", "pp2", "zero3"], product=["zero3"]))
 def test_exact_sampling_differs_by_nothing(layout: str, task: dict[str, Any]) -> None:
     ranks, keys = LAYOUTS[layout]
     values = with_keys(task, keys, {"rollout.exact": True, "rollout.temperature": 0.7})
-    for seen in run_ranks(steps_of, ranks, values, 2):
-        for metrics in seen.metrics:
-            assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
+    for metrics in (metrics for seen in run_ranks(steps_of, ranks, values, 2) for metrics in seen.metrics):
+        assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
 
 
 def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing(task: dict[str, Any]) -> None:
-    exact, ours = (
-        run_ranks(steps_of, 1, with_keys(task, {"rollout.exact": exact, "rollout.temperature": 0.7}))[0]
-        for exact in (True, False)
-    )
+    exact, ours = (run_ranks(steps_of, 1, with_keys(task, {"rollout.exact": exact, "rollout.temperature": 0.7}))[0]
+                   for exact in (True, False))  # fmt: skip
     assert all(metrics[f"{DIFFERENCE}_max"] == 0.0 for metrics in exact.metrics)
     assert all(0.0 < metrics[f"{DIFFERENCE}_max"] < 1e-4 for metrics in ours.metrics)
     assert ours.answers == exact.answers and ours.losses == pytest.approx(exact.losses, rel=1e-5, abs=1e-6)
@@ -105,25 +101,22 @@ def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing
 
 def with_stale_weights(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: a run whose sampler answers by the weights of its beginning."""
-    training = begin(values)
-    rollouts = rollouts_of(training)
-    sample, engine, old = rollouts.sampler, training.engine, training.engine.weights()
+    with begun(values) as (training, rollouts):
+        sample, engine, old = rollouts.sampler, training.engine, training.engine.weights()
 
-    def stale(asked: Any) -> Any:
-        now = {layer: {name: value.clone() for name, value in of.items()} for layer, of in engine.weights().items()}
-        engine.set_weights(old)
+        def stale(asked: Any) -> Any:
+            now = {layer: {name: value.clone() for name, value in of.items()} for layer, of in engine.weights().items()}
+            engine.set_weights(old)
+            try:
+                return sample(asked)
+            finally:
+                engine.set_weights(now)
+
+        rollouts.sampler = stale  # type: ignore[assignment]
         try:
-            return sample(asked)
-        finally:
-            engine.set_weights(now)
-
-    rollouts.sampler = stale  # type: ignore[assignment]
-    try:
-        train(training, [rollouts.record], rollouts=rollouts)
-    except LogprobDifferenceError as problem:
-        return f"{training.iteration}: {problem}"
-    finally:
-        rollouts.close()
+            train(training, [rollouts.record], rollouts=rollouts)
+        except LogprobDifferenceError as problem:
+            return f"{training.iteration}: {problem}"
     return "ended"
 
 
@@ -139,7 +132,7 @@ def test_a_step_whose_answers_are_all_cut_off_is_no_difference(task: dict[str, A
     values = with_keys(task, {"rl_mask_truncated": True, "rollout.max_completion_length": 1, "train_iters": 3})
     run_ranks(in_narrow_rows, 1, whole_run, {**values, "save": str(tmp_path / "run"), "checkpoint_factor": 3})
     assert (tmp_path / "run" / "global_step3").is_dir()
-    rows = [row["consumed_tokens"] for row in lines_of(tmp_path / "run", "metrics") if row["iteration"]]
+    rows = [row["consumed_tokens"] for row in toy.lines_of(tmp_path / "run", "metrics") if row["iteration"]]
     assert rows == [16 * 8, 32 * 8, 48 * 8]
 
 
@@ -179,59 +172,45 @@ def judge(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str
 
 def test_a_reward_model_judges_in_every_layout(task: dict[str, Any], judge: str) -> None:
     values = with_keys(task, {"reward_model": judge, "reward_weights": [1.0, 0.5]})
-    one = run_ranks(steps_of, 1, values, 2)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}), 2)[0]
-    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-6)
+    one = in_two_ranks(values, 2)
     alone = run_ranks(steps_of, 1, with_keys(values, {"reward_functions": None, "reward_weights": [2.0]}), 1)[0]
     assert alone.answers[0] == one.answers[0] and alone.metrics[0]["reward"] != one.metrics[0]["reward"]
-
-
-def judging(rank: int, world_size: int, values: dict[str, Any]) -> None:
-    """For the pool: a run up to its first step."""
-    training = begin(values)
-    rollouts_of(training).close()
-    training.engine.close()
 
 
 def test_a_reward_model_of_other_tokens_is_refused(task: dict[str, Any], tmp_path: Path) -> None:
     """HuggingFace's, of as many tokens."""
     config = transformers.LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_labels=1, eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len(toy.WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_labels=1, eos_token_id=0, pad_token_id=0)  # fmt: skip
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": toy.WORDS[0]}))
     tokens = json.loads(Path(task["vocab_file"]).read_text())
     values = with_keys(task, {"reward_model": str(tmp_path), "make_vocab_size_divisible_by": 1})
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))  # the same in other bytes
-    run_ranks(judging, 1, values)
-    tokens["model"]["vocab"] |= {"a": WORDS.index("b"), "b": WORDS.index("a")}
+    run_ranks(steps_of, 1, values, 0)
+    tokens["model"]["vocab"] |= {"a": toy.WORDS.index("b"), "b": toy.WORDS.index("a")}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     with pytest.raises(AssertionError, match="reward_model: .* another tokenizer .*vocab_file"):
-        run_ranks(judging, 1, values)
+        run_ranks(steps_of, 1, values, 0)
 
 
 def judged_by_a_damaged_model(rank: int, world_size: int, values: dict[str, Any], word: int) -> list[dict[str, Any]]:
     """For the pool: the lines and then the metrics of two steps, whose reward model has NaN for a word."""
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    assert rollouts.reward_model is not None
-    for name, weight in rollouts.reward_model.model.stage.named_parameters():
-        if "word_embeddings" in name:
-            weight.data[word] = torch.nan
-    train(training, [rollouts.record], rollouts=rollouts)
-    rollouts.close()
-    training.engine.close()
-    return [*lines_of(Path(values["save"])), *lines_of(Path(values["save"]), "metrics")]
+    with begun(values) as (training, rollouts):
+        assert rollouts.reward_model is not None
+        for name, weight in rollouts.reward_model.model.stage.named_parameters():
+            if "word_embeddings" in name:
+                weight.data[word] = torch.nan
+        train(training, [rollouts.record], rollouts=rollouts)
+    return [*toy.lines_of(Path(values["save"])), *toy.lines_of(Path(values["save"]), "metrics")]
 
 
 def test_scores_that_are_no_numbers_are_failures(task: dict[str, Any], judge: str, tmp_path: Path) -> None:
     """And so is what a function does not say; the run goes on, other rewards are there."""
-    keys: dict[str, Any] = {"reward_model": judge, "train_iters": 2, "save": str(tmp_path / "run")}
-    keys["checkpoint_factor"] = 2
-    keys["reward_functions"] = [task["reward_functions"][0].replace("wordy", name) for name in ("broken", "wordy")]
-    keys["rollout.shuffle"] = False
-    word = WORDS.index("b")
+    functions = [task["reward_functions"][0].replace("wordy", name) for name in ("broken", "wordy")]
+    keys = {"reward_model": judge, "reward_functions": functions, "rollout.shuffle": False, "train_iters": 2,
+            "save": str(tmp_path / "run"), "checkpoint_factor": 2}  # fmt: skip
+    word = toy.WORDS.index("b")
     rows = run_ranks(judged_by_a_damaged_model, 1, with_keys(task, keys), word)[0]
     lines, metrics = rows[:32], [row for row in rows[32:] if "train/reward" in row]
     for line in lines:
@@ -276,10 +255,8 @@ def test_sixteen_bit_runs_stay_below_the_bound(precision: str, task: dict[str, A
 
 def test_the_reference_of_adapters_is_the_model_without_them(task: dict[str, Any]) -> None:
     values = with_keys(task, {"lora": {"r": 4}, "kl_div_beta": 0.05, "kl_impl": "k3"})
-    one = run_ranks(steps_of, 1, values)[0]
-    two = run_ranks(steps_of, 2, with_keys(values, {"model_parallel_size": 2}))[0]
-    assert one.metrics[0]["kl"] == pytest.approx(0.0, abs=1e-7) and one.metrics[2]["kl"] > 1e-5
-    assert one.answers == two.answers and one.losses == pytest.approx(two.losses, rel=1e-5, abs=1e-7)
+    metrics = in_two_ranks(values, close=1e-7).metrics
+    assert metrics[0]["kl"] == pytest.approx(0.0, abs=1e-7) and metrics[2]["kl"] > 1e-5
 
 
 @pytest.mark.parametrize("layout", with_more(["tp2, sp", "pp2", "pp2, deepspeed"], "pp2, deepspeed", product=["pp2"]))
@@ -293,3 +270,18 @@ def test_rows_are_as_wide_as_the_longest_answer(layout: str, task: dict[str, Any
     found = run_ranks(in_narrow_rows, ranks, steps_of, with_keys(values, keys, engine, small), 4)[0]
     assert len({(3 + max(map(len, answers))) // 8 for answers in one.answers}) > 1, "rows of several widths"
     assert found.answers == one.answers and found.losses == pytest.approx(one.losses, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", with_more(LEARNERS, "grpo", product=LEARNERS.keys() - {"grpo"}))
+def test_rewards_alone_teach_sums(name: str, tmp_path: Path) -> None:
+    """More than in a control of the same seed, whose rewards are those of other answers; what is right is
+    read from the answers, since the rewards that the control sees are others'."""
+    after = {}
+    for function in ("right", "shuffled"):
+        (folder := tmp_path / function).mkdir()
+        own = {"rollout.num_generations": 8, "rollout.max_completion_length": 1}
+        own |= {"reward_functions": [f"{folder / 'rewards.py'}:{function}"], **LEARNERS[name]}
+        values = with_keys(write_task(folder, 3), toy.LEARNS, own)
+        _, after[function] = toy.learned(values, folder / "run", toy.is_right)
+    # Seen of grpo: 0.76 and 0.04
+    assert after["right"] > after["shuffled"] + (0.5 if name == "grpo" else 0.3), after

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,12 @@ from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts.stand_ins import StandIn, standing_in
 from tests.rollouts.test_resume import goes_on_bit_for_bit
-from tests.rollouts.test_rollouts import LAYOUTS, with_keys
-from tests.rollouts.toy import WORDS, Seen, lines_of, rollouts_of, steps_of, whole_run, write_task
-from tests.training.runs import LLAMA, begin
+from tests.rollouts.test_rollouts import LAYOUTS
+from tests.rollouts.toy import WORDS, Seen, begun, for_pairs, lines_of, steps_of, whole_run, with_keys, write_task
+from tests.training.runs import LLAMA
 
 MODEL = {**LLAMA, "rollout.temperature": 0.0, "make_vocab_size_divisible_by": 16}
+VLLM: dict[str, Any] = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
 STEPS = 3
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,19 +61,18 @@ def ours(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iter
     """Our server, a process of its own, which begins with other weights."""
     folder = tmp_path_factory.mktemp("server") / "model"
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
-        pad_token_id=None,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                                      num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=16,
+                                      rms_norm_eps=1e-5, bos_token_id=None, eos_token_id=0,
+                                      pad_token_id=None)  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer.json").write_bytes(Path(task["vocab_file"]).read_bytes())
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": WORDS[0]}))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port]
-    words += ["--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]
+    words = [sys.executable, str(ROOT / "tools" / "serve.py"), "--hf-model", str(folder), "--port", port,
+             "--set", "kv_cache_gb=0.05", "serve_weight_updates=true"]  # fmt: skip
     process = subprocess.Popen(words, env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""})
     server = Server(f"http://127.0.0.1:{port}", folder)
     wait_until(lambda: process.poll() is not None or server.is_up(), 400)
@@ -87,9 +88,8 @@ def with_server(task: dict[str, Any], server: Server | StandIn, folder: Path, **
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_our_server_trains_as_the_process_itself(
-    fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
-) -> None:
+def test_our_server_trains_as_the_process_itself(fetched: bool, task: dict[str, Any], in_process: Seen, ours: Server,
+                                                 tmp_path: Path) -> None:  # fmt: skip
     """By a folder, or fetched over HTTP from the trainer (serve_model_weights)."""
     values = with_server(task, ours, tmp_path, serve_model_weights=fetched, weight_server_port=0)
     seen = run_ranks(steps_of, 1, values, STEPS)[0]
@@ -116,8 +116,7 @@ def test_conversations_by_our_server(task: dict[str, Any], ours: Server, tmp_pat
 @pytest.mark.more
 def test_our_server_writes_pairs(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """For online DPO, also where they are asked for ahead."""
-    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
-    values = with_keys(own, {"train_impl": "dpo", "train_batch_size": 4, "rollout.temperature": 1.0})
+    values = for_pairs(task, {"train_batch_size": 4, "rollout.temperature": 1.0})
     for staleness in (0, 1):
         asked = with_server(values, ours, tmp_path / str(staleness), **{"rollout.staleness": staleness})
         seen = run_ranks(steps_of, 1, asked, STEPS)[0]
@@ -141,12 +140,10 @@ def test_our_server_keeps_its_weights_where_the_new_ones_are_none(ours: Server, 
 
 def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) -> None:
     """By stand-ins for both, of two runs that share a folder of weights."""
-    for api, text, update in (
-        ("vllm", "/v1/completions", "/collective_rpc"),
-        ("sglang", "/generate", "/update_weights_from_disk"),
-    ):
+    for api, text, update in (("vllm", "/v1/completions", "/collective_rpc"),
+                              ("sglang", "/generate", "/update_weights_from_disk")):  # fmt: skip
         with standing_in() as server:
-            changes = {"rollout.server_api": api, "rollout.logprob_bound": 0}
+            changes = {**VLLM, "rollout.server_api": api}
             seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 2)[0]
         assert all(answer[1:] == [0] for answers in seen.answers for answer in answers)
         paths = [path for path, _ in server.asked]
@@ -166,27 +163,20 @@ def test_what_vllm_and_sglang_are_asked(task: dict[str, Any], tmp_path: Path) ->
 
 def test_a_server_that_fails_in_passing_is_asked_again(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in(failures=2) as server:
-        changes = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **changes), 1)[0]
-    assert len(seen.answers[0]) == 16
-    assert [path for path, _ in server.asked].count("/v1/completions") == 18
+        seen = run_ranks(steps_of, 1, with_server(task, server, tmp_path, **VLLM), 1)[0]
+    assert len(seen.answers[0]) == 16 and [path for path, _ in server.asked].count("/v1/completions") == 18
 
 
-@pytest.mark.parametrize(
-    "api, changes, reason",
-    [
-        ("vllm", {"garbage": b"<html>"}, "POST /v1/completions: answered no JSON"),
-        ("vllm", {"garbage": b'{"choices": []}'}, "no answer with token_ids and logprobs.*vLLM 0.10.2 or later"),
-        ("sglang", {"garbage": b'{"meta_info": {}}'}, "no answer with output_token_logprobs"),
-        ("sglang", {"deaf": True, "version": "7"}, "answers by weights 7, and was given 0"),
-        ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 1 s"),
-        ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
-    ],
-    ids=["no json", "no tokens", "no log-probabilities", "other weights", "always 500", "other log-probabilities"],
-)
-def test_what_is_wrong_with_a_server_is_said(
-    api: str, changes: dict[str, Any], reason: str, task: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("api, changes, reason", [
+    ("vllm", {"garbage": b"<html>"}, "POST /v1/completions: answered no JSON"),
+    ("vllm", {"garbage": b'{"choices": []}'}, "no answer with token_ids and logprobs.*vLLM 0.10.2 or later"),
+    ("sglang", {"garbage": b'{"meta_info": {}}'}, "no answer with output_token_logprobs"),
+    ("sglang", {"deaf": True, "version": "7"}, "answers by weights 7, and was given 0"),
+    ("vllm", {"failures": 10_000}, "answered 500: out of memory, also after 1 s"),
+    ("vllm", {}, "step 1: the log-probabilities of sampler and trainer differ"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_server_is_said(api: str, changes: dict[str, Any], reason: str, task: dict[str, Any],
+                                             tmp_path: Path) -> None:  # fmt: skip
     with standing_in(**changes) as server:
         keys = {"rollout.server_api": api, "rollout.server_timeout_s": 1.0 if "failures" in changes else 100.0}
         said = run_ranks(outcome_of, 1, with_server(task, server, tmp_path, **keys))[0]
@@ -196,18 +186,16 @@ def test_what_is_wrong_with_a_server_is_said(
 
 def signalled_while_it_waits(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: a run that gets SIGTERM."""
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
-    assert rollouts.server_sampler is not None
-    wait = rollouts.server_sampler._waited_for
+    with begun(values) as (training, rollouts):
+        assert rollouts.server_sampler is not None
+        wait = rollouts.server_sampler._waited_for
 
-    def signalled(answers: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return wait(answers)
+        def signalled(answers: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return wait(answers)
 
-    rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
-    train(training, [rollouts.record], rollouts=rollouts)
-    rollouts.close()
+        rollouts.server_sampler._waited_for = signalled  # type: ignore[method-assign]
+        train(training, [rollouts.record], rollouts=rollouts)
 
 
 def test_a_signal_ends_waiting(task: dict[str, Any], tmp_path: Path) -> None:
@@ -230,30 +218,23 @@ def test_a_server_that_is_not_there_is_named(task: dict[str, Any], tmp_path: Pat
 
 def outcome_of(rank: int, world_size: int, values: dict[str, Any]) -> str:
     """For the pool: how a run of one step ends."""
-    training = begin(values)
     try:
-        rollouts = rollouts_of(training)
-        try:
+        with begun(values) as (training, rollouts):
             train(training, [rollouts.record], rollouts=rollouts)
-        finally:
-            rollouts.close()
     except UserError as problem:
         return str(problem)
     return "ended"
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"rollout.staleness": 1}, "rollout.staleness: "),
-        ({"serve_model_weights": True}, "serve_model_weights: "),
-        ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
-        ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
-        ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
-        ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),
-        ({"rollout.servers": ["http://a:1"], "rollout.sync": "x", "rollout.exact": True}, "rollout.exact: "),
-    ],
-)
+@pytest.mark.parametrize("changes, reason", [
+    ({"rollout.staleness": 1}, "rollout.staleness: "),
+    ({"serve_model_weights": True}, "serve_model_weights: "),
+    ({"rollout.servers": ["http://a:1"], "online_dataserver_ports": 1}, "says the same"),
+    ({"online_dataserver_ips": ["a", "b", "c"], "online_dataserver_ports": [1, 2]}, "as many hosts as ports"),
+    ({"rollout.servers": ["a:1"], "rollout.sync": "x"}, "expected http://HOST:PORT"),
+    ({"rollout.servers": ["http://a:1"]}, "rollout.sync: "),
+    ({"rollout.servers": ["http://a:1"], "rollout.sync": "x", "rollout.exact": True}, "rollout.exact: "),
+])  # fmt: skip
 def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: str, task: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         NeoXArgs.from_dict(with_keys(task, changes))
@@ -267,50 +248,44 @@ def test_gpt_neox_names_servers_by_hosts_and_ports(task: dict[str, Any]) -> None
     assert rollout_servers(NeoXArgs.from_dict(task)) == ()
 
 
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url) as file:
+        return file.read()
+
+
 def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
     """And what was damaged on the way does not come into our server."""
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(name.encode())
     files = {name: sha256(tmp_path / name) for name in ("config.json", "model.safetensors")}
-    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
-    try:
+    with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
         for version in range(3):
             server.offer(WeightUpdate(str(tmp_path), version, files), kept=2)
         url = server.url(2, ours.address)
-        with urllib.request.urlopen(f"{url}/manifest.json") as file:
-            assert json.loads(file.read()) == {"version": 2, "sha256": files}
-        with urllib.request.urlopen(f"{url}/config.json") as file:
-            assert file.read() == b"config.json"
-        secret = url.split("/")[3]
-        for other in (url.replace(secret, "x"), f"{url}/..", server.url(0, ours.address)):
+        assert json.loads(fetch(f"{url}/manifest.json")) == {"version": 2, "sha256": files}
+        assert fetch(f"{url}/config.json") == b"config.json"
+        for other in (url.replace(url.split("/")[3], "x"), f"{url}/..", server.url(0, ours.address)):
             with pytest.raises(urllib.error.HTTPError, match="404"):
-                urllib.request.urlopen(f"{other}/config.json")
+                fetch(f"{other}/config.json")
         (tmp_path / "model.safetensors").write_bytes(b"another")
         status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
         assert status == 400 and "damaged, or replaced" in reply["error"]["message"]
-    finally:
-        server.close()
     status, reply, _ = ours.post("/v1/update_weights", {"url": url, "version": 2, "sha256": files})
     assert status == 502 and "config.json cannot be fetched" in reply["error"]["message"]
 
 
 def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{}")
-    server = WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))
-    try:
+    with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
         server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
         for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
             url = server.url(0, address)
-            assert url.startswith(f"http://{host}:{server.port}/")
-            with urllib.request.urlopen(f"{url}/config.json") as reply:
-                assert reply.read() == b"{}"
+            assert url.startswith(f"http://{host}:{server.port}/") and fetch(f"{url}/config.json") == b"{}"
         with pytest.raises(ServerError, match="rollout.servers: http://no.such.host.invalid:80: "):
             server.url(0, "http://no.such.host.invalid:80")
         taken = NeoXArgs.from_dict(with_keys(task, {"weight_server_port": server.port}))
         with pytest.raises(ConfigError, match=f"weight_server_port: {server.port}: Address already in use"):
             WeightServer(taken)
-    finally:
-        server.close()
 
 
 def test_answers_are_asked_for_ahead(task: dict[str, Any], ours: Server, tmp_path: Path) -> None:
@@ -341,29 +316,25 @@ def test_servers_write_while_training_goes_on(task: dict[str, Any], tmp_path: Pa
 
 def weights_after_waiting(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
     """For the pool: the weights of five generations by version; the next two are there before their time."""
-    training = begin(values)
-    rollouts = rollouts_of(training)
-    batches, versions = iter(rollouts), []
-    for number in range(5):
-        step = next(batches)
-        assert rollouts._generation is not None and rollouts.server_sampler is not None
-        versions.append(rollouts._generation.weights)
-        assert rollouts._generation.old_logprobs is not None
-        ahead = rollouts.server_sampler._pending
-        assert sorted(ahead) == [number + 1, number + 2]
-        for future in ahead.values():
-            future.result(timeout=100)
-        training.engine.train_step(step, training.schedule(number))
-        training.progress.iteration += 1
-    rollouts.close()
-    training.engine.close()
+    with begun(values) as (training, rollouts):
+        batches, versions = iter(rollouts), []
+        for number in range(5):
+            step = next(batches)
+            assert rollouts._generation is not None and rollouts.server_sampler is not None
+            versions.append(rollouts._generation.weights)
+            assert rollouts._generation.old_logprobs is not None
+            ahead = rollouts.server_sampler._pending
+            assert sorted(ahead) == [number + 1, number + 2]
+            for future in ahead.values():
+                future.result(timeout=100)
+            training.engine.train_step(step, training.schedule(number))
+            training.progress.iteration += 1
     return versions
 
 
 @pytest.mark.parametrize("layout", with_more(["dp2", "tp2, sp", "pp2", "zero3"], "zero3", product=["tp2, sp", "pp2"]))
-def test_every_layout_gives_servers_the_same_weights(
-    layout: str, task: dict[str, Any], in_process: Seen, ours: Server, tmp_path: Path
-) -> None:
+def test_every_layout_gives_servers_the_same_weights(layout: str, task: dict[str, Any], in_process: Seen, ours: Server,
+                                                     tmp_path: Path) -> None:  # fmt: skip
     seen = run_ranks(steps_of, 2, with_server(task, ours, tmp_path, **LAYOUTS[layout][1]), STEPS)[0]
     assert seen.answers == in_process.answers
     assert seen.losses == pytest.approx(in_process.losses, rel=1e-5, abs=1e-6)
@@ -372,8 +343,7 @@ def test_every_layout_gives_servers_the_same_weights(
 
 def test_data_ranks_share_the_servers_out(task: dict[str, Any], tmp_path: Path) -> None:
     with standing_in() as one, standing_in() as other:
-        keys = {"rollout.server_api": "vllm", "rollout.logprob_bound": 0}
-        keys["rollout.servers"] = [one.address, other.address + "/"]
+        keys = {**VLLM, "rollout.servers": [one.address, other.address + "/"]}
         run_ranks(steps_of, 2, with_server(task, one, tmp_path, **keys), 1)
         for server in (one, other):
             paths = [path for path, _ in server.asked]

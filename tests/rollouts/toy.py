@@ -1,7 +1,8 @@
 """A task that a tiny model learns from rewards alone: the sum of two digits, a token an answer."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,27 +16,20 @@ from tests.pool import run_ranks
 from tests.training.runs import begin
 
 WORDS = ["<eod>", *map(str, range(10)), "+", "=", "a", "b", "c"]
-REWARDS = '''"""Rewards of the task."""
-
-
-def right(prompts, completions, answer, **columns):
+REWARDS = '''def right(prompts, completions, answer, **columns):
     """Whether the first word is the sum."""
     return [float(text.split()[:1] == [one]) for text, one in zip(completions, answer)]
-
 
 def shuffled(prompts, completions, completion_ids, answer, **columns):
     """Of another answer of the step: nothing to learn from."""
     values = right(prompts, completions, answer)
     return values[len(values) // 2 :] + values[: len(values) // 2]
 
-
 def wordy(prompts, completions, **columns):
     return [0.25 * len(text.split()) - 0.5 * text.split().count("a") for text in completions]
 
-
 def lengths(completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
-
 
 def broken(prompts, completions, answer, **columns):
     """Raises where the sum is 3."""
@@ -44,14 +38,10 @@ def broken(prompts, completions, answer, **columns):
     return right(prompts, completions, answer)
 '''
 
-ENVIRONMENT = '''"""Environments of the task."""
-
+ENVIRONMENT = """import os
 import random
 
-
-class Sums:
-    """A sum, then a word that is to be said again; half a point for each that is right."""
-
+class Sums:  # a sum, then a word that is to be said again; half a point for each that is right
     def reset(self, prompt, seed, answer, **columns):
         self.answers, self.random = [answer], random.Random(seed)
 
@@ -62,19 +52,13 @@ class Sums:
         self.answers.append(str(self.random.randrange(3)))
         return f" c {self.answers[1]} =", reward, False
 
-
-class Words(Sums):
-    """Two words, of which each is to be said again."""
-
+class Words(Sums):  # two words, of which each is to be said again
     def reset(self, prompt, seed, **columns):
         self.random = random.Random(seed)
         self.answers = [str(self.random.randrange(3))]
         return f" c {self.answers[0]} ="
 
-
-class Talk(Sums):
-    """Answers as a tool does, in a chat."""
-
+class Talk(Sums):  # answers as a tool does, in a chat
     def reset(self, prompt, seed, **columns):
         self.turns = 0
         return [{"role": "user", "content": "b"}]
@@ -83,27 +67,19 @@ class Talk(Sums):
         self.turns += 1
         return [{"role": "tool", "content": str(self.turns)}], 1.0 if "1" in completion else None, False
 
-
-class Deaf(Talk):
-    """Fails whatever is said."""
-
+class Deaf(Talk):  # fails whatever is said
     def reset(self, prompt, seed, **columns):
         self.turns = 0
         return [{"role": "tool", "content": "1"}]
 
-
-class Broken(Sums):
-    """Raises at some words, ends its process at others."""
-
+class Broken(Sums):  # raises at some words, ends its process at others
     def step(self, completion):
         if "7" in completion:
             raise ValueError("seven")
         if "8" in completion:
-            import os
-
             os._exit(1)
         return super().step(completion)
-'''
+"""
 
 
 def write_task(folder: Path, most: int = 5) -> dict[str, Any]:
@@ -139,51 +115,73 @@ class Seen(NamedTuple):
     weights: dict[int, dict[str, torch.Tensor]]
 
 
+def with_keys(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with keys changed, of sections by dotted path."""
+    values = {**task, "rollout": dict(task["rollout"])}
+    for change in changes:
+        for key, value in change.items():
+            section, _, name = key.rpartition(".")
+            (values[section] if section else values)[name] = value
+    return values
+
+
+def for_pairs(task: dict[str, Any], *changes: dict[str, Any]) -> dict[str, Any]:
+    """The task of online DPO."""
+    own = {key: value for key, value in task.items() if key not in ("rl_loss_type", "kl_div_beta")}
+    return with_keys({**own, "train_impl": "dpo"}, *changes)
+
+
 def rollouts_of(training: Training, folder: str | None = None) -> Rollouts:
     return Rollouts(training, None if folder is None else Path(folder), training.checkpointer.run_id)
 
 
+@contextmanager
+def begun(values: Mapping[str, Any], logs: bool = True) -> Iterator[tuple[Training, Rollouts]]:
+    """A run up to its first step, and its rollouts, which write beside its checkpoints."""
+    training = begin(values)
+    rollouts = rollouts_of(training, f"{values['save']}/logs" if logs and "save" in values else None)
+    try:
+        yield training, rollouts
+    finally:
+        rollouts.close()
+    training.engine.close()
+
+
 def steps_of(rank: int, world_size: int, values: Mapping[str, Any], steps: int = 3) -> Seen:
     """For the pool: some steps of a run, without its loop."""
-    training = begin(values)
-    rollouts = rollouts_of(training)
-    batches, answers, losses, norms, metrics = iter(rollouts), [], [], [], []
-    for number in range(steps):
-        step = next(batches)
-        assert rollouts._generation is not None
-        answers.append([answer.tokens for answer in rollouts._generation.answers])
-        result = training.engine.train_step(step, training.schedule(number))
-        training.progress.iteration += 1
-        losses.append(float(result.loss))
-        norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-        metrics.append({name: float(value) for name, value in result.metrics.items()})
-    rollouts.close()
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return Seen(answers, losses, norms, metrics, weights)
+    seen = Seen([], [], [], [], {})
+    with begun(values, logs=False) as (training, rollouts):
+        batches = iter(rollouts)
+        for number in range(steps):
+            step = next(batches)
+            assert rollouts._generation is not None
+            seen.answers.append([answer.tokens for answer in rollouts._generation.answers])
+            result = training.engine.train_step(step, training.schedule(number))
+            training.progress.iteration += 1
+            seen.losses.append(float(result.loss))
+            seen.norms.append(float(result.grad_norm))  # type: ignore[arg-type]
+            seen.metrics.append({name: float(value) for name, value in result.metrics.items()})
+        seen.weights.update(training.engine.weights(master=True))
+    return seen
 
 
 def whole_run(rank: int, world_size: int, values: Mapping[str, Any], stop_at: int | None = None) -> dict[int, Any]:
     """For the pool: a run with its loop and its files; the weights it ends with."""
-    training = begin(values)
-    rollouts = rollouts_of(training, f"{values['save']}/logs")
+    with begun(values) as (training, rollouts):
 
-    def until_stop():
-        for step in rollouts:
-            if training.iteration == stop_at:
-                raise KeyboardInterrupt
-            yield step
+        def until_stop():
+            for step in rollouts:
+                if training.iteration == stop_at:
+                    raise KeyboardInterrupt
+                yield step
 
-    try:
-        train(training, [rollouts.record], rollouts=until_stop())
-    except KeyboardInterrupt:
-        training.checkpointer.wait()  # what is written beside the steps is there when it is killed
-        return {}
-    finally:
-        rollouts.close()
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
+        try:
+            train(training, [rollouts.record], rollouts=until_stop())
+        except KeyboardInterrupt:
+            training.checkpointer.wait()  # what is written beside the steps is there when it is killed
+            return {}
+        weights = training.engine.weights(master=True)
+        return {layer: {name: value.clone() for name, value in of.items()} for layer, of in weights.items()}
 
 
 def lines_of(folder: Path, name: str = "rollouts") -> list[dict[str, Any]]:
@@ -200,10 +198,8 @@ def assert_same_steps(ours: Seen, reference: Seen) -> None:
         assert now == pytest.approx(then, rel=1e-4, abs=2e-6)
 
 
-LEARNS: dict[str, Any] = {
-    "num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50, "checkpoint_factor": 1000,
-    "optimizer": {"type": "Adam", "params": {"lr": 4e-3}},
-}  # fmt: skip
+LEARNS: dict[str, Any] = {"num_layers": 1, "train_batch_size": 64, "train_iters": 80, "log_interval": 50,
+                          "checkpoint_factor": 1000, "optimizer": {"type": "Adam", "params": {"lr": 4e-3}}}  # fmt: skip
 
 
 def learned(values: dict[str, Any], folder: Path, good: Callable[[dict[str, Any]], float]) -> list[float]:

@@ -21,13 +21,9 @@ from tests.pool import run_ranks
 
 VOCAB = 64
 VALUES = {**LLAMA, "max_position_embeddings": POSITIONS, "num_layers": 2}
-WAYS = [
-    SamplingParams(),
-    SamplingParams(1.5),
-    SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
-    SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
-    SamplingParams(3.0, min_p=0.05, presence_penalty=0.7),
-]
+WAYS = [SamplingParams(), SamplingParams(1.5), SamplingParams(2.0, top_k=6, repetition_penalty=1.3),
+        SamplingParams(1.0, top_p=0.8, frequency_penalty=0.4),
+        SamplingParams(3.0, min_p=0.05, presence_penalty=0.7)]  # fmt: skip
 
 
 def model_of(world_size: int = 1, **changes: Any) -> Model:
@@ -41,26 +37,27 @@ def requests_of(count: int, seed: int = 0, longest: int = 40) -> list[Request]:
     requests = []
     for i in range(count):
         tokens = beginning[: draws.choice([0, 16, 33, 40])] + draws.choices(range(2, 64), k=draws.randint(1, 25))
-        requests.append(
-            Request(
-                tokens, draws.choice(WAYS), draws.randint(1, longest), seed=i, stop=draws.choice([(), ("3", "+7")]),
-                logprobs=draws.choice([None, 0, 3]), prompt_logprobs=draws.random() < 0.2,
-            )
-        )  # fmt: skip
+        requests.append(Request(tokens, draws.choice(WAYS), draws.randint(1, longest), seed=i,
+                                stop=draws.choice([(), ("3", "+7")]), logprobs=draws.choice([None, 0, 3]),
+                                prompt_logprobs=draws.random() < 0.2))  # fmt: skip
     return requests
 
 
 def outcome(events: list[Event]) -> tuple:
-    """What a request became."""
     logprobs = [one for event in events for one in event.logprobs]
     read = [one.logprob for one in events[0].prompt_logprobs or () if one is not None]
-    return (
-        [token for event in events for token in event.tokens],
-        "".join(event.text for event in events),
-        [event.finish_reason for event in events if event.finish_reason is not None],
-        [[token for token, _ in one.top] for one in logprobs],
-        torch.tensor([one.logprob for one in logprobs] + read),
-    )
+    return ([token for event in events for token in event.tokens], "".join(event.text for event in events),
+            [event.finish_reason for event in events if event.finish_reason is not None],
+            [[token for token, _ in one.top] for one in logprobs],
+            torch.tensor([one.logprob for one in logprobs] + read))  # fmt: skip
+
+
+def outcomes(batcher: Batcher, *requests: list[Request]) -> list[tuple]:
+    """Of `answers`, which leave nothing behind."""
+    found = [outcome(events) for events in answers(batcher, *requests)]
+    assert batcher.blocks.free_blocks == batcher.blocks.total
+    assert sorted(batcher.scheduler.free_slots) == list(range(batcher.scheduler.maximum_rows))
+    return found
 
 
 def same(found: list[tuple], expected: list[tuple]) -> None:
@@ -90,9 +87,9 @@ REQUESTS = requests_of(18)
 def alone() -> list[tuple]:
     """Each by itself, without a cache."""
     model = model_of(recompute=True)
-    outcomes = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
-    assert {reason for one in outcomes for reason in one[2]} == {"stop", "length"}
-    return outcomes
+    found = [outcome(answers(Batcher(model, maximum_rows=1), [request])[0]) for request in REQUESTS]
+    assert {reason for one in found for reason in one[2]} == {"stop", "length"}
+    return found
 
 
 # A cache of 9 blocks holds the longest request and little more: rows are preempted all the time.
@@ -101,30 +98,24 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
     model = model_of()
     size = None if blocks is None else blocks * BLOCK_SIZE * model.stage.cache_bytes / 1e9
     batcher = Batcher(model, maximum_rows=rows, cache_gb=size)
-    assert blocks in (None, batcher.blocks.total)
+    assert batcher.blocks.total == (blocks or batcher.blocks.total) > 0
     preempted = preemptions(batcher)
     with chunked(chunk):
-        same([outcome(events) for events in answers(batcher, REQUESTS)], alone)
-        assert batcher.blocks.free_blocks == batcher.blocks.total > 0
-        # All that was read is known now.
-        same([outcome(events) for events in answers(batcher, REQUESTS[::-1])], alone[::-1])
-    assert batcher.blocks.free_blocks == batcher.blocks.total
+        same(outcomes(batcher, REQUESTS), alone)
+        same(outcomes(batcher, REQUESTS[::-1]), alone[::-1])  # all that was read is known now
     assert (sum(preempted) > 0) == (blocks is not None)
 
 
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:
     """For the pool: half of the requests come while the others run."""
-    batcher = Batcher(model_of(world_size, **layout), maximum_rows=9)
-    outcomes = [outcome(events) for events in answers(batcher, REQUESTS[:9], REQUESTS[9:])]
-    assert batcher.blocks.free_blocks == batcher.blocks.total
-    return outcomes
+    return outcomes(Batcher(model_of(world_size, **layout), maximum_rows=9), REQUESTS[:9], REQUESTS[9:])
 
 
 @pytest.mark.parametrize("name", with_more(["tp2 x pp2", "one process", "tp2", "pp2"], product=["tp2", "pp2"]))
 def test_in_every_layout_as_alone(name: str, alone: list[tuple]) -> None:
     ranks, layout = LAYOUTS[name]
-    for outcomes in run_ranks(everywhere, ranks, layout):
-        same(outcomes, alone)
+    for found in run_ranks(everywhere, ranks, layout):
+        same(found, alone)
 
 
 def test_no_mixture_leaks(alone: list[tuple]) -> None:
@@ -134,6 +125,11 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
     events: dict[int, list[Event]] = {}
     numbers: dict[int, int] = {}
     cancelled: set[int] = set()
+
+    def collect() -> None:
+        for event in batcher.step():
+            events.setdefault(event.id, []).append(event)
+
     for turn in range(150):
         if turn < 100:
             number = draws.randrange(len(REQUESTS))
@@ -145,11 +141,9 @@ def test_no_mixture_leaks(alone: list[tuple]) -> None:
             done = id in events and events[id][-1].finish_reason is not None
             batcher.cancel(id)
             cancelled |= set() if done else {id}
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
+        collect()
     while batcher.busy:
-        for event in batcher.step():
-            events.setdefault(event.id, []).append(event)
+        collect()
     assert batcher.blocks.free_blocks == batcher.blocks.total
     assert (batcher.running, batcher.waiting, batcher.step()) == (0, 0, [])
     assert events.keys() == numbers.keys() and 10 < len(cancelled) < 90
@@ -188,19 +182,16 @@ def test_beginnings_are_run_once() -> None:
     assert sum(seen) <= 64 - 48
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        (Request([]), "prompt is empty"),
-        (Request([3, 64]), "do not exist.* 0 to 63"),
-        (Request([-1]), "do not exist"),
-        (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
-        (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
-        (Request([3], maximum_tokens=0), "nothing is asked"),
-        (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
-        (Request([3], stop=("a",), text=False), "text is False"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "message"), [
+    (Request([]), "prompt is empty"),
+    (Request([3, 64]), "do not exist.* 0 to 63"),
+    (Request([-1]), "do not exist"),
+    (Request([3] * 66, maximum_tokens=64), " 66 .*maximum_tokens is 64; .* 128 "),
+    (Request([3] * 60, maximum_tokens=40), "cache holds 80"),
+    (Request([3], maximum_tokens=0), "nothing is asked"),
+    (Request([3], logprobs=65), "logprobs is 65: .* 0 to 64"),
+    (Request([3], stop=("a",), text=False), "text is False"),
+])  # fmt: skip
 def test_refused(request_: Request, message: str) -> None:
     model = model_of()
     batcher = Batcher(model, cache_gb=5 * BLOCK_SIZE * model.stage.cache_bytes / 1e9)
@@ -218,15 +209,6 @@ def test_an_automatic_size_is_told_and_a_cache_that_holds_nothing_refused() -> N
     size = f"{3 * POSITIONS * batcher.model.stage.cache_bytes / 1e9:.3g}"
     assert len(log_lines) == 1 and re.match(f"kv_cache_gb: auto chose {size}.* 384 tokens", log_lines[0])
     assert Batcher(model_of(), maximum_rows=3, tokens=100).blocks.total == 9
-
-
-def test_log_probabilities_of_a_prompt_alone() -> None:
-    (event,) = answers(Batcher(model_of()), [Request([5, 6, 7], maximum_tokens=0, prompt_logprobs=True)])[0]
-    assert (event.tokens, event.text, event.finish_reason) == ((), "", "length")
-    assert event.prompt_logprobs is not None and [one and one.token for one in event.prompt_logprobs] == [None, 6, 7]
-    whole = answers(Batcher(model_of()), [Request([5], maximum_tokens=1, logprobs=64)])[0][0].logprobs[0]
-    assert event.prompt_logprobs[1] is not None
-    assert event.prompt_logprobs[1].logprob == pytest.approx(dict(whole.top)[6], abs=1e-5)
 
 
 def test_a_text_ends_with_the_tokens_asked_for() -> None:

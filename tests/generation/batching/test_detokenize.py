@@ -8,8 +8,6 @@ from megatron.generation.batching.detokenize import IncrementalDetokenizer
 from megatron.tokenizer import CharLevelTokenizer, HFTokenizer
 from tests.generation.runs import TOKENIZER
 
-HALF = "\N{REPLACEMENT CHARACTER}"
-
 
 def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     """One a token, and what was held back; none after a stop string."""
@@ -21,13 +19,14 @@ def pieces(stream: IncrementalDetokenizer, tokens: list[int]) -> list[str]:
     return [*texts, stream.finish()]
 
 
-def test_text_comes_as_soon_as_its_characters_are_whole() -> None:
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize)
-    seen = ["".join(pieces(IncrementalDetokenizer(CharLevelTokenizer().detokenize), [])), ""]
-    for token in (*"aé€".encode(), 0xE2):
-        seen.append(seen[-1] + stream.add(token))
-    assert seen[2:] == ["a", "a", "aé", "aé", "aé", "aé€", "aé€"]
-    assert stream.finish() == HALF
+@pytest.mark.parametrize(("given", "stop", "texts", "rest"), [
+    ("aé€".encode() + b"\xe2", [], ["a", "", "é", "", "", "€", ""], "\N{REPLACEMENT CHARACTER}"), (b"", [], [], ""),
+    (b"xa", ["ab", "bcd"], ["x", ""], "a"), (b"bcaz", ["ab", "bcd"], ["", "", "bc", "az"], ""),
+])  # fmt: skip
+def test_text_comes_as_soon_as_it_can(given: bytes, stop: list[str], texts: list[str], rest: str) -> None:
+    """Once characters are whole, and nothing is held that begins no stop string."""
+    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
+    assert ([stream.add(byte) for byte in given], stream.finish()) == (texts, rest)
 
 
 def test_pieces_make_the_whole_text() -> None:
@@ -39,20 +38,11 @@ def test_pieces_make_the_whole_text() -> None:
         assert "".join(pieces(IncrementalDetokenizer(tokenizer.detokenize), tokens)) == tokenizer.detokenize(tokens)
 
 
-@pytest.mark.parametrize(
-    ("text", "stop", "expected"),
-    [
-        ("one.\n\nTwo", ["\n\n"], "one."),
-        ("one two three", ["three", "two"], "one "),
-        ("aaab", ["aab"], "a"),
-        ("aaaa", ["aab"], "aaaa"),
-        ("abc", ["abcd", "c"], "ab"),
-        ("STOP", ["STOP"], ""),
-        ("ends with ST", ["STOP"], "ends with ST"),
-        ("né€", ["€"], "né"),
-        ("plain", ["", "\n"], "plain"),
-    ],
-)
+@pytest.mark.parametrize(("text", "stop", "expected"), [
+    ("one.\n\nTwo", ["\n\n"], "one."), ("one two three", ["three", "two"], "one "), ("aaab", ["aab"], "a"),
+    ("aaaa", ["aab"], "aaaa"), ("abc", ["abcd", "c"], "ab"), ("STOP", ["STOP"], ""),
+    ("ends with ST", ["STOP"], "ends with ST"), ("né€", ["€"], "né"), ("plain", ["", "\n"], "plain"),
+])  # fmt: skip
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
     stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, stop)
     texts = pieces(stream, list(text.encode()))
@@ -60,10 +50,3 @@ def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
     assert stream.stopped == any(string in text for string in stop if string)
     for end in range(len(texts)):  # nothing was shown that a longer text takes back
         assert expected.startswith("".join(texts[:end]))
-
-
-def test_nothing_is_held_that_begins_no_stop_string() -> None:
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
-    assert [stream.add(byte) for byte in b"xabb"[:2]] == ["x", ""]
-    stream = IncrementalDetokenizer(CharLevelTokenizer().detokenize, ["ab", "bcd"])
-    assert [stream.add(byte) for byte in b"bcaz"] == ["", "", "bc", "az"]

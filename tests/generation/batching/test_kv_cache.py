@@ -20,7 +20,6 @@ from tests.pool import run_ranks
 PROMPTS = [[5, 3, 9, 9, 1, 2, 4], [7], [6, 1], [3, 8, 2] * 6, [3, 8, 2] * 6 + [4]]
 POSITIONS = 32  # of tests.model.stages.SMALL
 TO_COME = POSITIONS - max(map(len, PROMPTS))  # the longest text uses every position there is
-CHUNK = 5  # tokens of prompts a step, where prompts are read through the cache
 SAMPLINGS = (SamplingParams(), SamplingParams(2.0, top_k=9, top_p=0.95, repetition_penalty=1.1))
 
 
@@ -33,7 +32,6 @@ class Found(NamedTuple):
 
 @contextmanager
 def chunked(tokens: int) -> Iterator[None]:
-    """Prompts are read so many tokens a step."""
     before = batching._PREFILL
     batching._PREFILL = {"cpu": tokens}  # type: ignore[misc]
     try:
@@ -46,17 +44,16 @@ def logprobs_of(model: Model) -> list[Tensor]:
     """`[length - 1, vocab]` of each prompt: read in chunks, through the cache where there is one."""
     vocab = model.tokenizer.vocab_size
     requests = [Request(prompt, maximum_tokens=1, prompt_logprobs=True, logprobs=vocab) for prompt in PROMPTS]
-    with chunked(CHUNK):
+    with chunked(5):
         firsts = [events[0] for events in answers(Batcher(model), requests)]
     logprobs = []
     for event, prompt in zip(firsts, PROMPTS, strict=True):
-        reported = event.prompt_logprobs
-        assert reported is not None and reported[0] is None and [one.token for one in reported[1:] if one] == prompt[1:]
-        rows = [dict(one.top) for one in (*reported[1:], *event.logprobs) if one is not None]
+        assert event.prompt_logprobs is not None and event.prompt_logprobs[0] is None
+        reported = [one for one in event.prompt_logprobs[1:] if one is not None]
+        rows = [dict(one.top) for one in (*reported, *event.logprobs)]
         logprobs.append(torch.tensor([[row[i] for i in range(vocab)] for row in rows]))
-        assert [row[one.token] for row, one in zip(rows, reported[1:], strict=False) if one] == [
-            one.logprob for one in reported[1:] if one
-        ]
+        assert [one.token for one in reported] == prompt[1:]
+        assert [one.logprob for one in reported] == [row[token] for row, token in zip(rows, prompt[1:], strict=False)]
     return logprobs
 
 
@@ -73,7 +70,6 @@ def find_all(rank: int, world_size: int, layout: dict[str, Any]) -> dict[str, Fo
 
 @pytest.fixture(scope="module")
 def recomputed() -> dict[str, Found]:
-    """Without a cache, in one process."""
     outputs = {name: find({**values, "recompute": True}) for name, values in UNTIED.items()}
     lengths = [{len(tokens) for run in outputs[name].texts for tokens, _ in run} for name in UNTIED]
     assert min(map(len, lengths)) > 1 and TO_COME in set.union(*lengths), "rows must end at different times"
@@ -81,10 +77,9 @@ def recomputed() -> dict[str, Found]:
     return outputs
 
 
-@pytest.mark.parametrize(
-    "name",  # "dp2" runs one process twice
-    with_more([name for name in LAYOUTS if name != "dp2"], "tp2+sp", product=["tp2", "pp2", "tp2 x pp2"]),
-)
+# "dp2" runs one process twice.
+@pytest.mark.parametrize("name", with_more([x for x in LAYOUTS if x != "dp2"], "tp2+sp",
+                                           product=["tp2", "pp2", "tp2 x pp2"]))  # fmt: skip
 def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, Found]) -> None:
     ranks, layout = LAYOUTS[name]
     for outputs in run_ranks(find_all, ranks, layout):
@@ -98,10 +93,9 @@ def test_cache_changes_no_token_in_any_layout(name: str, recomputed: dict[str, F
 def test_bf16(name: str) -> None:
     """Of states too, which are fp32 beside 16-bit weights, or as they are."""
     values = {**UNTIED[name], "precision": "bfloat16"}
-    exact, rounded, cached = (
-        logprobs_of(random_model({**values, **changes}))
-        for changes in ({"precision": "fp32", "recompute": True}, {"recompute": True}, {})
-    )
+    exact, rounded, cached = (logprobs_of(random_model({**values, **changes})) for changes in (
+        {"precision": "fp32", "recompute": True}, {"recompute": True}, {},
+    ))  # fmt: skip
     # The cache may move a log-probability as far as bf16 itself does, no further.
     error = max(float((a - b).abs().max()) for a, b in zip(rounded, exact, strict=True))
     assert max(float((a - b).abs().max()) for a, b in zip(cached, exact, strict=True)) < 1.5 * error

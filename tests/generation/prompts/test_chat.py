@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.prompts.chat import find_template
+from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.errors import APIError
 from megatron.generation.serving.request_parsing import RequestParser
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -16,23 +16,23 @@ from megatron.tokenizer import HFTokenizer
 from tests.data.preprocessing.chat_tokenizers import CHATML, LLAMA3, PLAIN, fast_tokenizer
 from tests.generation.serving.server import FOLDER, SHAPE
 
-MESSAGES = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What does the lantern cost?"},
-    {"role": "assistant", "content": "Nine coins."},
-    {"role": "user", "content": "And in a storm?"},
-]
-LLAMA3_TOKENS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"}
-CASES = {
-    "chatml": (CHATML, {}, ["<|endoftext|>", "<|im_end|>"]),
-    "chatml of a base model": (CHATML, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>", "<|im_end|>"]),
-    "llama 3": (LLAMA3, LLAMA3_TOKENS, ["<|endoftext|>", "<|eot_id|>"]),
-    "no token of its own": (PLAIN, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"]),
-}
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What does the lantern cost?"},
+            {"role": "assistant", "content": "Nine coins."},
+            {"role": "user", "content": "And in a storm?"}]  # fmt: skip
+CASES = {"chatml": (CHATML, {}, ["<|endoftext|>", "<|im_end|>"]),
+         "chatml of a base model": (CHATML, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>", "<|im_end|>"]),
+         "llama 3": (LLAMA3, {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+                     ["<|endoftext|>", "<|eot_id|>"]),
+         "no token of its own": (PLAIN, {"eos_token": "<|endoftext|>"}, ["<|endoftext|>"])}  # fmt: skip
 
 
 def args_of(folder: Path, **values: object) -> NeoXArgs:
     return NeoXArgs.from_dict({**SHAPE, "vocab_file": str(folder), "load": str(folder / "none"), **values})
+
+
+def template_of(folder: Path, text: str) -> ChatTemplate:
+    (folder / "chat.jinja").write_text(text)
+    return find_template(args_of(FOLDER, chat_template=str(folder / "chat.jinja")), HFTokenizer(FOLDER))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -54,27 +54,23 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ messages[0]['content'] }}|")
-    tokenizer = HFTokenizer(FOLDER)
-    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), tokenizer)
+    template = template_of(tmp_path, "{{ messages[0]['content'] }}|")
     assert template.render(MESSAGES) == "Be brief.|" and template.source == str(tmp_path / "chat.jinja")
     with pytest.raises(ConfigError, match="chat_template: .*no.jinja: "):
-        find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), tokenizer)
+        find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), HFTokenizer(FOLDER))
 
 
 def test_older_places(tmp_path: Path) -> None:
     """Templates in tokenizer_config.json, one or several by name; with the model that is loaded."""
     hf = transformers.AutoTokenizer.from_pretrained(FOLDER)
     tokenizer = HFTokenizer(FOLDER)
-    plain = tmp_path / "plain"
-    plain.mkdir()
+    (plain := tmp_path / "plain").mkdir()
     (plain / "tokenizer.json").write_bytes((FOLDER / "tokenizer.json").read_bytes())
     several = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": hf.chat_template}]
     for template in (hf.chat_template, several):
         (tmp_path / "config.json").write_text("{}")
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-        chat_template = find_template(args_of(plain, load=str(tmp_path)), tokenizer)
-        assert chat_template.text == hf.chat_template
+        assert find_template(args_of(plain, load=str(tmp_path)), tokenizer).text == hf.chat_template
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no chat template .*vocab_file"):
         find_template(args_of(plain, load=str(tmp_path)), tokenizer)
@@ -96,35 +92,31 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
         "{% for c in m.tool_calls %}{{ c.function.name }}({{ c.function.arguments.of }}){% endfor %}{% endif %}"
         "{{ '\\n' }}{% endfor %}"
     )
-    (tmp_path / "chat.jinja").write_text(text)
-    (tmp_path / "deaf.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    )
+    deaf = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     tokenizer = HFTokenizer(FOLDER)
 
-    def prompt(name: str, messages: list[dict[str, object]]) -> str:
-        chat = find_template(args_of(FOLDER, chat_template=str(tmp_path / name)), tokenizer)
+    def prompt(template: str, messages: list[dict[str, object]]) -> str:
+        chat = template_of(tmp_path, template)
         body = json.dumps({"model": "m", "messages": messages, "max_tokens": 4})
         asked = RequestParser(("m",), tokenizer, 4096, (0,), chat).chat_completion(body.encode())
         return tokenizer.detokenize(asked.requests[0].tokens)
 
     rendered = "[user] What does the lantern cost?\n[assistant] price(lantern)\n[tool] Nine coins.\n"
-    assert prompt("chat.jinja", CALLED) == rendered
+    assert prompt(text, CALLED) == rendered
     broken = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
-    for name, messages, facts in (
-        ("deaf.jinja", CALLED, "leaves out messages of role tool"),
-        ("deaf.jinja", [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], "role developer"),
-        ("chat.jinja", [CALLED[0], broken], "tool call f .*JSON"),
+    for template, messages, facts in (
+        (deaf, CALLED, "leaves out messages of role tool"),
+        (deaf, [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], "role developer"),
+        (text, [CALLED[0], broken], "tool call f .*JSON"),
     ):
         with pytest.raises(APIError, match=facts):
-            prompt(name, messages)
+            prompt(template, messages)
 
 
 def test_a_template_without_end_is_stopped_in_every_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.data.preprocessing.time_limit.RENDER_SECONDS", 0.2)
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"  # hours
-    (tmp_path / "chat.jinja").write_text(endless)
-    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    template = template_of(tmp_path, endless)
     with ThreadPoolExecutor(1) as pool:
         for ask in (template.tokens, lambda messages: pool.submit(template.tokens, messages).result()):
             with pytest.raises(RequestError, match=r"0.2 s.*chat.jinja\)"):
@@ -132,8 +124,7 @@ def test_a_template_without_end_is_stopped_in_every_thread(tmp_path: Path, monke
 
 
 def test_what_a_template_refuses(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{{ raise_exception('roles must alternate') }}")
-    template = find_template(args_of(FOLDER, chat_template=str(tmp_path / "chat.jinja")), HFTokenizer(FOLDER))
+    template = template_of(tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(RequestError, match="refuses .*: roles must alternate"):
         template.tokens(MESSAGES)
     assert template.stop_token_ids == (0,)

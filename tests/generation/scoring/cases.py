@@ -48,9 +48,8 @@ def logits_after(model: Model, tokens: list[int], first: int) -> Tensor:
     return logits[first - 1 :, 0, :COLUMNS]
 
 
-def one_by_one(
-    model: Any, requests: list[ScoreRequest], logits_of: Callable[[Any, list[int], int], Tensor] = logits_after
-) -> list[ContinuationScore]:
+def one_by_one(model: Any, requests: list[ScoreRequest],
+               logits_of: Callable[..., Tensor] = logits_after) -> list[ContinuationScore]:  # fmt: skip
     """Each as a text of its own, in one process."""
     scores = []
     for context, continuation in requests:

@@ -1,7 +1,7 @@
 """Scores of continuations against transformers and whole texts run one by one; the work that they take."""
 
 import math
-from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,9 +24,8 @@ from tests.marks import with_more
 from tests.model.stages import stage_with
 from tests.pool import run_ranks
 
-IN_TEST = (
-    "gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2", "mixtral",
-)  # fmt: skip
+IN_TEST = ("gpt_neox", "gpt 2", "llama dynamic", "gemma 2", "gemma 3", "phi 3 long", "ministral 3", "cohere 2",
+           "mixtral")  # fmt: skip
 MORE = ("mistral", "smollm 3 windows", "qwen 2 moe windows", "gpt oss", "nemotron h")
 CONTEXT, CHOICES = [5, 3, 9, 9, 1, 2, 14], [[4, 4, 8], [7, 1, 6, 6], [2], [7, 9]]
 
@@ -56,10 +55,8 @@ def whole_texts() -> dict[str, list[ContinuationScore]]:
     return {name: one_by_one(model, some_requests(COLUMNS, model.positions)) for name, model in models.items()}
 
 
-@pytest.mark.parametrize(
-    "name",
-    with_more([name for name in LAYOUTS if name != "tp2+sp"], product=["tp2", "pp2"]),  # inference is without that one
-)
+# Inference is without sequence parallelism.
+@pytest.mark.parametrize("name", with_more([x for x in LAYOUTS if x != "tp2+sp"], product=["tp2", "pp2"]))
 def test_in_every_layout(name: str, whole_texts: dict[str, list[ContinuationScore]]) -> None:
     ranks, layout = LAYOUTS[name]
     names = [model for model in UNTIED if ranks == 1 or model in ("llama", "window", "moe", "hybrid", "dynamic hybrid")]
@@ -80,16 +77,12 @@ def counted(model: Model, requests: list[ScoreRequest], **options: Any) -> tuple
     """Tokens that went through the blocks, and through the head."""
     blocks, head = [], []
     layers = model.stage.layers
-    hooks = [
-        layers["0"].register_forward_pre_hook(lambda _, inputs: blocks.append(inputs[0].numel())),
-        layers[str(model.stage.specs[-1].index)].register_forward_pre_hook(
-            lambda _, inputs: head.append(inputs[0].shape[0] * inputs[0].shape[1])
-        ),
-    ]
+    hooks = [layers[str(layer)].register_forward_pre_hook(lambda _, inputs, seen=seen: seen.append(inputs[0].shape[:2]))
+             for layer, seen in ((0, blocks), (model.stage.specs[-1].index, head))]  # fmt: skip
     score(model, requests, **options)
     for hook in hooks:
         hook.remove()
-    return sum(blocks), sum(head)
+    return sum(map(math.prod, blocks)), sum(map(math.prod, head))
 
 
 def test_a_context_is_run_once() -> None:
@@ -135,9 +128,8 @@ def test_the_longest_are_run_first() -> None:
     done: list[int] = []
     score(model, some_requests(COLUMNS, model.positions), batch_size=3, on_progress=done.append)
     hook.remove()
-    plain = [width for rows, width in widths]
     assert max(rows for rows, _ in widths) == 3
-    turns = sum(b > a for a, b in zip(plain, plain[1:], strict=False))
+    turns = sum(b > a for (_, a), (_, b) in pairwise(widths))
     assert turns == 1, "branched rows, then the others"
     assert done == sorted(done) and done[-1] == len(some_requests(COLUMNS, model.positions)) and len(set(done)) > 4
 
@@ -175,8 +167,7 @@ def test_too_long_requests() -> None:
     assert_same([cut], one_by_one(model, [(long[9:], [7, 8])]))
     kept, *skipped = score(model, requests, overlong="skip")
     assert_same([kept], one_by_one(model, [short]))
-    assert [skipped_score.skipped for skipped_score in skipped] == [True, True]
-    assert skipped[0].logprobs == [-math.inf] * 2
+    assert [one.skipped for one in skipped] == [True, True] and skipped[0].logprobs == [-math.inf] * 2
 
 
 def test_no_requests_and_empty_ones() -> None:
@@ -193,10 +184,8 @@ def test_no_requests_and_empty_ones() -> None:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 17, 30])
 def test_rolling_windows(length: int) -> None:
-    """Against lm-eval's."""
     utils = pytest.importorskip("lm_eval.utils")
     tokens = list(range(100, 100 + length))
-    lm_eval_windows: Sequence[Any] = list(
-        map(utils.make_disjoint_window, utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1))
-    )
-    assert rolling_windows(tokens, 5, 8) == [(list(context), list(targets)) for context, targets in lm_eval_windows]
+    theirs = utils.get_rolling_token_windows(tokens, 5, max_seq_len=8, context_len=1)
+    expected = [tuple(map(list, utils.make_disjoint_window(window))) for window in theirs]
+    assert rolling_windows(tokens, 5, 8) == expected

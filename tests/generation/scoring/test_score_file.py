@@ -22,19 +22,16 @@ from megatron.generation.scoring import score_file
 from megatron.tokenizer import HFTokenizer
 from tests.generation.runs import LAYOUTS, command
 from tests.generation.runs import lines as rows
+from tests.generation.runs import run_script as run
 from tests.generation.serving.server import FOLDER, NAME, make_model
 from tests.pool import run_ranks
 
 POSITIONS = 48
 LONG = "It is a truth universally acknowledged, that a single man in possession of a good fortune. " * 4
-LINES: list[dict[str, str]] = [
-    {"text": "one two three"},
-    {"prompt": "The sky is", "completion": " blue and far"},
-    {"text": LONG},
-    {"prompt": "", "completion": "a beginning"},
-    {"prompt": "The sky is ", "completion": "green"},
-    {"prompt": LONG, "completion": " That is all."},
-]
+LINES: list[dict[str, str]] = [{"text": "one two three"}, {"prompt": "The sky is", "completion": " blue and far"},
+                               {"text": LONG}, {"prompt": "", "completion": "a beginning"},
+                               {"prompt": "The sky is ", "completion": "green"},
+                               {"prompt": LONG, "completion": " That is all."}]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,32 +41,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / NAME
 
 
-@cache
-def reference(model: Path) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(model).eval()
+reference = cache(transformers.AutoModelForCausalLM.from_pretrained)
 
 
 def expected(model: Path, context: list[int], tokens: list[int]) -> list[float]:
     """Log-probabilities of the tokens under transformers, read in the windows that lm-eval reads."""
-    reference_model = reference(model)
     whole, logprobs = context + tokens, []
     for i in range(len(tokens)):
         end = len(context) + i
         # All before it, or what its window leaves: windows end where POSITIONS tokens are predicted.
-        if len(context) == 1:
-            first = i - i % POSITIONS
-            last = min(first + POSITIONS, len(tokens))
-            begin = 0 if first == 0 else last - POSITIONS
-        else:
-            begin = max(0, len(whole) - 1 - POSITIONS)
+        last = min(i - i % POSITIONS + POSITIONS, len(tokens))
+        begin = max(0, (last if len(context) == 1 else len(whole) - 1) - POSITIONS)
         with torch.no_grad():
-            logits = reference_model(torch.tensor([whole[begin:end]])).logits[0, -1]
+            logits = reference(model)(torch.tensor([whole[begin:end]])).logits[0, -1]
         logprobs.append(float(logits.double().log_softmax(-1)[whole[end]]))
     return logprobs
-
-
-def run(ranks: int, *words: str) -> tuple[int, str, str]:
-    return run_ranks(command, ranks, words, init=False)[0]
 
 
 def argv(model: Path, folder: Path, kind: str, *more: str) -> list[str]:
@@ -80,21 +66,16 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     """No file of configuration: a HuggingFace folder, in one process and on four ranks."""
     given = tmp_path / "in.jsonl"
     given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n")
-    code, out, err = run(1, *argv(model, tmp_path, "score", "-i", str(given)))
-    assert code == 0, err
-    assert f"6 lines of scores are in {given}.scores.jsonl" in out
+    code, out, err = run(*argv(model, tmp_path, "score", "-i", str(given)))
+    assert code == 0 and f"6 lines of scores are in {given}.scores.jsonl" in out, err
     scores = rows(Path(f"{given}.scores.jsonl"))
     tokenizer = HFTokenizer(FOLDER)
     begin, texts = [tokenizer.eod], [line.get("prompt", "") + line.get("completion", "") for line in LINES]
     sky, long = tokenizer.tokenize("The sky is"), tokenizer.tokenize(LONG.rstrip())
-    requests = [
-        (begin, tokenizer.tokenize(LINES[0]["text"])),
-        (sky, tokenizer.tokenize(texts[1])[len(sky) :]),
-        (begin, tokenizer.tokenize(LONG)),
-        (begin, tokenizer.tokenize(texts[3])),
-        (sky, tokenizer.tokenize(texts[4])[len(sky) :]),
-        (long, tokenizer.tokenize(texts[5])[len(long) :]),
-    ]
+    requests = [(begin, tokenizer.tokenize(LINES[0]["text"])), (sky, tokenizer.tokenize(texts[1])[len(sky) :]),
+                (begin, tokenizer.tokenize(LONG)), (begin, tokenizer.tokenize(texts[3])),
+                (sky, tokenizer.tokenize(texts[4])[len(sky) :]),
+                (long, tokenizer.tokenize(texts[5])[len(long) :])]  # fmt: skip
     assert len(requests[2][1]) > 2 * POSITIONS
     for row, (context, tokens) in zip(scores, requests, strict=True):
         assert row["tokens"] == tokens
@@ -108,7 +89,7 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
 
     ranks, layout = LAYOUTS["tp2 x pp2"]
     more = [f"{key}={value}" for key, value in layout.items()] + ["-o", f"{tmp_path}/four.jsonl"]
-    assert run(ranks, *argv(model, tmp_path, "score", *more, "-i", str(given)))[0] == 0
+    assert run(*argv(model, tmp_path, "score", *more, "-i", str(given)), ranks=ranks)[0] == 0
     for one, four in zip(scores, rows(tmp_path / "four.jsonl"), strict=True):
         assert one["tokens"] == four["tokens"] and one["greedy"] == four["greedy"]
         assert four["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
@@ -116,43 +97,36 @@ def test_lines_in_and_out(model: Path, tmp_path: Path) -> None:
     import_hf(HFFolder(model), tmp_path / "imported")
     words = [str(tmp_path / "imported/global_step0/configs/hf_model.yml"), "--set", f"vocab_file={FOLDER}"]
     words += ["tokenizer_type=HFTokenizer", "text_gen_type=score", f"load={tmp_path}/imported", f"log_dir={tmp_path}/l"]
-    code, _, err = run(1, *words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")
-    assert code == 0, err
+    assert run(*words, "-i", str(given), "-o", f"{tmp_path}/imported.jsonl")[0] == 0
     for one, same in zip(scores, rows(tmp_path / "imported.jsonl"), strict=True):
         assert same["logprobs"] == pytest.approx(one["logprobs"], abs=2e-5)
-    left = sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("."))
-    assert not left, "nothing unfinished stays"
+    assert not list(tmp_path.glob(".*")), "nothing unfinished stays"
 
 
 def killed(rank: int, world_size: int, words: list[str], chunks: int) -> None:
     """For the pool: generate.py that ends without warning while it writes."""
     score_file._LINES_AT_ONCE, precomputing._TOKENS_AT_ONCE = 2, 64  # type: ignore[misc] # a throw-away fork
-    left = [chunks]
+    real, calls = scoring.score, []
 
     class Kill(BaseException):
         pass
 
-    def dying(real: Any) -> Any:
-        def call(*args: Any, **more: Any) -> Any:
-            if left[0] == 0:
-                raise Kill
-            left[0] -= 1
-            return real(*args, **more)
+    def dying(*args: Any, **more: Any) -> Any:
+        calls.append(args)
+        if len(calls) > chunks:
+            raise Kill
+        return real(*args, **more)
 
-        return call
-
-    scoring.score = dying(scoring.score)
-    try:
-        raise AssertionError(f"it came to its end: {command(rank, world_size, words)}")
-    except Kill:
-        return
+    scoring.score = dying
+    with pytest.raises(Kill):
+        command(rank, world_size, words)
 
 
 def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     given = tmp_path / "in.jsonl"
     given.write_text("\n".join(json.dumps(line) for line in LINES) + "\n\n")
     whole, words = Path(f"{given}.scores.jsonl"), argv(model, tmp_path, "score", "-i", str(given))
-    assert run(1, *words)[0] == 0
+    assert run(*words)[0] == 0
     at_once = rows(whole)
     whole.unlink()
     run_ranks(killed, 1, words, 2, init=False)
@@ -160,38 +134,33 @@ def test_an_interrupted_file_goes_on(model: Path, tmp_path: Path) -> None:
     assert len(rows(growing)) == 4 and not whole.exists()
     with open(growing, "a") as file:
         file.write('{"tokens": [1')
-    code, out, _ = run(1, *words)
-    assert code == 0 and "going on after 4 of 6 lines" in out
-    assert not growing.exists()
+    code, out, _ = run(*words)
+    assert code == 0 and "going on after 4 of 6 lines" in out and not growing.exists()
     for one, other in zip(rows(whole), at_once, strict=True):
         assert one["tokens"] == other["tokens"] and one["message"] == other["message"]
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-5)  # of other batches
     # Another input, or another model, has nothing to do with what was begun.
     run_ranks(killed, 1, words, 1, init=False)
     given.write_text(json.dumps(LINES[1]) + "\n")
-    code, out, _ = run(1, *words)
+    code, out, _ = run(*words)
     assert code == 0 and "going on" not in out and len(rows(whole)) == 1
     assert not list(tmp_path.glob(".*.partial"))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": 3}\n', 'in.jsonl:2: expected {"text": '),
-        ("[1]\n", "in.jsonl:1: expected"),
-        ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
-        ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
-        ("hello\n", "in.jsonl:1: not JSON"),
-        ("\n\n", "in.jsonl: holds no lines"),
-        (None, "in.jsonl: No such file"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ('{"text": "a"}\n{"text": 3}\n', 'in.jsonl:2: expected {"text": '),
+    ("[1]\n", "in.jsonl:1: expected"),
+    ('{"prompt": "a"}\n', "in.jsonl:1: expected"),
+    ('{"prompt": "a", "completion": ""}\n', "in.jsonl:1: completion is empty"),
+    ("hello\n", "in.jsonl:1: not JSON"),
+    ("\n\n", "in.jsonl: holds no lines"),
+    (None, "in.jsonl: No such file"),
+])  # fmt: skip
 def test_bad_lines(content: str | None, message: str, model: Path, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / "in.jsonl").write_text(content)
-    code, _, err = run(1, *argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
-    assert code == 1 and message in err and "sample_input_file" in err
-    assert len(err.splitlines()) == 1
+    code, _, err = run(*argv(model, tmp_path, "score", "-i", str(tmp_path / "in.jsonl")))
+    assert code == 1 and message in err and "sample_input_file" in err and len(err.splitlines()) == 1
     assert not list(tmp_path.glob("*scores*"))
 
 
@@ -211,16 +180,13 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
     """Beside pairs, as training reads them; more tokens than positions in windows; goes on after a kill."""
     pos, neg = random_documents(0, 9, 30, 1, 100, 0, 47, 49, 5), random_documents(1, 7, 8, 1, 3, 0, 40, 13, 11)
     paths = write(tmp_path / "pos", pos), write(tmp_path / "neg", neg)
-    words = argv(
-        model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise",
-        "train_impl=dpo", "pack_impl=unpacked",
-        f"pos_train_data_paths=[{paths[0]}]", f"neg_train_data_paths=[{paths[1]}]",
-    )  # fmt: skip
+    words = argv(model, tmp_path, "precompute", "precompute_model_name=base", "dataset_impl=pairwise", "train_impl=dpo",
+                 "pack_impl=unpacked", f"pos_train_data_paths=[{paths[0]}]",
+                 f"neg_train_data_paths=[{paths[1]}]")  # fmt: skip
     run_ranks(killed, 2, words, 2, init=False)
     assert not (tmp_path / "pos_base.idx").exists()
-    code, out, err = run(2, *words)
-    assert code == 0, err
-    assert "going on after 4 of 7 documents" in out
+    code, out, err = run(*words, ranks=2)
+    assert code == 0 and "going on after 4 of 7 documents" in out, err
     for name, documents in (("pos", pos), ("neg", neg)):
         logprobs, data = IndexedDataset(tmp_path / f"{name}_base"), IndexedDataset(tmp_path / name)
         check_reference(logprobs, data)  # as training does
@@ -232,11 +198,11 @@ def test_precomputed_references(model: Path, tmp_path: Path) -> None:
             np.testing.assert_allclose(values[1:], expected(model, tokens[:1], tokens[1:]), atol=1e-4)
     assert not list(tmp_path.glob(".*"))
 
-    code, out, _ = run(1, *words)
+    code, out, _ = run(*words)
     assert code == 0 and "pos_base: is there already" in out
     assert json.loads((tmp_path / "pos_base.precompute.json").read_text()).keys() == {"stamp"}, "as sets of before"
     data_path(tmp_path / "pos").touch()
-    code, _, err = run(1, *words)
+    code, _, err = run(*words)
     assert code == 1 and f"{index_path(tmp_path / 'pos_base')}: is there already" in err
-    code, _, err = run(1, *argv(model, tmp_path, "precompute"))
+    code, _, err = run(*argv(model, tmp_path, "precompute"))
     assert code == 1 and "precompute_model_name: is required" in err

@@ -46,15 +46,25 @@ def make_model(folder: Path, positions: int = POSITIONS) -> transformers.LlamaFo
     return model
 
 
+def make_adapters(folder: Path, name: str, seed: int = 0, **form: Any) -> Any:
+    """The model of `make_model` with random adapters of peft, which lie in `folder / name`."""
+    import peft
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / NAME)
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **form)
+    tuned = peft.get_peft_model(model, config).eval()
+    tuned.save_pretrained(str(folder / name))
+    return tuned
+
+
 def greedy_texts(model: Any, prompts: Sequence[str], tokens: int) -> list[str]:
-    """What transformers writes after each prompt."""
     tokenizer, texts = transformers.AutoTokenizer.from_pretrained(FOLDER), []
     for prompt in prompts:
         given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
         ends = [0, tokenizer.eos_token_id, END]
-        made = model.generate(
-            input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends, pad_token_id=1
-        )
+        made = model.generate(input_ids=given, max_new_tokens=tokens, do_sample=False, eos_token_id=ends,
+                              pad_token_id=1)  # fmt: skip
         texts.append(tokenizer.decode(made[0, given.shape[1] :], skip_special_tokens=True))
     return texts
 
@@ -141,3 +151,4 @@ def serving(folder: Path, world_size: int = 1, **changes: object) -> Iterator[Se
         thread.join()
     if problem:
         raise problem[0]
+    assert [code for code, _, _ in server.ended] == [0] * world_size, server.ended

@@ -17,10 +17,8 @@ UPDATE = WeightUpdate("folder", 3)
 
 def test_texts_before_end_and_texts_behind_wait() -> None:
     one, two, three = ((number, Request([1])) for number in range(3))
-    taken = iter([
-        StepCommands((one,)), StepCommands((two,), (), ((7, UPDATE),)), StepCommands((three,)), StepCommands(),
-        StepCommands(), StepCommands(), StepCommands(),
-    ])  # fmt: skip
+    taken = iter([StepCommands((one,)), StepCommands((two,), (), ((7, UPDATE),)), StepCommands((three,)),
+                  StepCommands(), StepCommands(), StepCommands(), StepCommands()])  # fmt: skip
     waits = []
 
     def take(seconds: float) -> StepCommands:

@@ -55,24 +55,21 @@ def test_draws_are_the_seed_s(start: Open) -> None:
     assert drawn(5) == drawn(5) != drawn(6)
 
 
-@pytest.mark.parametrize(
-    ("told", "reason"),
-    [
-        ("raise", r"ValueError: no such move \(user_environments.py:\d+\)"),
-        ("hang", "took longer than 1 s"),
-        ("exit", r"SystemExit: 3 \(user_environments.py:\d+\)"),
-        ("die", "its process ended"),
-        ("pair", r"step returned \('a', 1.0\), not \(observation, reward, done\)"),
-        ("nan", "as reward step returned NaN"),
-        ("text", "as reward step returned '1', no number"),
-        ("nothing", "step returned no observation, and is not done"),
-        ("set", r"step returned \{1\} as observation, no text or list of messages"),
-        ("roles", r"step returned \[\{'content': 'a'\}\] as observation, no text or list of messages"),
-        ("model", "step returned a message of role assistant, which is the model's"),
-        ("bytes", r"step returned '\\udcff', which is no Unicode; decode bytes with errors='replace'"),
-        ("other", r"KeyError: 'other' \(user_environments.py:\d+\)"),
-    ],
-)
+@pytest.mark.parametrize(("told", "reason"), [
+    ("raise", r"ValueError: no such move \(user_environments.py:\d+\)"),
+    ("hang", "took longer than 1 s"),
+    ("exit", r"SystemExit: 3 \(user_environments.py:\d+\)"),
+    ("die", "its process ended"),
+    ("pair", r"step returned \('a', 1.0\), not \(observation, reward, done\)"),
+    ("nan", "as reward step returned NaN"),
+    ("text", "as reward step returned '1', no number"),
+    ("nothing", "step returned no observation, and is not done"),
+    ("set", r"step returned \{1\} as observation, no text or list of messages"),
+    ("roles", r"step returned \[\{'content': 'a'\}\] as observation, no text or list of messages"),
+    ("model", "step returned a message of role assistant, which is the model's"),
+    ("bytes", r"step returned '\\udcff', which is no Unicode; decode bytes with errors='replace'"),
+    ("other", r"KeyError: 'other' \(user_environments.py:\d+\)"),
+])  # fmt: skip
 def test_a_failure_is_named_and_its_own(told: str, reason: str, start: Open) -> None:
     """Of a step, and of a reset that takes one."""
     with closing(start("Misbehaves")) as bad, closing(start("Misbehaves")) as good:
@@ -139,18 +136,15 @@ def test_many_at_a_time(start: Open) -> None:
         assert list(pool.map(held, range(100))) == [str(number) for number in range(100)]
 
 
-@pytest.mark.parametrize(
-    ("entry", "reason"),
-    [
-        ("Echo", "Echo: .*FILE.py:CLASS"),
-        (f"{FILE}:Nothing", "no class Nothing"),
-        (f"{FILE.with_name('nowhere.py')}:Echo", "nowhere.py: no such file"),
-        (f"{FILE}:Picky", r"reset\(self, prompt, seed, \*\*columns\)"),
-        (f"{FILE}:Waits", "Waits.reset is async"),
-        (f"{FILE}:NoStep", r"no method step\(self, completion\)"),
-        (f"{FILE}:Echo", "field seed"),  # which is its own name
-    ],
-)
+@pytest.mark.parametrize(("entry", "reason"), [
+    ("Echo", "Echo: .*FILE.py:CLASS"),
+    (f"{FILE}:Nothing", "no class Nothing"),
+    (f"{FILE.with_name('nowhere.py')}:Echo", "nowhere.py: no such file"),
+    (f"{FILE}:Picky", r"reset\(self, prompt, seed, \*\*columns\)"),
+    (f"{FILE}:Waits", "Waits.reset is async"),
+    (f"{FILE}:NoStep", r"no method step\(self, completion\)"),
+    (f"{FILE}:Echo", "field seed"),  # which is its own name
+])  # fmt: skip
 def test_what_is_no_environment_is_refused_before_anything(entry: str, reason: str) -> None:
     with ExitStack() as opened, pytest.raises(RewardError, match=reason):
         environments = opened.enter_context(closing(Environments(entry, timeout_s=60.0, workers=1)))

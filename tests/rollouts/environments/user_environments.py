@@ -32,8 +32,6 @@ class Draws:
 
 
 class Misbehaves:
-    """Does what it is told to."""
-
     def reset(self, prompt, seed, **columns):
         if "starts" in columns:
             self.step(columns["starts"])

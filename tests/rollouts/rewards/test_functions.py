@@ -19,7 +19,6 @@ from megatron.rollouts.rewards.calls import trl_arguments
 from tests.launch.runs import alive, wait_until
 
 FILE = Path(__file__).with_name("user_functions.py")
-TIMEOUT_S = 1.0
 Score = Callable[..., Scores]
 
 
@@ -40,7 +39,7 @@ def opened() -> Iterator[dict[str, RewardFunctions]]:
 def score(opened: dict[str, RewardFunctions]) -> Score:
     def with_name(name: str, completions: list[Completion]) -> Scores:
         if name not in opened:
-            opened[name] = RewardFunctions([f"{FILE}:{name}"], timeout_s=TIMEOUT_S)
+            opened[name] = RewardFunctions([f"{FILE}:{name}"], timeout_s=1.0)
             opened[name].check()
         return opened[name].score(completions)
 
@@ -49,9 +48,8 @@ def score(opened: dict[str, RewardFunctions]) -> Score:
 
 def place(text: str, after: int = 0) -> str:
     """The file and line in which a text stands, or so many lines later."""
-    lines = FILE.read_text().splitlines()
-    found = next((number for number, line in enumerate(lines, 1) if text in line), 0)
-    return f"{FILE.name}:{found + after}"
+    before = FILE.read_text().partition(text)[0]
+    return f"{FILE.name}:{before.count(chr(10)) + 1 + after}"
 
 
 def trl_function(name: str) -> Any:
@@ -61,10 +59,9 @@ def trl_function(name: str) -> Any:
         pytest.skip("needs trl")
     source = (Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text()
     method = next(node for node in ast.walk(ast.parse(source)) if getattr(node, "name", None) == name)
-    space = {
-        "torch": torch, "nn": torch.nn, "is_async_callable": lambda _: False, "gather": lambda rewards: rewards,
-        "profiling_context": lambda *_: nullcontext(), "profiling_decorator": lambda method: method, "logger": Mock(),
-    }  # fmt: skip
+    space = {"torch": torch, "nn": torch.nn, "is_async_callable": lambda _: False, "gather": lambda rewards: rewards,
+             "profiling_context": lambda *_: nullcontext(), "profiling_decorator": lambda method: method,
+             "logger": Mock()}  # fmt: skip
     exec(compile(ast.Module([method], []), "grpo_trainer.py", "exec"), space)
     return space[name]
 
@@ -92,9 +89,7 @@ def test_trl_gives_the_same(prompt: Any) -> None:
 
 
 def test_prompts_of_both_kinds_and_rows_that_lack_a_column(score: Score) -> None:
-    completions = [
-        Completion("p", "a", [1], {"value": 3}), Completion([{"role": "user", "content": "p"}], "b", [], {})
-    ]  # fmt: skip
+    completions = [Completion("p", "a", [1], {"value": 3}), Completion([{"role": "user", "content": "p"}], "b", [], {})]
     assert score("of_each", completions).parts == {"of_each": [3.0, None]}
 
 
@@ -111,35 +106,24 @@ def test_prints_go_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     assert said.err.count("judged") == 2 and "from a child" in said.err and said.out == ""
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("raise", "KeyError: 'what' ({line})"),
-        ("sys.exit", "SystemExit: enough ({line})"),
-        ("hang", "took longer than 1 s"),
-        ("exit", "its process ended (3)"),
-        ("segfault", "its process was killed by SIGSEGV"),
-        ("nan", "returned NaN"),
-        ("inf", "returned -inf"),
-        ("list", "returned [1.0, 2.0], no number"),
-        ("12", "returned '12', no number"),
-    ],
-)
+@pytest.mark.parametrize(("value", "reason"), [
+    ("raise", "KeyError: 'what' ({line})"), ("sys.exit", "SystemExit: enough ({line})"),
+    ("hang", "took longer than 1 s"), ("exit", "its process ended (3)"),
+    ("segfault", "its process was killed by SIGSEGV"), ("nan", "returned NaN"), ("inf", "returned -inf"),
+    ("list", "returned [1.0, 2.0], no number"), ("12", "returned '12', no number"),
+])  # fmt: skip
 def test_a_failure_of_one_row_is_that_rows(score: Score, value: str, reason: str) -> None:
     found = score("of_each", rows([1.0, value, 0.5, None]))
     assert found.parts == {"of_each": [1.0, None, 0.5, None]}
     assert found.failures == [Failure("of_each", 1, reason.format(line=place(f'== "{value}"', 1)))]
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        ("short", "returned 1 values for 3 completions"),
-        ("float", "returned 0.5, no list of numbers"),
-        ("text", "returned '12', no list of numbers"),
-        ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, no list of numbers"),
-    ],
-)
+@pytest.mark.parametrize(("value", "reason"), [
+    ("short", "returned 1 values for 3 completions"),
+    ("float", "returned 0.5, no list of numbers"),
+    ("text", "returned '12', no list of numbers"),
+    ("dict", "returned {0: 1.0, 1: 1.0, 2: 1.0}, no list of numbers"),
+])  # fmt: skip
 def test_what_is_no_list_of_a_number_each_is_a_failure_of_all(score: Score, value: str, reason: str) -> None:
     found = score("whole_batch", rows([value] * 3))
     assert found.parts == {"whole_batch": [None] * 3}
@@ -203,9 +187,7 @@ def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.Mo
 def test_close_ends_the_worker_and_its_children(score: Score, opened: dict[str, RewardFunctions]) -> None:
     found = score("process", rows([1, 2])).parts["process"]
     opened["process"].close()
-    for process in found:
-        assert process is not None
-        wait_until(lambda process=process: not alive(int(process)))
+    wait_until(lambda: not any(alive(int(process)) for process in found))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="closed"):
         score("process", rows([1]))
 
@@ -230,9 +212,8 @@ functions = RewardFunctions(["{FILE}:spins"], timeout_s=60)
 functions.check()
 functions.score([Completion("p", "c", [], {{}})])
 """
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as parent:
+    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen([sys.executable, "-c", script], text=True, **streams) as parent:
         assert parent.stdout is not None
         worker = int(parent.stdout.readline().split()[1])
         parent.send_signal(number)
@@ -240,21 +221,18 @@ functions.score([Completion("p", "c", [], {{}})])
         wait_until(lambda: not alive(worker))
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ("rewards", "rewards: expected FILE.py:NAME or one of arithmetic, code, exact_match, expression, json"),
-        (":name", ":name: expected FILE.py:NAME"),
-        ("a.py:two words", "a.py:two words: expected FILE.py:NAME"),
-        ("nowhere.py:name", "nowhere.py:name: {cwd}/nowhere.py: no such file"),
-        ("{file}:nothing", "{file}:nothing: {file} has no function nothing"),
-        ("{file}:not_a_function", "{file}:not_a_function: not_a_function is no function"),
-        ("{file}:no_kwargs", "{file}:no_kwargs: no_kwargs takes only some columns"),
-        ("{tmp}/broken.py:f", "{tmp}/broken.py:f: ZeroDivisionError: division by zero (broken.py:2)"),
-        ("{tmp}/syntax.py:f", "{tmp}/syntax.py:f: SyntaxError: "),
-        ("{tmp}/exits.py:f", "{tmp}/exits.py:f: its process ended (4)"),
-    ],
-)
+@pytest.mark.parametrize(("entry", "message"), [
+    ("rewards", "rewards: expected FILE.py:NAME or one of arithmetic, code, exact_match, expression, json"),
+    (":name", ":name: expected FILE.py:NAME"),
+    ("a.py:two words", "a.py:two words: expected FILE.py:NAME"),
+    ("nowhere.py:name", "nowhere.py:name: {cwd}/nowhere.py: no such file"),
+    ("{file}:nothing", "{file}:nothing: {file} has no function nothing"),
+    ("{file}:not_a_function", "{file}:not_a_function: not_a_function is no function"),
+    ("{file}:no_kwargs", "{file}:no_kwargs: no_kwargs takes only some columns"),
+    ("{tmp}/broken.py:f", "{tmp}/broken.py:f: ZeroDivisionError: division by zero (broken.py:2)"),
+    ("{tmp}/syntax.py:f", "{tmp}/syntax.py:f: SyntaxError: "),
+    ("{tmp}/exits.py:f", "{tmp}/exits.py:f: its process ended (4)"),
+])  # fmt: skip
 def test_bad_entries_are_refused(entry: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def f(**kwargs): pass\n1 / 0\n")
     (tmp_path / "syntax.py").write_text("def f(\n")

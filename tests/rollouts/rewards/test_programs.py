@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
+from megatron.rollouts.rewards import Completion, RewardFunctions
 from megatron.rollouts.rewards import programs as programs_module
 from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program
 from tests.launch.runs import wait_until
@@ -58,14 +59,11 @@ def test_the_tests_decide() -> None:
     assert not run_program("def f(x):\n    return x", "assert f(2) == 4", 20)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        *("import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0"),
-        *("quit()", "import os; os.write(3, b'x' * 1000)"),
-        "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
-    ],
-)
+@pytest.mark.parametrize("program", [
+    *("import sys; sys.exit(0)", "import os; os._exit(0)", "x = '''", "raise SystemExit", "def f(:", "1 / 0"),
+    *("quit()", "import os; os.write(3, b'x' * 1000)"),
+    "import os\nos.kill(1, 9)\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)",
+])  # fmt: skip
 def test_no_program_passes_without_its_tests(program: str) -> None:
     assert not run_program(program, "x = '''", 20)
     assert not run_program(program, "pass", 20)
@@ -89,16 +87,12 @@ def test_a_port_outside_is_not_there() -> None:
     assert run_program(names, "assert 'eth0' not in names and not any(n.startswith('en') for n in names)", 20)
 
 
-@pytest.mark.parametrize(
-    ("program", "problem"),
-    [
-        ("x = bytearray(2 << 30)", "MemoryError"),
-        ("x = []\n    while True: x.append(bytes(1 << 20))", "MemoryError"),
-        ("open('big', 'wb').write(bytes(20 << 20))", "OSError"),
-        ("open('/etc/rewards_test', 'w')", "OSError"),
-    ],
-    ids=["memory", "growing", "file", "disk"],
-)
+@pytest.mark.parametrize(("program", "problem"), [
+    ("x = bytearray(2 << 30)", "MemoryError"),
+    ("x = []\n    while True: x.append(bytes(1 << 20))", "MemoryError"),
+    ("open('big', 'wb').write(bytes(20 << 20))", "OSError"),
+    ("open('/etc/rewards_test', 'w')", "OSError"),
+], ids=["memory", "growing", "file", "disk"])  # fmt: skip
 def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     assert not run_program(program.replace("\n    ", "\n"), "pass", 100)
     refused = f"refused = False\ntry:\n    {program}\nexcept {problem}:\n    refused = True"
@@ -106,40 +100,30 @@ def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     assert not Path("/etc/rewards_test").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        (FORKS, "assert 1 < count < 100, count"),
-        (WRITES, "assert written < 70 << 20, written"),
-        ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
-        ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
-        ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
-        ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
-        ("import numpy", "assert numpy.ones(3).sum() == 3"),
-        ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
-        ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
-    ],
-    ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"],
-)
+@pytest.mark.parametrize(("program", "tests"), [
+    (FORKS, "assert 1 < count < 100, count"),
+    (WRITES, "assert written < 70 << 20, written"),
+    ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
+    ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
+    ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
+    ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
+    ("import numpy", "assert numpy.ones(3).sum() == 3"),
+    ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
+    ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
+], ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"])  # fmt: skip
 def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1")
-    names = {"{home}": pwd.getpwuid(os.getuid()).pw_dir, "{tmp}": str(tmp_path)}
-    for name, value in names.items():
-        tests = tests.replace(name, value)
+    tests = tests.replace("{home}", pwd.getpwuid(os.getuid()).pw_dir).replace("{tmp}", str(tmp_path))
     assert run_program(program, tests, 20)
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "while True: pass",
-        "import time\ntime.sleep(60)",
-        "import os\nwhile True:\n    try: os.fork()\n    except OSError: 0",
-        "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)",
-        "import os\nwhile True: os.write(3, b'x' * 1000)",
-    ],
-    ids=["loop", "sleep", "bomb", "session", "report"],
-)
+@pytest.mark.parametrize("program", [
+    "while True: pass",
+    "import time\ntime.sleep(60)",
+    "import os\nwhile True:\n    try: os.fork()\n    except OSError: 0",
+    "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)\ntime.sleep(60)",
+    "import os\nwhile True: os.write(3, b'x' * 1000)",
+], ids=["loop", "sleep", "bomb", "session", "report"])  # fmt: skip
 def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
     with all_end():
         assert not run_program(program, "pass", 1.2)
@@ -147,44 +131,29 @@ def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
 
 def test_children_of_a_program_end_with_it() -> None:
     with all_end():
-        assert run_program(
-            "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)", "time.sleep(1)", 20
-        )
+        program = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    time.sleep(60)"
+        assert run_program(program, "time.sleep(1)", 20)
 
 
 def test_closing_ends_the_program_that_runs() -> None:
     functions = RewardFunctions(["code"], timeout_s=50)
     functions.check()
     completions = [Completion("p", "```python\nwhile True: pass\n```", [], {"tests": "pass"})]
-    failed: list[BaseException | Scores] = []
-
-    def score() -> None:
-        try:
-            failed.append(functions.score(completions))
-        except BaseException as problem:
-            failed.append(problem)
-
-    thread, before = threading.Thread(target=score), descendants()
-    with all_end():
-        thread.start()
+    before = descendants()
+    with ThreadPoolExecutor(1) as thread, all_end():
+        scored = thread.submit(functions.score, completions)
         wait_until(lambda: len(descendants() - before) >= 3)  # the sandbox, its first process, the program
         functions.close()
-        thread.join(100)
-    assert not thread.is_alive() and len(failed) == 1
+        scored.exception(100)
 
 
 def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
-    rows = [
-        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
-        ("x = 2", ["assert x == 2", "assert x < 3"]),
-        ("```python\nx = 1\n```", "assert x == 2"),
-        ("x = 2", None),
-        ("x = 2", 5),
-    ]
+    rows = [("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"), ("x = 2", None), ("x = 2", 5),
+            ("x = 2", ["assert x == 2", "assert x < 3"]), ("```python\nx = 1\n```", "assert x == 2")]  # fmt: skip
     with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
         found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
-    assert found.parts == {"code": [1.0, 1.0, 0.0, None, None]}
-    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(4, "ValueError")]
+    assert found.parts == {"code": [1.0, None, None, 1.0, 0.0]}
+    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(2, "ValueError")]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
@@ -194,15 +163,11 @@ def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
         "try: RewardFunctions(['code'], timeout_s=10).check()\n"
         "except Exception as problem: print(type(problem).__name__, problem)\n"
     )
-    libc = ctypes.CDLL(None)
-    drop, sys_admin = 24, 21
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
-        preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0),
-    )  # fmt: skip
-    assert done.stdout.startswith(
-        "RewardError code: programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
-    ), done
+    libc, drop, sys_admin = ctypes.CDLL(None), 24, 21
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=600,
+                          preexec_fn=lambda: libc.prctl(drop, sys_admin, 0, 0, 0))  # fmt: skip
+    why = "programs cannot be isolated here (setup: unshare: Operation not permitted); it needs Linux"
+    assert done.stdout.startswith(f"RewardError code: {why}"), done
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user already")
@@ -211,16 +176,13 @@ def test_users_need_no_root() -> None:
     if not os.access(python, os.X_OK):
         pytest.skip(f"needs {python}, which all users may run")
     source = Path(programs_module.__file__).with_name("sandbox.py").read_text()
-    tests = (
-        "import os\nassert os.getuid() == 65534 and os.getpid() < 10\nopen('a', 'w')\nassert os.listdir('/tmp') == []"
-    )
+    tests = "import os\nassert os.getuid() == 65534 and os.getpid() < 10 and os.listdir('/tmp') == []\nopen('a', 'w')"
     limits = json.dumps({"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 64})
     for last, passes in (("", True), ("\nopen('/var/tmp/x', 'w')", False)):
-        done = subprocess.run(
-            [python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534, extra_groups=[],
-            input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}), capture_output=True, text=True,
-            timeout=600, cwd="/",
-        )  # fmt: skip
+        done = subprocess.run([python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534,
+                              extra_groups=[],
+                              input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}),
+                              capture_output=True, text=True, timeout=600, cwd="/")  # fmt: skip
         assert (done.stdout == "passed") is passes, done
 
 
@@ -233,7 +195,6 @@ def descendants() -> set[tuple[int, str]]:
 
 
 def processes() -> dict[tuple[int, str], int]:
-    """The parent of each process that runs."""
     found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -13,7 +13,6 @@ def length(completions, **kwargs):
 
 
 def together(completions, **kwargs):
-    """How many there are in one call."""
     return [float(len(completions))] * len(completions)
 
 
