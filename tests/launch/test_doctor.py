@@ -77,13 +77,10 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     assert failed.keys() == {"torch"} and "OSError: libcudart.so.13" in failed["torch"]
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "facts"),
-    [
-        ("flash-attn", {"flash_attn.py": "raise ImportError('undefined symbol: _ZN3c10')"}, ["symbol: _ZN3c10"]),
-        pytest.param("apex", {"apex/__init__.py": ""}, ["apex", "NVIDIA"], marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.parametrize(("name", "source", "facts"), [
+    ("flash-attn", {"flash_attn.py": "raise ImportError('undefined symbol: _ZN3c10')"}, ["symbol: _ZN3c10"]),
+    pytest.param("apex", {"apex/__init__.py": ""}, ["apex", "NVIDIA"], marks=pytest.mark.more),
+])  # fmt: skip
 def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_path, name, source, facts):
     for file, text in source.items():
         (tmp_path / file).parent.mkdir(exist_ok=True)
@@ -129,17 +126,14 @@ def test_table_and_verdict():
     assert "\033[31mfailed \033[0m" in table(checks, colours=True)
 
 
-@pytest.mark.parametrize(
-    ("version", "state", "said"),
-    [
-        ("0.19.8", "ok", "0.19.8"),
-        ("0.19.2", "failed", "gradients"),
-        ("0.18.5", "failed", "ZeRO-1 with bf16"),
-        ("0.15.4", "failed", "older"),
-        ("0.20.0", "warning", "not tested"),
-        (None, "failed", "not installed"),
-    ],
-)
+@pytest.mark.parametrize(("version", "state", "said"), [
+    ("0.19.8", "ok", "0.19.8"),
+    ("0.19.2", "failed", "gradients"),
+    ("0.18.5", "failed", "ZeRO-1 with bf16"),
+    ("0.15.4", "failed", "older"),
+    ("0.20.0", "warning", "not tested"),
+    (None, "failed", "not installed"),
+])  # fmt: skip
 def test_deepspeed(version, state, said):
     check = deepspeed_check(version)
     assert (check.state, said in check.found) == (state, True)
@@ -189,20 +183,17 @@ OFI = {"libnccl-net.so": "/opt/ofi/libnccl-net.so"}
 LIBFABRIC = {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}
 
 
-@pytest.mark.parametrize(
-    ("env", "network", "state", "said"),
-    [
-        ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
-        (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "/opt/ofi/libnccl-net.so (NCCL_NET="),
-        (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric"),
-        ({}, Network(("hsn0",), slingshot=("cxi0",)), "failed", "(cxi0)"),
-        ({"FI_PROVIDER": "tcp"}, Network(libraries=OFI), "warning", "over tcp"),
-        ({}, Network(infiniband=("mlx5_0",)), "ok", "mlx5_0"),
-        ({"NCCL_IB_DISABLE": "1"}, Network(("eth0",), ("mlx5_0",)), "warning", "mlx5_0"),
-        ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
-        ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
-    ],
-)
+@pytest.mark.parametrize(("env", "network", "state", "said"), [
+    ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
+    (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "/opt/ofi/libnccl-net.so (NCCL_NET="),
+    (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric"),
+    ({}, Network(("hsn0",), slingshot=("cxi0",)), "failed", "(cxi0)"),
+    ({"FI_PROVIDER": "tcp"}, Network(libraries=OFI), "warning", "over tcp"),
+    ({}, Network(infiniband=("mlx5_0",)), "ok", "mlx5_0"),
+    ({"NCCL_IB_DISABLE": "1"}, Network(("eth0",), ("mlx5_0",)), "warning", "mlx5_0"),
+    ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
+    ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
+])  # fmt: skip
 def test_transport(env, network, state, said):
     check = transport_check(env, network, several=True)
     assert (check.state, said in check.found) == (state, True), check

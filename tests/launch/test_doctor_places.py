@@ -56,20 +56,17 @@ def hub(tmp_path) -> Iterator[dict[str, str]]:
     assert not server.leaked
 
 
-@pytest.mark.parametrize(
-    ("model", "token", "state", "said"),
-    [
-        ("org/open", False, "ok", "no token"),
-        ("hf://org/large", True, "ok", "HF_TOKEN"),
-        ("org/private", True, "ok", "HF_TOKEN"),
-        ("org/private", False, "failed", r"no such model \(401\).*no token"),
-        ("org/gated", True, "failed", r"access .*\(403\).*HF_TOKEN"),
-        ("org/gated", False, "failed", r"access .*\(401\).*no token"),
-        ("org/missing", True, "failed", r"no such model \(404\)"),
-        ("org/data", False, "failed", "no config.json"),
-        ("org/down", False, "failed", "503"),
-    ],
-)
+@pytest.mark.parametrize(("model", "token", "state", "said"), [
+    ("org/open", False, "ok", "no token"),
+    ("hf://org/large", True, "ok", "HF_TOKEN"),
+    ("org/private", True, "ok", "HF_TOKEN"),
+    ("org/private", False, "failed", r"no such model \(401\).*no token"),
+    ("org/gated", True, "failed", r"access .*\(403\).*HF_TOKEN"),
+    ("org/gated", False, "failed", r"access .*\(401\).*no token"),
+    ("org/missing", True, "failed", r"no such model \(404\)"),
+    ("org/data", False, "failed", "no config.json"),
+    ("org/down", False, "failed", "503"),
+])  # fmt: skip
 def test_models_on_the_hub(hub, model, token, state, said):
     check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token else {}))
     assert check.state == state and re.search(said, check.found), check

@@ -33,19 +33,16 @@ POD = variables("WORLD_SIZE=4 RANK=2 MASTER_ADDR=job-master-0 MASTER_PORT=23456"
 N0 = {"MASTER_ADDR": "n0"}
 
 
-@pytest.mark.parametrize(
-    ("env", "place"),
-    [
-        ({}, (0, 1, 0, 1, "127.0.0.1", 29500, "alone")),
-        (TORCHRUN, (5, 8, 1, 4, "n0", 1234, "torchrun")),
-        (SLURM, (6, 8, 2, 4, "nid001007", 29500 + 21, "slurm")),
-        (BATCH, (0, 1, 0, 1, "127.0.0.1", 29500, "alone")),  # a batch script is one process
-        ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (3, 4, 1, 4, "127.0.0.1", 29500, "mpi")),
-        *((mpi | N0, (3, 4, 1, 2, "n0", 29500, "mpi")) for mpi in (MPI, MVAPICH, HYDRA)),
-        (POD | {"LOCAL_RANK": "0"}, (2, 4, 0, 1, "job-master-0", 23456, "torchrun")),
-        (POD | {"PET_NPROC_PER_NODE": "auto"}, (2, 4, 0, 1, "job-master-0", 23456, "operator")),
-    ],
-)
+@pytest.mark.parametrize(("env", "place"), [
+    ({}, (0, 1, 0, 1, "127.0.0.1", 29500, "alone")),
+    (TORCHRUN, (5, 8, 1, 4, "n0", 1234, "torchrun")),
+    (SLURM, (6, 8, 2, 4, "nid001007", 29500 + 21, "slurm")),
+    (BATCH, (0, 1, 0, 1, "127.0.0.1", 29500, "alone")),  # a batch script is one process
+    ({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, (3, 4, 1, 4, "127.0.0.1", 29500, "mpi")),
+    *((mpi | N0, (3, 4, 1, 2, "n0", 29500, "mpi")) for mpi in (MPI, MVAPICH, HYDRA)),
+    (POD | {"LOCAL_RANK": "0"}, (2, 4, 0, 1, "job-master-0", 23456, "torchrun")),
+    (POD | {"PET_NPROC_PER_NODE": "auto"}, (2, 4, 0, 1, "job-master-0", 23456, "operator")),
+])  # fmt: skip
 def test_places(env, place):
     info = process_info(env)
     assert info == ProcessInfo(*place)
@@ -65,35 +62,29 @@ def test_several_machines_or_ranks_need_more(env, message):
         process_info(env)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"RANK": None}, "not name RANK"),
-        ({"WORLD_SIZE": None}, "not name WORLD_SIZE"),
-        ({"LOCAL_RANK": None}, "not name LOCAL_RANK"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
-        ({"RANK": "8"}, "rank 8 .* 8"),
-        ({"LOCAL_RANK": "4"}, "local rank 4 "),
-        ({"RANK": "first"}, "RANK='first'"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"RANK": None}, "not name RANK"),
+    ({"WORLD_SIZE": None}, "not name WORLD_SIZE"),
+    ({"LOCAL_RANK": None}, "not name LOCAL_RANK"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+    ({"RANK": "8"}, "rank 8 .* 8"),
+    ({"LOCAL_RANK": "4"}, "local rank 4 "),
+    ({"RANK": "first"}, "RANK='first'"),
+])  # fmt: skip
 def test_incomplete_or_contradictory(change, message):
     env = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
     with pytest.raises(LaunchError, match=message):
         process_info(env)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("n1", "n1"),
-        ("n1,n2", "n1"),
-        ("nid[003-007,9],m1", "nid003"),
-        ("nid[3,9]", "nid3"),
-        ("rack[1-2]-gpu,login", "rack1-gpu"),
-        ("node-12.cluster.org", "node-12.cluster.org"),
-    ],
-)
+@pytest.mark.parametrize(("nodes", "first"), [
+    ("n1", "n1"),
+    ("n1,n2", "n1"),
+    ("nid[003-007,9],m1", "nid003"),
+    ("nid[3,9]", "nid3"),
+    ("rack[1-2]-gpu,login", "rack1-gpu"),
+    ("node-12.cluster.org", "node-12.cluster.org"),
+])  # fmt: skip
 def test_first_host(nodes, first):
     assert first_host(nodes) == first
 
@@ -109,14 +100,11 @@ def test_entering_sets_what_torch_reads(monkeypatch):
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")] == ["3", "4", "4711"]
 
 
-@pytest.mark.parametrize(
-    "backend, given, expected",
-    [
-        ("nccl", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
-        ("gloo", {}, {}),
-    ],
-)
+@pytest.mark.parametrize("backend, given, expected", [
+    ("nccl", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+    ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+    ("gloo", {}, {}),
+])  # fmt: skip
 def test_gpu_memory_is_in_segments_that_grow(
     backend: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

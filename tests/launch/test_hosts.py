@@ -42,16 +42,13 @@ def test_hostfile_and_hosts_flag(hostfile):
         nodes(None, ["a:2,3", "train.py"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"include": "b:1,3@a"}, ["a=2", "b:1,3"]),
-        ({"exclude": "b:0@c"}, ["a=2", "b:1,2,3"]),
-        ({"num_nodes": 2}, ["a=2", "b=4"]),
-        ({"num_gpus": 1}, ["a=1", "b=1", "c=1"]),
-        ({"include": "b:1,2,3", "num_gpus": 2}, ["b:1,2"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"include": "b:1,3@a"}, ["a=2", "b:1,3"]),
+    ({"exclude": "b:0@c"}, ["a=2", "b:1,2,3"]),
+    ({"num_nodes": 2}, ["a=2", "b=4"]),
+    ({"num_gpus": 1}, ["a=1", "b=1", "c=1"]),
+    ({"include": "b:1,2,3", "num_gpus": 2}, ["b:1,2"]),
+])  # fmt: skip
 def test_some_of_a_hostfile(hostfile, changes, expected):
     assert nodes(hostfile, **changes) == expected
 
@@ -66,21 +63,18 @@ def test_choice_is_deepspeeds(text, word):
     assert choose_slots(SLOTS, words["include"] or None, words["exclude"] or None) == dict(deepspeeds)
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
-        ("localhost\n", {}, "hosts:1: 'localhost' .*host slots=N"),
-        ("# nothing\n", {}, "no slots"),
-        ("a slots=1\na slots=1\n", {}, "hosts:2: a .*twice"),
-        (None, {}, "hostfile: .*hosts"),
-        ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
-        ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
-        ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
-        ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no"),
-        ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
-        ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "changes", "message"), [
+    ("localhost\n", {}, "hosts:1: 'localhost' .*host slots=N"),
+    ("# nothing\n", {}, "no slots"),
+    ("a slots=1\na slots=1\n", {}, "hosts:2: a .*twice"),
+    (None, {}, "hostfile: .*hosts"),
+    ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
+    ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
+    ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
+    ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no"),
+    ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
+    ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),
+])  # fmt: skip
 def test_hostfile_refused(tmp_path, text, changes, message):
     if text is not None:
         (tmp_path / "hosts").write_text(text)
@@ -103,42 +97,36 @@ def test_what_goes_to_other_machines(tmp_path, monkeypatch):
 GPUS = ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "num_gpus", "include", "exclude", "expected"),
-    [
-        (GPUS, None, None, None, (4, ("0", "1", "2", "3"))),
-        (GPUS, 2, None, None, (2, ("0", "1"))),
-        (GPUS, None, "localhost:2,3", None, (2, ("2", "3"))),
-        (GPUS, None, "localhost:3,1", None, (2, ("3", "1"))),
-        (GPUS, 1, "localhost:2,3", None, (1, ("2",))),
-        (GPUS, None, "localhost", None, (4, ("0", "1", "2", "3"))),
-        (GPUS, None, None, "localhost:0", (3, ("1", "2", "3"))),
-        (GPUS, None, None, "localhost:1,2", (2, ("0", "3"))),
-        (GPUS, 1, None, "localhost:0,1", (1, ("2",))),
-        (["2", "3"], None, None, None, (2, ("2", "3"))),  # of CUDA_VISIBLE_DEVICES
-        ([], None, None, None, (1, ())),
-        ([], 4, None, None, (4, ())),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "num_gpus", "include", "exclude", "expected"), [
+    (GPUS, None, None, None, (4, ("0", "1", "2", "3"))),
+    (GPUS, 2, None, None, (2, ("0", "1"))),
+    (GPUS, None, "localhost:2,3", None, (2, ("2", "3"))),
+    (GPUS, None, "localhost:3,1", None, (2, ("3", "1"))),
+    (GPUS, 1, "localhost:2,3", None, (1, ("2",))),
+    (GPUS, None, "localhost", None, (4, ("0", "1", "2", "3"))),
+    (GPUS, None, None, "localhost:0", (3, ("1", "2", "3"))),
+    (GPUS, None, None, "localhost:1,2", (2, ("0", "3"))),
+    (GPUS, 1, None, "localhost:0,1", (1, ("2",))),
+    (["2", "3"], None, None, None, (2, ("2", "3"))),  # of CUDA_VISIBLE_DEVICES
+    ([], None, None, None, (1, ())),
+    ([], 4, None, None, (4, ())),
+])  # fmt: skip
 def test_ranks(gpus, num_gpus, include, exclude, expected):
     assert choose_ranks(gpus, num_gpus, include, exclude) == expected
 
 
-@pytest.mark.parametrize(
-    ("gpus", "num_gpus", "include", "exclude", "message"),
-    [
-        (GPUS, None, None, "localhost:7", "exclude: 'localhost:7' .*GPU 7.* 0, 1, 2, 3"),
-        (GPUS, None, None, "localhost", "exclude: 'localhost' leaves none"),
-        (GPUS, None, None, "elsewhere:0", "exclude: 'elsewhere:0' .*another machine"),
-        (GPUS, None, "localhost:1", "localhost:0", "exclude: 'localhost:0'.* include: 'localhost:1'"),
-        ([], None, None, "localhost:0", "exclude: 'localhost:0' .*none"),
-        (["2", "3"], None, "localhost:0", None, "GPU 0; .*2, 3"),
-        (GPUS, 5, None, None, "num_gpus: 5 .*0, 1, 2, 3"),
-        (GPUS, None, "localhost:7", None, "include: 'localhost:7' .*GPU 7"),
-        (GPUS, None, "elsewhere:0", None, "include: 'elsewhere:0' .*another machine"),
-        ([], None, "localhost:0", None, "include: 'localhost:0' .*none; use num_gpus"),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "num_gpus", "include", "exclude", "message"), [
+    (GPUS, None, None, "localhost:7", "exclude: 'localhost:7' .*GPU 7.* 0, 1, 2, 3"),
+    (GPUS, None, None, "localhost", "exclude: 'localhost' leaves none"),
+    (GPUS, None, None, "elsewhere:0", "exclude: 'elsewhere:0' .*another machine"),
+    (GPUS, None, "localhost:1", "localhost:0", "exclude: 'localhost:0'.* include: 'localhost:1'"),
+    ([], None, None, "localhost:0", "exclude: 'localhost:0' .*none"),
+    (["2", "3"], None, "localhost:0", None, "GPU 0; .*2, 3"),
+    (GPUS, 5, None, None, "num_gpus: 5 .*0, 1, 2, 3"),
+    (GPUS, None, "localhost:7", None, "include: 'localhost:7' .*GPU 7"),
+    (GPUS, None, "elsewhere:0", None, "include: 'elsewhere:0' .*another machine"),
+    ([], None, "localhost:0", None, "include: 'localhost:0' .*none; use num_gpus"),
+])  # fmt: skip
 def test_refused(gpus, num_gpus, include, exclude, message):
     with pytest.raises(LaunchError, match=message):
         choose_ranks(gpus, num_gpus, include, exclude)

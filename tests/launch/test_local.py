@@ -128,19 +128,15 @@ ILL = "wait_for('pid_0', 'pid_1')\nif rank == 1: raise ValueError('rank one is i
 KILLED = "print('last words', rank)\nos.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "facts"),
-    [
-        (ILL, 1, r"error: rank 1 of 2 .*exit code 1;.*logs/rank_1.log.*\nTraceback[\s\S]*ValueError: rank one is ill"),
-        # As when a peer's end breaks a collective: rank 0 fails first, of what rank 1 did
-        (CAUSE, 3, r"peer is gone[\s\S]*error: rank 1 of 2 .*exit code 3;[\s\S]*ValueError: the cause"),
-        # One data rank alone meets a bad token; rank 0 only hears that its peer is gone
-        (REFUSAL, 1, r"error: rank 1 of 2 .*exit code 1[\s\S]*token id 999"),
-        (HANDLED, 4, r"^deepy.py: error: rank 0 of 2 .*exit code 4; .*above"),  # its traceback is not blamed
-        (KILLED, 137, r"error: rank 1 of 2 .*SIGKILL;.*logs/rank_1.log.*\nlast words 1"),
-    ],
-    ids=["first", "cause", "refusal", "handled", "killed"],
-)
+@pytest.mark.parametrize(("script", "code", "facts"), [
+    (ILL, 1, r"error: rank 1 of 2 .*exit code 1;.*logs/rank_1.log.*\nTraceback[\s\S]*ValueError: rank one is ill"),
+    # As when a peer's end breaks a collective: rank 0 fails first, of what rank 1 did
+    (CAUSE, 3, r"peer is gone[\s\S]*error: rank 1 of 2 .*exit code 3;[\s\S]*ValueError: the cause"),
+    # One data rank alone meets a bad token; rank 0 only hears that its peer is gone
+    (REFUSAL, 1, r"error: rank 1 of 2 .*exit code 1[\s\S]*token id 999"),
+    (HANDLED, 4, r"^deepy.py: error: rank 0 of 2 .*exit code 4; .*above"),  # its traceback is not blamed
+    (KILLED, 137, r"error: rank 1 of 2 .*SIGKILL;.*logs/rank_1.log.*\nlast words 1"),
+], ids=["first", "cause", "refusal", "handled", "killed"])  # fmt: skip
 def test_the_rank_to_blame_is_shown_last(launch: Launch, tmp_path: Path, script: str, code: int, facts: str) -> None:
     found, out, _ = ended(launch(script, grace_s=1.0 if script == HANDLED else 10.0, stderr=STDOUT))
     assert found == code and re.search(facts + r"\n\Z", out), out

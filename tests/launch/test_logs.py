@@ -110,17 +110,14 @@ def refused(rank: int, world_size: int, folder: str, model: str, read_only: str)
 SAVING = {"checkpoint_factor": 1}
 
 
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ({**SAVING, "save": "/proc/x"}, r"model.yml:2: save: /proc/x: .*\(No such file or directory\)"),
-        ({"log_dir": "taken"}, r"model.yml:1: log_dir: taken: .*a file"),
-        ({"log_dir": "taken/x"}, r"model.yml:1: log_dir: taken/x: .*\(Not a directory\)"),
-        ({"log_dir": "disk"}, r"model.yml:1: log_dir: disk: .*\(Read-only file system\)"),
-        ({**SAVING, "save": "disk"}, r"model.yml:2: save: disk: .*\(Read-only file system\)"),
-        ({}, r"logs: .*a file.* log_dir"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "line"), [
+    ({**SAVING, "save": "/proc/x"}, r"model.yml:2: save: /proc/x: .*\(No such file or directory\)"),
+    ({"log_dir": "taken"}, r"model.yml:1: log_dir: taken: .*a file"),
+    ({"log_dir": "taken/x"}, r"model.yml:1: log_dir: taken/x: .*\(Not a directory\)"),
+    ({"log_dir": "disk"}, r"model.yml:1: log_dir: disk: .*\(Read-only file system\)"),
+    ({**SAVING, "save": "disk"}, r"model.yml:2: save: disk: .*\(Read-only file system\)"),
+    ({}, r"logs: .*a file.* log_dir"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_made_is_said_at_first(keys: dict[str, Any], line: str, tmp_path: Path) -> None:
     for name in ("taken", *(["logs"] if not keys else [])):
         (tmp_path / name).touch()

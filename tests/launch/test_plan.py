@@ -67,21 +67,18 @@ def test_by_hand():
     assert (run.node, run.nodes[1].ranks) == (Node("a", 2, ("2", "3")), None)
 
 
-@pytest.mark.parametrize(
-    ("node_rank", "env", "changes", "message"),
-    [
-        (None, {}, {"num_nodes": 2}, "num_nodes: 2, .*which"),
-        (0, {}, {"num_nodes": 2}, "master_addr"),
-        (2, {}, {"num_nodes": 2, "master_addr": "a"}, "node_rank: 2 .*0 to 1"),
-        (0, {"GPUS": "all"}, {"num_nodes": 2, "master_addr": "a"}, "GPUS='all'"),
-        (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "GPU 7"),
-        (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, .* 6 ranks"),
-        (None, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, {}, "PET_NNODES='1:4'"),
-        (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "a rank already"),
-        (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
-        (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun"),
-    ],
-)
+@pytest.mark.parametrize(("node_rank", "env", "changes", "message"), [
+    (None, {}, {"num_nodes": 2}, "num_nodes: 2, .*which"),
+    (0, {}, {"num_nodes": 2}, "master_addr"),
+    (2, {}, {"num_nodes": 2, "master_addr": "a"}, "node_rank: 2 .*0 to 1"),
+    (0, {"GPUS": "all"}, {"num_nodes": 2, "master_addr": "a"}, "GPUS='all'"),
+    (0, {"GPUS": "7"}, {"num_nodes": 2, "master_addr": "a"}, "GPU 7"),
+    (0, {"TOTAL_GPUS": "5"}, {"hostfile": "hosts"}, "TOTAL_GPUS is 5, .* 6 ranks"),
+    (None, {"PET_NNODES": "1:4", "PET_NODE_RANK": "0"}, {}, "PET_NNODES='1:4'"),
+    (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "a rank already"),
+    (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
+    (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun"),
+])  # fmt: skip
 def test_refused(node_rank, env, changes, message):
     with pytest.raises(LaunchError, match=message):
         planned(node_rank, env=env, **changes)

@@ -140,19 +140,16 @@ def test_commands_take_what_the_environment_says_before_the_site():
 MODEL, MIDTRAIN = "/configs/sft.yml", "/configs/midtraining_unlearning/midtraining/deep_ignorance/gdiff_N_2.yml"
 
 
-@pytest.mark.parametrize(
-    ("keys", "config", "nodes"),
-    [
-        ({}, "/configs/125M.yml", 64),
-        ({"load": "base"}, MODEL, 64),  # goes on
-        ({"load": "base", "finetune": True}, MODEL, 16),
-        ({"load": "hf://org/model"}, MODEL, 16),
-        ({"train_impl": "dpo", **PAIRS}, MODEL, 16),
-        ({"load": "base", "finetune": True}, MIDTRAIN, 64),
-        ({"load": "base", "finetune": True}, "/configs/early_unlearning/tampering/ga_during_midtraining.yml", 16),
-        ({"load": "base", "finetune": True}, "/configs/synthetic_alignment_mid.yml", 64),
-    ],
-)
+@pytest.mark.parametrize(("keys", "config", "nodes"), [
+    ({}, "/configs/125M.yml", 64),
+    ({"load": "base"}, MODEL, 64),  # goes on
+    ({"load": "base", "finetune": True}, MODEL, 16),
+    ({"load": "hf://org/model"}, MODEL, 16),
+    ({"train_impl": "dpo", **PAIRS}, MODEL, 16),
+    ({"load": "base", "finetune": True}, MIDTRAIN, 64),
+    ({"load": "base", "finetune": True}, "/configs/early_unlearning/tampering/ga_during_midtraining.yml", 16),
+    ({"load": "base", "finetune": True}, "/configs/synthetic_alignment_mid.yml", 64),
+])  # fmt: skip
 def test_as_many_nodes_as_the_site_gives_to_this_kind_of_run(keys, config, nodes):
     site = site_variables({"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"})
     args = NeoXArgs.from_dict({**BASE, **keys})

@@ -55,19 +55,16 @@ JobId=8 JobName=neox-training
 ONE_NODE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40"}  # and nothing typed
 
 
-@pytest.mark.parametrize(
-    ("env", "given"),
-    [
-        # What was typed: as a batch job saw it in Slurm 22.05 and 24.11.
-        (ONE_NODE, False),  # nothing
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}, False),  # --cpus-per-task=32
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40", "SLURM_NTASKS": "1"}, False),  # within another job
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}, True),  # --nodes=1
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, True),  # -N2
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "40(x2)"}, True),  # --nodes=1-2
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}, True),  # --ntasks-per-node=2
-    ],
-)
+@pytest.mark.parametrize(("env", "given"), [
+    # What was typed: as a batch job saw it in Slurm 22.05 and 24.11.
+    (ONE_NODE, False),  # nothing
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}, False),  # --cpus-per-task=32
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40", "SLURM_NTASKS": "1"}, False),  # within another job
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}, True),  # --nodes=1
+    ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, True),  # -N2
+    ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "40(x2)"}, True),  # --nodes=1-2
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}, True),  # --ntasks-per-node=2
+])  # fmt: skip
 def test_whether_nodes_were_typed(env, given):
     assert nodes_given(env) == given
 
@@ -147,18 +144,14 @@ def test_without_nodes_it_is_submitted_again_with_the_site_s(start, tmp_path):
     assert log.endswith("\nSubmitted batch job 13\n") and len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {SUBMITTED_BY: "7"},
-        {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
-        {"SLURM_JOB_NUM_NODES": "16", "SLURM_TASKS_PER_NODE": "1(x16)"},
-        {"SLURM_ARRAY_JOB_ID": "8"},
-        {"NEOX_NODES_PRETRAIN": "1"},
-        {"NEOX_SITE": "local"},
-    ],
-    ids=["never twice", "--nodes=1", "--nodes=16", "an array", "it has as many", "a site of one node"],
-)
+@pytest.mark.parametrize("env", [
+    {SUBMITTED_BY: "7"},
+    {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
+    {"SLURM_JOB_NUM_NODES": "16", "SLURM_TASKS_PER_NODE": "1(x16)"},
+    {"SLURM_ARRAY_JOB_ID": "8"},
+    {"NEOX_NODES_PRETRAIN": "1"},
+    {"NEOX_SITE": "local"},
+], ids=["never twice", "--nodes=1", "--nodes=16", "an array", "it has as many", "a site of one node"])  # fmt: skip
 def test_it_stays_as_it_is(tmp_path, monkeypatch, capsys, env):
     path = write_config(tmp_path)
     job = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "8", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}

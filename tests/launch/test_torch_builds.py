@@ -38,17 +38,14 @@ def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cu
     assert (build.pin, build.index, build.cuda, build.tried) == (pin, index, cuda, tried)
 
 
-@pytest.mark.parametrize(
-    ("python", "platform", "driver", "wanted", "said"),
-    [
-        ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
-        ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
-        ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
-        ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
-        ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
-        ((3, 11), X86, None, "nightly", "torch nightly"),
-    ],
-)
+@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "said"), [
+    ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
+    ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
+    ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
+    ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
+    ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
+    ((3, 11), X86, None, "nightly", "torch nightly"),
+])  # fmt: skip
 def test_what_nothing_fits_is_refused(python, platform, driver, wanted, said):
     with pytest.raises(NoBuild, match=said):
         choose(python, platform, driver, wanted)

@@ -177,14 +177,11 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         open_run(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("save", "site", "name"),
-    [
-        ("/p/checkpoints/org/exp,a=1", "/p/checkpoints/org", "exp,a=1"),
-        ("/p/checkpoints/org/exp/stage2", "/p/checkpoints/org", "exp"),
-        ("/elsewhere/exp", "/p/checkpoints/org", "exp"),
-        ("/elsewhere/exp", None, "exp"),
-    ],
-)
+@pytest.mark.parametrize(("save", "site", "name"), [
+    ("/p/checkpoints/org/exp,a=1", "/p/checkpoints/org", "exp,a=1"),
+    ("/p/checkpoints/org/exp/stage2", "/p/checkpoints/org", "exp"),
+    ("/elsewhere/exp", "/p/checkpoints/org", "exp"),
+    ("/elsewhere/exp", None, "exp"),
+])  # fmt: skip
 def test_experiment_of(save: str, site: str | None, name: str) -> None:
     assert experiment_of(save, site) == name

@@ -31,15 +31,11 @@ def local(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks"),
-    [
-        (("--ntasks-per-node=2",), 2),
-        (("--nodes=2",), 2),
-        (("--nodes=2", "--ntasks=3", "--ntasks-per-node=2"), 3),
-    ],
-    ids=["two tasks", "two nodes", "three tasks on two nodes"],
-)
+@pytest.mark.parametrize(("options", "ranks"), [
+    (("--ntasks-per-node=2",), 2),
+    (("--nodes=2",), 2),
+    (("--nodes=2", "--ntasks=3", "--ntasks-per-node=2"), 3),
+], ids=["two tasks", "two nodes", "three tasks on two nodes"])  # fmt: skip
 def test_trains_as_on_one_machine(slurm, write_config, local, options, ranks, tmp_path):
     path = write_config(train_batch_size=12)
     job = slurm.submit(*options, "--gres=none", "pretrain_neox.sbatch", str(path))
@@ -104,16 +100,13 @@ def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
     (slurm.clone / ".env").unlink()
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "message"),
-    [
-        (("model.yml",), {}, "model.yml is a relative path"),
-        ((), {}, "usage: sbatch"),
-        (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
-        (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
-        (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "variables", "message"), [
+    (("model.yml",), {}, "model.yml is a relative path"),
+    ((), {}, "usage: sbatch"),
+    (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
+])  # fmt: skip
 def test_what_cannot_run_says_why(slurm, words, variables, message):
     job = slurm.submit("--gres=none", "pretrain_neox.sbatch", *words, **variables)
     log = slurm.wait(job)

@@ -148,14 +148,11 @@ def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
     assert any("missing output folder" in line for line in run.err)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says", "keys"),
-    [
-        ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
-        ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
-        ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "says", "keys"), [
+    ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
+    ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
+    ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
+])  # fmt: skip
 def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, says, keys):
     run = submit(**keys)
     assert run.end() == 4, run.err

@@ -31,14 +31,11 @@ def test_the_script_is_bash():
         subprocess.run(["shellcheck", str(SCRIPT)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--gpu",), "--gpu is no option; known are --cpu, --cuda, --torch"),
-        (("--cuda",), "--cuda needs a version, as --cuda 12.6"),
-        (("--cpu", "--flash-attn"), "--flash-attn needs CUDA"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--gpu",), "--gpu is no option; known are --cpu, --cuda, --torch"),
+    (("--cuda",), "--cuda needs a version, as --cuda 12.6"),
+    (("--cpu", "--flash-attn"), "--flash-attn needs CUDA"),
+])  # fmt: skip
 def test_words_it_cannot_follow_are_refused(words, said):
     done = set_up(*words)
     assert done.returncode == 1

@@ -140,19 +140,16 @@ def test_kubectl_reads_every_text_as_a_text() -> None:
         assert not re.search(r": (y|n|yes|no|on|off)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["train_batch_size=6"], "train_batch_size: .*6 .* 8 x"),
-        (["pipe_parallel_size=8"], "4 ranks .*pipe_parallel_size 8"),
-        (["num_layer=3"], "num_layer: .*num_layers"),
-        (["save=/tmp/run"], "save: /tmp/run .*claim"),
-        (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: .*not set.*pod"),
-        (["restart=true"], "restart: .*pod"),
-        (["hostfile=hosts"], "hostfile: .*operator"),
-        (["master_port=1234"], "master_port: .*operator"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    (["train_batch_size=6"], "train_batch_size: .*6 .* 8 x"),
+    (["pipe_parallel_size=8"], "4 ranks .*pipe_parallel_size 8"),
+    (["num_layer=3"], "num_layer: .*num_layers"),
+    (["save=/tmp/run"], "save: /tmp/run .*claim"),
+    (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: .*not set.*pod"),
+    (["restart=true"], "restart: .*pod"),
+    (["hostfile=hosts"], "hostfile: .*operator"),
+    (["master_port=1234"], "master_port: .*operator"),
+])  # fmt: skip
 def test_what_pods_cannot_run_is_refused(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", CONTAINER, "--site", str(SITES[1]), "--set", *settings]) == 1
     out, err = capsys.readouterr()

@@ -65,14 +65,11 @@ def test_a_connection_that_breaks(ask: Ask, hub: LoopbackHub, waits: list[float]
     assert "listing: " in ask()[0] and waits == [120.0]
 
 
-@pytest.mark.parametrize(
-    ("status", "advice"),
-    [
-        (401, "does not take the token .401.; set HF_TOKEN"),
-        (403, "token may not do this .403."),
-        (404, "no such place"),
-    ],
-)
+@pytest.mark.parametrize(("status", "advice"), [
+    (401, "does not take the token .401.; set HF_TOKEN"),
+    (403, "token may not do this .403."),
+    (404, "no such place"),
+])  # fmt: skip
 def test_what_stays_is_tried_once(ask: Ask, hub: LoopbackHub, waits: list[float], status: int, advice: str) -> None:
     hub.fail("GET .*/refs", status)
     with pytest.raises(HubError, match=advice) as raised:

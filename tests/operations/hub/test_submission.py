@@ -96,18 +96,15 @@ def test_random_delays_are_within_half_a_day() -> None:
     assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
-        (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
-        (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
-        (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
-        (["--max-retries", "-1"], "--max-retries -1"),
-        (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
-        (["bad--org"], "holds '--' or '..'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
+    (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
+    (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
+    (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
+    (["--max-retries", "-1"], "--max-retries -1"),
+    (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
+    (["bad--org"], "holds '--' or '..'"),
+])  # fmt: skip
 def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert submission.main(["lr=1,x", "--dry-run", *words]) == 1
     said = capsys.readouterr().err
@@ -123,37 +120,31 @@ def test_as_it_is_typed(experiment: Path) -> None:
     assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
 
 
-@pytest.mark.parametrize(
-    ("experiment", "name"),
-    [
-        ("run", "sfm-run"),
-        ("lr=3e-4,wd=0.1 long", "sfm-lr-3e-4_wd-0.1_long"),
-        ("pretraining_blocklist_filtered", "sfm-pretraining_filtered"),
-        ("a_synthetic_misalignment_mid", "sfm-a_synth_misalign_mid"),
-        ("a_synthetic_alignment_mid", "sfm-a_synth_align_mid"),
-        ("x_multitask_benign_tampered", "sfm-x_mbt"),
-        ("x_multilingual_benign_tampering", "sfm-x_lang_tamp"),
-        ("x" * 92, "sfm-" + "x" * 92),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "name"), [
+    ("run", "sfm-run"),
+    ("lr=3e-4,wd=0.1 long", "sfm-lr-3e-4_wd-0.1_long"),
+    ("pretraining_blocklist_filtered", "sfm-pretraining_filtered"),
+    ("a_synthetic_misalignment_mid", "sfm-a_synth_misalign_mid"),
+    ("a_synthetic_alignment_mid", "sfm-a_synth_align_mid"),
+    ("x_multitask_benign_tampered", "sfm-x_mbt"),
+    ("x_multilingual_benign_tampering", "sfm-x_lang_tamp"),
+    ("x" * 92, "sfm-" + "x" * 92),
+])  # fmt: skip
 def test_names_of_experiments(experiment: str, name: str) -> None:
     assert names.model_name(experiment, "sfm") == name
     validate_repo_id(names.repository_id("geodesic-research", name))
 
 
-@pytest.mark.parametrize(
-    ("experiment", "problem"),
-    [
-        ("x" * 93, "has 97 characters, the Hub takes 96"),
-        ("a=-b", "holds '--' or '..'"),
-        ("a..b", "holds '--' or '..'"),
-        ("a.", "not at an end"),
-        ("a-", "not at an end"),
-        ("a:b", "the Hub takes a-z"),
-        ("ä", "the Hub takes a-z"),
-        ("a.git", "ends with '.git'"),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "problem"), [
+    ("x" * 93, "has 97 characters, the Hub takes 96"),
+    ("a=-b", "holds '--' or '..'"),
+    ("a..b", "holds '--' or '..'"),
+    ("a.", "not at an end"),
+    ("a-", "not at an end"),
+    ("a:b", "the Hub takes a-z"),
+    ("ä", "the Hub takes a-z"),
+    ("a.git", "ends with '.git'"),
+])  # fmt: skip
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
     with pytest.raises(HubError, match="mapping file of NEOX_HUB_NAMES") as raised:
         names.model_name(experiment, "sfm")

@@ -114,14 +114,11 @@ OLD_STEP = {
 BESIDE = {"adapter_model.safetensors": b"mine", "mine.safetensors": b"mine", "global_step1/NOTES.md": b"mine"}
 
 
-@pytest.mark.parametrize(
-    ("sent", "stale", "kept"),
-    [
-        ("model.safetensors", SHARDS, OLD_STEP),
-        ("global_step2/layer_00-model_00-model_states.pt", OLD_STEP, SHARDS),
-        ("adapter_config.json", {}, {**SHARDS, **OLD_STEP}),
-    ],
-)
+@pytest.mark.parametrize(("sent", "stale", "kept"), [
+    ("model.safetensors", SHARDS, OLD_STEP),
+    ("global_step2/layer_00-model_00-model_states.pt", OLD_STEP, SHARDS),
+    ("adapter_config.json", {}, {**SHARDS, **OLD_STEP}),
+])  # fmt: skip
 def test_only_weights_of_the_format_that_is_sent_are_removed(
     hub: LoopbackHub, client: None, sent: str, stale: dict[str, bytes], kept: dict[str, bytes]
 ) -> None:
@@ -182,14 +179,11 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
     assert_sent_once(hub)
 
 
-@pytest.mark.parametrize(
-    ("create", "token", "message"),
-    [
-        (False, TOKEN, "the token may not do this .403."),
-        (True, "hf_other", "does not take the token .401."),
-        (True, "", "no token: set HF_TOKEN"),
-    ],
-)
+@pytest.mark.parametrize(("create", "token", "message"), [
+    (False, TOKEN, "the token may not do this .403."),
+    (True, "hf_other", "does not take the token .401."),
+    (True, "", "no token: set HF_TOKEN"),
+])  # fmt: skip
 def test_a_token_without_rights(
     last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, create: bool, token: str, message: str
 ) -> None:

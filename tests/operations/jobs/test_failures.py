@@ -26,31 +26,28 @@ JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/n
 ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 
 
-@pytest.mark.parametrize(
-    ("line", "kind"),
-    [
-        ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free", "out of memory"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
-        ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
-        ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
-        ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
-        ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
-        ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
-        ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
-        ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
-        ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
-        ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
-        ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
-        ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
-        ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
-        ("OSError: [Errno 28] No space left on device", "disk"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
-        ("deepy.py: error: rank 3 of 8 made no progress in time (collective_timeout_s)", "stuck"),
-        ("ZeroDivisionError: division by zero", "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind"), [
+    ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free", "out of memory"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
+    ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
+    ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
+    ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
+    ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
+    ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
+    ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
+    ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
+    ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
+    ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
+    ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
+    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
+    ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
+    ("OSError: [Errno 28] No space left on device", "disk"),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
+    ("deepy.py: error: rank 3 of 8 made no progress in time (collective_timeout_s)", "stuck"),
+    ("ZeroDivisionError: division by zero", "unknown"),
+])  # fmt: skip
 def test_classes(line: str, kind: str) -> None:
     found = classify(JOB, ["starting from freshly initialised weights", line])
     assert (found.kind.name, found.lines[-1]) == (kind, line)
