@@ -13,10 +13,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPY = [sys.executable, str(ROOT / "deepy.py")]
-MODEL = {
-    "num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
-    "train_batch_size": 8, "log_dir": "logs",
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+         "train_batch_size": 8, "log_dir": "logs"}  # fmt: skip
 SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -41,10 +39,8 @@ def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = Non
     (folder / "model.yml").write_text(yaml.safe_dump({**MODEL, **(keys or {})}))
 
 
-def deepy(
-    folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
-    keys: Mapping[str, Any] | None = None, **more: Any,
-) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
+          keys: Mapping[str, Any] | None = None, **more: Any) -> "subprocess.CompletedProcess[str]":  # fmt: skip
     """A script on ranks, its streams as one; with a disk of so many kilobytes at `disk`, copied to `kept`."""
     write_script(folder, script, keys)
     command = [*DEEPY, "--num_gpus", str(ranks), "script.py", "model.yml", *words]

@@ -105,9 +105,8 @@ def test_entering_sets_what_torch_reads(monkeypatch):
     ("nccl", {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
     ("gloo", {}, {}),
 ])  # fmt: skip
-def test_gpu_memory_is_in_segments_that_grow(
-    backend: str, given: dict[str, str], expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_memory_is_in_segments_that_grow(backend: str, given: dict[str, str], expected: dict[str, str],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(os, "environ", given)
     enter(small(distributed_backend=backend))
     assert {name: value for name, value in given.items() if "ALLOC" in name} == expected

@@ -16,10 +16,8 @@ from tests.launch.runs import DEEPY, ROOT, environment, wait_until
 from tests.training.runs import LLAMA, config
 
 STEPS = 16
-VALUES = config(
-    LLAMA, train_iters=STEPS, checkpoint_factor=5, model_parallel_size=2, eval_iters=2, eval_interval=10,
-    split="80,10,10", num_workers=0,
-)  # fmt: skip
+VALUES = config(LLAMA, train_iters=STEPS, checkpoint_factor=5, model_parallel_size=2, eval_iters=2, eval_interval=10,
+                split="80,10,10", num_workers=0)  # fmt: skip
 # train.py, but at first rank 1 waits in step 13: the next checkpoint does not come before a signal does.
 WAITING = """\
 import os, sys, time

@@ -19,9 +19,8 @@ from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config, curves
 
 STEPS = 3
-VALUES = config(
-    LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2, log_interval=1
-)  # fmt: skip
+VALUES = config(LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2,
+                log_interval=1)  # fmt: skip
 SCRIPT = """\
 import os, signal, sys, time
 from megatron.neox_arguments.reading.command_line import parse_script

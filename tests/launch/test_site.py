@@ -45,16 +45,12 @@ SLINGSHOT = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TMPDIR": "/local", "TRITON_CACHE_DIR": "/local/triton-me",
 }  # fmt: skip
-PLACES = {
-    "NEOX_CHECKPOINT_DIR": "checkpoints/sf_model_organisms", "NEOX_LOG_DIR": "logs/neox-training",
-    "NEOX_PIPELINE_LOG_DIR": "logs/checkpoint_pipeline", "NEOX_DATA_DIR": "data",
-    "NEOX_BASE_TOKENIZER_DIR": "data/neox_tokenizer", "NEOX_TOKENIZER_DIR": "data/neox_tokenizer_instruct",
-    "NEOX_CHAT_TEMPLATE_DIR": "data/neox_tokenizer_instruct",
-}  # fmt: skip
-PAIRS = {
-    "dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False, "data_path": None,
-    "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-}  # fmt: skip
+PLACES = {"NEOX_CHECKPOINT_DIR": "checkpoints/sf_model_organisms", "NEOX_LOG_DIR": "logs/neox-training",
+          "NEOX_PIPELINE_LOG_DIR": "logs/checkpoint_pipeline", "NEOX_DATA_DIR": "data",
+          "NEOX_BASE_TOKENIZER_DIR": "data/neox_tokenizer", "NEOX_TOKENIZER_DIR": "data/neox_tokenizer_instruct",
+          "NEOX_CHAT_TEMPLATE_DIR": "data/neox_tokenizer_instruct"}  # fmt: skip
+PAIRS = {"dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False, "data_path": None,
+         "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}  # fmt: skip
 
 
 @pytest.fixture

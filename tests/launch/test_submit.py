@@ -113,10 +113,8 @@ def start(tmp_path):
     path = write_config(tmp_path)
 
     def run(*words: str, **env: str) -> tuple[int, str, list[list]]:
-        values = {
-            "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "8", "SLURM_CONF": "/c", "NEOX_SITE": "isambard",
-            "PROJECTDIR": "/p", **ONE_NODE, **env,
-        }  # fmt: skip
+        values = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "8", "SLURM_CONF": "/c",
+                  "NEOX_SITE": "isambard", "PROJECTDIR": "/p", **ONE_NODE, **env}  # fmt: skip
         command = [sys.executable, "-m", "megatron.launch.submit", str(path), *words]
         with open(log, "w") as stream:
             done = subprocess.run(command, cwd=ROOT, env=values, stdout=stream, stderr=stream, timeout=60)

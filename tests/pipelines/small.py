@@ -15,13 +15,11 @@ from megatron.pipelines.command import main
 from megatron.pipelines.promotion import promoted_weights
 from tests.launch.runs import DEEPY, environment
 
-MODEL = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
-    "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
-    "precision": "fp32", "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "log_interval": 1, "eval_iters": 0,
-    "checkpoint_factor": 3, "keep_last_n_checkpoints": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "distributed_backend": "gloo",
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
+         "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
+         "precision": "fp32", "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "log_interval": 1, "eval_iters": 0,
+         "checkpoint_factor": 3, "keep_last_n_checkpoints": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+         "distributed_backend": "gloo"}  # fmt: skip
 OPTIMIZER = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}}}
 DATA = {"train_data_paths": ["data/packed/texts_text_document"]}
 STAGES: Mapping[str, Any] = {

@@ -16,10 +16,8 @@ from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.recipes import write_recipe
 from tests.pipelines.small import change_yaml, pipeline, records, write_yaml
 
-SIZES = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
-    "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0,
-}  # fmt: skip
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
+         "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0}  # fmt: skip
 SHIPPED = {"eval_tasks": ["shipped_choice"], "eval_limit": 8}
 
 

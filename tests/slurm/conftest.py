@@ -124,10 +124,9 @@ class Cluster:
         )  # fmt: skip
         (self.folder / "gres.conf").write_text(_GRES)
         (self.folder / "cgroup.conf").write_text(_CGROUP)
-        self.run(
-            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock", f"--pid-file={self.folder}/munged.pid",
-            f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--force",
-        )  # fmt: skip
+        self.run("munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock",
+                 f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+                 f"--seed-file={self.folder}/munge.seed", "--force")  # fmt: skip
         if self.accounting:
             self._start_accounting(database, sql)
         self.run("slurmctld", "-c")
@@ -255,10 +254,8 @@ def accounted(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone = tmp_path_factory.mktemp("home") / "neox"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
+                            cwd=ROOT, capture_output=True, text=True, check=True).stdout  # fmt: skip
     for name in filter(None, listed.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():

@@ -29,10 +29,9 @@ def publish(accounted: Submitter, hub: LoopbackHub, tmp_path: Path) -> Iterator[
     saves = tmp_path / "checkpoints"
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, save=str(saves / "one"), train_iters=2, checkpoint_factor=1))
     shutil.copytree(saves / "one", saves / "two")
-    variables = {
-        **accounted.variables, **hub.environment(), "NEOX_CHECKPOINT_DIR": str(saves), "NEOX_HUB_PREFIX": "sfm",
-        "HF_HOME": str(tmp_path / "hf_home"), "SBATCH_OUTPUT": f"{tmp_path}/logs/%x-%j.out",
-    }  # fmt: skip
+    variables = {**accounted.variables, **hub.environment(), "NEOX_CHECKPOINT_DIR": str(saves),
+                 "NEOX_HUB_PREFIX": "sfm", "HF_HOME": str(tmp_path / "hf_home"),
+                 "SBATCH_OUTPUT": f"{tmp_path}/logs/%x-%j.out"}  # fmt: skip
 
     def submit(experiment: str) -> list[str]:
         words = ["bash", "huggingface/batch_submit_checkpoints.sh", experiment, "org", "--skip-eval"]

@@ -136,10 +136,8 @@ def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config
 
 
 def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight, accounted: Submitter) -> None:
-    found = eight.wait(
-        pending="pending", training="training", evaluating="evaluating", saving="saving", finished="FINISHED",
-        failed="CRASHED", crashed="CRASHED", stopped="training",
-    )  # fmt: skip
+    found = eight.wait(pending="pending", training="training", evaluating="evaluating", saving="saving",
+                       finished="FINISHED", failed="CRASHED", crashed="CRASHED", stopped="training")  # fmt: skip
     eight.wait(training="training", stopped="training")
     while (found["stopped"]["iteration"] or 0) < 3 or (found["training"]["iteration"] or 0) < 3:
         time.sleep(1.0)

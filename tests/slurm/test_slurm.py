@@ -57,15 +57,12 @@ def test_told_to_stop_it_saves_is_queued_again_and_ends_as_if_it_had_not(slurm, 
         subprocess.run([sys.executable, "deepy.py", "train.py", str(base)], cwd=ROOT, check=True, timeout=120)
         keys |= {"load": str(tmp_path / "base"), "finetune": True}
     whole, save = tmp_path / "whole", tmp_path / "save"
-    done = slurm.submit(
-        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch",
-        str(write_config("whole.yml", **keys, save=str(whole))),
-    )  # fmt: skip
+    done = slurm.submit("--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch",
+                        str(write_config("whole.yml", **keys, save=str(whole))))  # fmt: skip
     slurm.wait(done)
 
-    job = slurm.submit(
-        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch", str(write_config(**keys))
-    )  # fmt: skip
+    job = slurm.submit("--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch",
+                       str(write_config(**keys)))  # fmt: skip
     slurm.wait(job, lambda: len(re.findall("iteration +[1-9]", slurm.log(job))) >= 3)
     if how == "requeue":  # what a scheduler does when it wants the nodes back: no notice but SIGTERM
         slurm.cluster.run("scontrol", "requeue", job)

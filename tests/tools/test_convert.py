@@ -103,10 +103,8 @@ def test_the_batch_script(tmp_path: Path) -> None:
 
 def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path) -> None:
     """Its check too; what an export holds beside mapped files, to the byte: by the product."""
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=192,
-        max_position_embeddings=64,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
+                                      intermediate_size=192, max_position_embeddings=64)  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
     layer = sum(4 * param.numel() for param in model.model.layers[0].parameters())

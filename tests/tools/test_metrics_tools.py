@@ -16,10 +16,8 @@ from tools import plot_metrics
 from tools.profile_memory import main
 
 MIB = 2**20
-RANKS = [
-    {"rank": 0, "peak": 4 * MIB, "parts": {"weights": MIB, "activations": 3 * MIB, "other": 0}},
-    {"rank": 1, "peak": 8 * MIB, "parts": {"weights": 2 * MIB, "activations": 5 * MIB, "other": MIB}},
-]
+RANKS = [{"rank": 0, "peak": 4 * MIB, "parts": {"weights": MIB, "activations": 3 * MIB, "other": 0}},
+         {"rank": 1, "peak": 8 * MIB, "parts": {"weights": 2 * MIB, "activations": 5 * MIB, "other": MIB}}]  # fmt: skip
 TABLE = """\
 peak of iteration 7, rank 1 of 2, cpu
 part               memory    share         least          most

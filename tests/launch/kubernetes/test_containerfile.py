@@ -60,10 +60,8 @@ def test_what_it_copies_is_there_and_enough() -> None:
 
 # It may read all, as in the image, where nothing is closed to it; here Python may be in root's home.
 # What it may write is what its number and group may.
-USER = (
-    "setpriv", f"--reuid={RANDOM_USER}", "--regid=0", "--clear-groups", "--no-new-privs",
-    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
-)  # fmt: skip
+USER = ("setpriv", f"--reuid={RANDOM_USER}", "--regid=0", "--clear-groups", "--no-new-privs",
+        "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")  # fmt: skip
 
 
 def missing() -> str:
@@ -87,10 +85,9 @@ def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:
     for folder in ("home", "models"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder).chmod(0o775)  # root's, of group 0, as the image's
-    values = config(
-        LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"), metrics_port=0,
-        index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1, compile=False,
-    )  # fmt: skip
+    values = config(LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"),
+                    metrics_port=0, index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1,
+                    compile=False)  # fmt: skip
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "--num_gpus", "2", "train.py", str(tmp_path / "tiny.yml")]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -47,11 +47,10 @@ def pytorchjob_pods(documents: Sequence[Mapping[str, Any]]) -> list[tuple[list[s
     made = []
     for rank, pod in enumerate(pods):
         [container] = pod["template"]["spec"]["containers"]
-        injected = {
-            "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node), "RANK": str(rank),
-            "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(per_node),
-        }  # fmt: skip
+        injected = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port),
+                    "MASTER_ADDR": "127.0.0.1", "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node),
+                    "RANK": str(rank), "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)),
+                    "PET_NPROC_PER_NODE": str(per_node)}  # fmt: skip
         made.append((list(container["command"]), container_environment(documents, container) | injected))
     return made
 
@@ -63,11 +62,9 @@ def trainjob_pods(documents: Sequence[Mapping[str, Any]], port: int) -> list[tup
     [container] = template["template"]["spec"]["template"]["spec"]["containers"]
     made = []
     for index in range(trainer["numNodes"]):
-        injected = {
-            "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
-            "JOB_COMPLETION_INDEX": str(index),
-        }  # fmt: skip
+        injected = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+                    "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
+                    "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
         made.append((list(trainer["command"]), container_environment(documents, container) | injected))
     return made
 
@@ -75,9 +72,8 @@ def trainjob_pods(documents: Sequence[Mapping[str, Any]], port: int) -> list[tup
 class Pods:
     """The pods of a job. Paths of the manifest that are folders in a pod become folders here."""
 
-    def __init__(
-        self, pods: Sequence[tuple[list[str], dict[str, str]]], folders: Mapping[str, Path], log_dir: Path
-    ) -> None:
+    def __init__(self, pods: Sequence[tuple[list[str], dict[str, str]]], folders: Mapping[str, Path],
+                 log_dir: Path) -> None:  # fmt: skip
         self._pods, self._folders, self._log_dir = pods, folders, log_dir
         self.processes: list[subprocess.Popen[bytes] | None] = [None] * len(pods)
         self.restarts = [0] * len(pods)
@@ -96,10 +92,8 @@ class Pods:
         variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         variables |= {name: self._here(value) for name, value in environment.items()}
         with (self._log_dir / f"pod-{rank}.log").open("ab") as log:
-            self.processes[rank] = subprocess.Popen(
-                words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+            self.processes[rank] = subprocess.Popen(words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
+                                                    stdout=log, stderr=log, start_new_session=True)  # fmt: skip
 
     def kill(self, rank: int) -> None:
         """End a pod as a node that goes away does: all its processes at once, without a word."""
@@ -246,9 +240,8 @@ def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alon
     ("pod", "number", "status", "code"),
     [(True, 15, "stopped", 143), (True, 15, "finished", 0), (True, 0, "stopped", 0), (False, 15, "stopped", 0)],
 )
-def test_the_exit_code_of_a_drained_pod(
-    pod: bool, number: int, status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_exit_code_of_a_drained_pod(pod: bool, number: int, status: str, code: int, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     for name in ("PET_NODE_RANK", "PET_NNODES"):
         monkeypatch.setenv(name, "1" if pod else "")
     (tmp_path / "status.json").write_text(json.dumps({"status": status}))

@@ -83,10 +83,8 @@ class LoopbackHub:
 
     def environment(self) -> dict[str, str]:
         """What a process needs to take this Hub for the Hub."""
-        return {
-            "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
+        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+                "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}  # fmt: skip
 
     @contextmanager
     def serving(self) -> Iterator["LoopbackHub"]:

@@ -35,10 +35,8 @@ def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[s
     values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,8 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
 
 
 @pytest.mark.more
-def test_a_converted_folder_is_taken_if_it_is_whole(
-    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converted_folder_is_taken_if_it_is_whole(last: Upload, save: Path, hub: LoopbackHub,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     hf, folder = replace(last, formats="hf", patience=Patience(0, 0.0, 0.0)), save / "hub" / "global_step5"
     hub.fail("POST .*/commit/", 500)
     with pytest.raises(HubError, match="the same command goes on from here"):
@@ -184,9 +183,8 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
     (True, "hf_other", "does not take the token .401."),
     (True, "", "no token: set HF_TOKEN"),
 ])  # fmt: skip
-def test_a_token_without_rights(
-    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, create: bool, token: str, message: str
-) -> None:
+def test_a_token_without_rights(last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch,
+                                create: bool, token: str, message: str) -> None:  # fmt: skip
     hub.may_create = create
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(save / "no_token"))

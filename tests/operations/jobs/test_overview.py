@@ -51,11 +51,8 @@ def slurm(tmp_path: Path) -> Slurm:
     commands.mkdir()
     names = {"work": tmp_path, "then": then}
     rows = "\n".join(line.format(**names) for line in SACCT).replace("|", "\x1f")
-    made = {
-        "sacct": f"cat {tmp_path}/sacct.txt",
-        "squeue": f"cat {tmp_path}/squeue.txt",
-        "scontrol": f"cat {tmp_path}/$3.txt",
-    }
+    made = {"sacct": f"cat {tmp_path}/sacct.txt", "squeue": f"cat {tmp_path}/squeue.txt",
+            "scontrol": f"cat {tmp_path}/$3.txt"}  # fmt: skip
     (tmp_path / "sacct.txt").write_text(rows)
     (tmp_path / "squeue.txt").write_text("\n".join(SQUEUE).replace("|", "\x1f"))
     for number, array, name, state, reason in (

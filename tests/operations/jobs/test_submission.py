@@ -143,9 +143,8 @@ def test_bad_requests_start_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("finetune", "nodes", "count"), [(False, None, 64), (True, None, 16), (True, 3, 3)])
-def test_the_sites_number_of_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None, count: int
-) -> None:
+def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None,
+                                   count: int) -> None:  # fmt: skip
     """What Slurm refuses is one line, with the command."""
     for name in ("scontrol", "sbatch"):
         (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified' >&2; exit 1\n")

@@ -143,11 +143,9 @@ def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
 
 def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     def more(step: int) -> Row:
-        return {
-            "runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
-            "train/skipped_steps": 2 * (step == 20), "train/spikes": int(step == 70),
-            "train/lm_loss": 9.0 if step == 80 else 2.0 + 0.1 * (step % 3),
-        }  # fmt: skip
+        return {"runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
+                "train/skipped_steps": 2 * (step == 20), "train/spikes": int(step == 70),
+                "train/lm_loss": 9.0 if step == 80 else 2.0 + 0.1 * (step % 3)}  # fmt: skip
 
     status = {"status": "stopped", "reason": "signal SIGTERM", "iteration": 100, "time": "2026-01-02T03:04:05+0000"}
     save = write_run(tmp_path / "a", rows_of(100, more), None, status)
@@ -201,9 +199,8 @@ def test_the_page_at_the_end_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         report_at_end(args, tmp_path / "gone" / "logs", logging.getLogger("report"))
     assert "report: true, but the page was not made: ReportError" in caplog.text
-    values = config(
-        MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"), log_dir=str(tmp_path / "a")
-    )  # fmt: skip
+    values = config(MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"),
+                    log_dir=str(tmp_path / "a"))  # fmt: skip
     logs = write_run(tmp_path / "run", rows_of(2)) / "logs"
     report_at_end(NeoXArgs.from_dict(values), logs, logging.getLogger("report"))
     assert len(figures(logs / "report.html")) == 3

@@ -50,11 +50,10 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("failed")
     (folder / "trouble.py").write_text(TROUBLE)
     (folder / "prompts.txt").write_text("Once <b>upon</b>\n")
-    values = config(
-        LLAMA, ADAMW, num_layers=1, train_iters=12, eval_interval=5, eval_iters=1, checkpoint_factor=5, save="run",
-        load="run", report=True, num_gpus=1, callbacks=["trouble.py:Trouble"], on_nonfinite="skip", max_restarts=1,
-        demo_prompts="prompts.txt", maximum_tokens=4, peak_theoretical_tflops=1.0, split="80,10,10",
-    )  # fmt: skip
+    values = config(LLAMA, ADAMW, num_layers=1, train_iters=12, eval_interval=5, eval_iters=1, checkpoint_factor=5,
+                    save="run", load="run", report=True, num_gpus=1, callbacks=["trouble.py:Trouble"],
+                    on_nonfinite="skip", max_restarts=1, demo_prompts="prompts.txt", maximum_tokens=4,
+                    peak_theoretical_tflops=1.0, split="80,10,10")  # fmt: skip
     (folder / "model.yml").write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
     done = train(folder)
     assert done.returncode == 1 and "RuntimeError: no more <of> this" in done.stdout + done.stderr, done.stderr
@@ -104,10 +103,8 @@ def test_a_run_whose_rank_1_is_killed_has_its_page(tmp_path: Path) -> None:
         "    def on_step_end(self, run, step):\n"
         "        if step.iteration == 4 and os.environ['RANK'] == '1':\n            os.kill(os.getpid(), 9)\n"
     )
-    values = config(
-        LLAMA, ADAMW, num_layers=1, train_iters=4000, checkpoint_factor=5000, save="run", report=True, num_gpus=2,
-        train_batch_size=4, callbacks=["trouble.py:Trouble"],
-    )  # fmt: skip
+    values = config(LLAMA, ADAMW, num_layers=1, train_iters=4000, checkpoint_factor=5000, save="run", report=True,
+                    num_gpus=2, train_batch_size=4, callbacks=["trouble.py:Trouble"])  # fmt: skip
     (tmp_path / "model.yml").write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
     done = train(tmp_path)
     assert done.returncode == 137, done.stderr
