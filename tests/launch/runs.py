@@ -51,6 +51,18 @@ def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks
     return subprocess.run(command, cwd=folder, env=environment(), text=True, timeout=200, **streams)
 
 
+def write_program(path: Path, text: str) -> None:
+    """A program in a folder that is made."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def logs_of(folder: Path, ranks: int = 2) -> list[str]:
+    """What is in the log of each rank."""
+    return [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
+
+
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

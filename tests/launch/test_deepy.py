@@ -79,9 +79,6 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path: Path, monk
     assert [NeoXArgs.from_json(Path(file).read_text()).lr for file in files] == [1e-3, 5e-3]
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 @pytest.mark.parametrize(("words", "line"), [
     ("train a.yml b.yml --set seed=1", "deepy.py train.py a.yml b.yml --set seed=1"),
     ("train.py --num_gpus 2 a", "deepy.py train.py --num_gpus 2 a"),

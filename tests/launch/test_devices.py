@@ -12,6 +12,7 @@ from megatron.launch import cuda_driver, devices
 from megatron.launch.cuda_driver import is_readable_arch_list, set_arch_list
 
 ASKED = 8  # what torch says when it is asked
+NAME = "TORCH_CUDA_ARCH_LIST"
 
 
 @pytest.mark.parametrize(("build", "by_driver", "env", "expected"), [
@@ -51,9 +52,6 @@ def test_a_driver_that_does_not_answer_has_not_said_none(state, count, monkeypat
     fake = SimpleNamespace(cuInit=lambda flags: state, cuDeviceGetCount=get_count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
     assert cuda_driver.device_count() == count
-
-
-NAME = "TORCH_CUDA_ARCH_LIST"
 
 
 def deepspeed_reads(monkeypatch, value: str) -> str:

@@ -37,12 +37,6 @@ def listening():
         yield server.getsockname()[1]
 
 
-def mountable() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
-
-
 def doctor(folder: Path, *words: str, prefix: Sequence[str] = (), path: str) -> dict[str, str]:
     """What the command as typed, with a folder of packages before others, finds failed."""
     line = [*DEEPY, "doctor", "--save", str(folder), *words, "--json"]
@@ -62,7 +56,8 @@ def test_a_taken_port_a_full_disk_and_a_bad_deepspeed_are_found_by_the_command(t
     save = tmp_path / "save"
     save.mkdir()
     full_disk = [*NAMESPACE, "sh", "-c", f'mount -t tmpfs -o size=16k none {save} && exec "$@"', "sh"]
-    full = mountable()
+    mount = [*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"]
+    full = shutil.which("unshare") and subprocess.run(mount, capture_output=True).returncode == 0
     failed = doctor(save, "--port", str(listening), prefix=full_disk if full else [], path=f"{tmp_path}/packages")
     assert "0.16.4" in failed.pop("deepspeed") and "taken" in failed.pop(f"port {listening}")
     if full:
@@ -77,14 +72,13 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     assert failed.keys() == {"torch"} and "OSError: libcudart.so.13" in failed["torch"]
 
 
-@pytest.mark.parametrize(("name", "source", "facts"), [
-    ("flash-attn", {"flash_attn.py": "raise ImportError('undefined symbol: _ZN3c10')"}, ["symbol: _ZN3c10"]),
-    pytest.param("apex", {"apex/__init__.py": ""}, ["apex", "NVIDIA"], marks=pytest.mark.more),
+@pytest.mark.parametrize(("name", "file", "text", "facts"), [
+    ("flash-attn", "flash_attn.py", "raise ImportError('undefined symbol: _ZN3c10')", ["symbol: _ZN3c10"]),
+    pytest.param("apex", "apex/__init__.py", "", ["apex", "NVIDIA"], marks=pytest.mark.more),
 ])  # fmt: skip
-def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_path, name, source, facts):
-    for file, text in source.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(text)
+def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_path, name, file, text, facts):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (check,) = compiled_checks({name: "2.8.3"}.get)
     assert check.state == "failed" and all(fact in check.found for fact in facts)
@@ -171,10 +165,8 @@ def test_ports_and_peers(listening):
 
 
 def test_addresses():
-    assert split_address("a:1", 2) == ("a", 1)
-    assert split_address("a", 2) == ("a", 2)
-    assert split_address("[fe80::1]:1", 2) == ("fe80::1", 1)
-    assert split_address("fe80::1", 2) == ("fe80::1", 2)
+    found = [split_address(text, 2) for text in ("a:1", "a", "[fe80::1]:1", "fe80::1")]
+    assert found == [("a", 1), ("a", 2), ("fe80::1", 1), ("fe80::1", 2)]
     with pytest.raises(ValueError, match="no port"):
         split_address("a:b", 2)
 

@@ -1,6 +1,5 @@
 """Real runs of `deepy.py train.py` on two ranks, healthy and killed. Their log is an interface."""
 
-import json
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import pytest
 import yaml
 
 from tests.launch.runs import DEEPY, ROOT, environment, wait_until
-from tests.training.runs import LLAMA, config
+from tests.training.runs import LLAMA, config, metric_rows
 
 STEPS = 16
 VALUES = config(LLAMA, train_iters=STEPS, checkpoint_factor=5, model_parallel_size=2, eval_iters=2, eval_interval=10,
@@ -40,11 +39,8 @@ class Ended(NamedTuple):
     log: Path
     save: Path
 
-    def rows(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.save / "logs" / "metrics.jsonl").read_text().splitlines()]
-
     def losses(self) -> dict[int, float]:
-        losses = [(int(row["iteration"]), row["train/lm_loss"]) for row in self.rows() if "train/lm_loss" in row]
+        losses = [(int(row["iteration"]), row["train/lm_loss"]) for row in metric_rows(self.save)]
         assert len(losses) == len(dict(losses)), "each step stands once"
         return dict(losses)
 
@@ -129,7 +125,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy
     assert re.search(r"going on from \S+/global_step10, iteration 10", log)
     assert killed.losses() == healthy.losses() and last_values(killed.log) == last_values(healthy.log)
     assert bash(EXPERIMENT, killed.log) == (0, "sf_model_organisms/exp_1\n") and bash(CRASHED, killed.log)[0] == 1
-    restarts = {row["iteration"]: row["runtime/restarts"] for row in killed.rows() if "runtime/restarts" in row}
+    restarts = {row["iteration"]: row["runtime/restarts"] for row in metric_rows(killed.save, "runtime/restarts")}
     assert restarts == {step: int(step > 10) for step in range(1, STEPS + 1)}
     where = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]
     assert "most recent call" in where.partition("going on from")[0], "where rank 0 was"

@@ -21,9 +21,8 @@ SLOTS = {host: list(range(count)) for host, count in POOL.items()}
 
 @pytest.fixture
 def hostfile(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("# ours\n\na slots=2\nb slots=4  # bigger\nc slots=1\n")
-    return path
+    (tmp_path / "hosts").write_text("# ours\n\na slots=2\nb slots=4  # bigger\nc slots=1\n")
+    return tmp_path / "hosts"
 
 
 def nodes(path, hosts=(), env=None, **changes) -> list[str]:
@@ -145,18 +144,12 @@ def test_rank_environment(monkeypatch):
     assert environments(run, RankAssignment(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
 
 
-def _args(**changes):
-    model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
-    return NeoXArgs.from_dict({**model, "train_batch_size": 8, **changes})
+def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, monkeypatch):
+    def args_of(**changes):
+        return NeoXArgs.from_dict({**BASE, **changes})
 
-
-@pytest.fixture
-def no_gpus(monkeypatch):
     monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: [])
-
-
-def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, no_gpus):
-    args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
+    args = args_of(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
     run = plan("train.py", args, ["--more"])
     write_args_file(run)
     assert (run.world_size, run.log_dir) == (2, tmp_path / "run" / "logs")
@@ -164,8 +157,8 @@ def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, n
     assert (script, flag, more) == ("train.py", "--neox-args", "--more")
     assert NeoXArgs.from_json(Path(path).read_text()) == args.for_world(2)
     assert run.master_port is None, "any free port unless the key is set"
-    run = plan("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
+    run = plan("train.py", args_of(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
     assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
     assert environments(run, RankAssignment(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
     with pytest.raises(ConfigError, match="3 ranks cannot be divided"):
-        plan("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))
+        plan("train.py", args_of(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))

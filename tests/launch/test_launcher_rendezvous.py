@@ -3,7 +3,7 @@
 import re
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -111,17 +111,16 @@ def test_a_machine_that_falls_silent_is_named(monkeypatch):
         assert final_outcome(launchers[1]) == outcome
 
 
-def _problem(future: Future) -> str:
-    with pytest.raises(LaunchError) as problem:
-        future.result(200)
-    return str(problem.value)
-
-
 def ends(timeout_s: float, *runs: Run) -> list[str]:
     """What launchers that cannot assemble say, one for each of these."""
+
+    def problem(run: Run) -> str:
+        with pytest.raises(LaunchError) as refused:
+            LauncherRendezvous(run, timeout_s).assemble(0)
+        return str(refused.value)
+
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(lambda run=run: LauncherRendezvous(run, timeout_s).assemble(0)) for run in runs]
-        return [_problem(future) for future in futures]
+        return list(pool.map(problem, runs))
 
 
 def test_a_machine_that_does_not_come_is_named():

@@ -14,8 +14,8 @@ COMMAND = ROOT / "megatron/launch/torch_builds.py"
 X86, ARM, MAC = PLATFORMS
 CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126", "cu130"))
 
-TABLE = [
-    # python, platform, driver, wanted -> pin, index, cuda, tried
+
+@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), [
     ((3, 11), X86, None, None, "torch==2.13.0", CPU, None, True),
     ((3, 12), ARM, None, "2.11.0", "torch==2.11.0", CPU, None, False),
     ((3, 12), MAC, None, None, "torch==2.13.0", CPU, None, False),
@@ -29,10 +29,7 @@ TABLE = [
     ((3, 12), ARM, (12, 6), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 11), X86, (12, 2), None, "torch==2.11.0+cu126", CU126, "12.6", False),
     ((3, 12), X86, (13, 0), "2.12.1", "torch==2.12.1", CU130, "13.0", False),
-]
-
-
-@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), TABLE)
+])  # fmt: skip
 def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cuda, tried):
     build = choose(python, platform, driver, wanted)
     assert (build.pin, build.index, build.cuda, build.tried) == (pin, index, cuda, tried)

@@ -73,18 +73,17 @@ def missing() -> str:
     return "" if done.returncode == 0 else f"root gives nobody else what it may read: {done.stderr.strip()[-300:]}"
 
 
-@pytest.mark.parametrize(
-    "home",
-    [pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
-     pytest.param(False, id="no-home", marks=pytest.mark.product)],
-)  # fmt: skip
+@pytest.mark.parametrize("home", [
+    pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
+    pytest.param(False, id="no-home", marks=pytest.mark.product),
+])  # fmt: skip
 def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:
     """With nothing to write to but what group 0 may: two ranks train, save and answer metrics_port."""
     if missing():
         pytest.skip(missing())
-    for folder in ("home", "models"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder).chmod(0o775)  # root's, of group 0, as the image's
+    for folder in (tmp_path / "home", tmp_path / "models"):
+        folder.mkdir()
+        folder.chmod(0o775)  # root's, of group 0, as the image's
     values = config(LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"),
                     metrics_port=0, index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1,
                     compile=False)  # fmt: skip

@@ -168,13 +168,13 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, capsys: pytes
 def test_files_and_settings_of_the_command(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
     text = Path(CONTAINER).read_text()
-    for file, part in ((first, text.partition("# model:")[0]), (second, text.partition("# model:")[2])):
+    for file, part in zip((first, second), text.split("# model:", 1), strict=True):
         file.parent.mkdir()
         file.write_text("# " + part)
-    config = pod_config([str(first), str(second)], read_site(SITES[1]))
+    site = read_site(SITES[1])
+    config = pod_config([str(first), str(second)], site)
     assert list(config.files) == ["1-run.yml", "2-run.yml"]
     assert config.command[:5] == ["python", "deepy.py", "train.py", "/etc/neox/1-run.yml", "/etc/neox/2-run.yml"]
-    site = read_site(SITES[1])
     added = ("rendezvous_timeout_s=1800", "metrics_port=8000", "metrics_host=0.0.0.0")
     assert pod_config([CONTAINER], site).settings == added
     given = ["max_restarts=3", "rendezvous_timeout_s=60", "metrics_port=9000", "metrics_host=10.0.0.1"]

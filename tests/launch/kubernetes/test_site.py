@@ -25,14 +25,10 @@ memory: 800Gi
 shared_memory: 64Gi
 claims:
   models-pvc: {path: /models, size: 2Ti}
-  data.pvc:
-    path: /data
+  data.pvc: {path: /data}
 storage_class: cephfs
-variables:
-  EPOCHS: 2
-  OUTPUT_DIR: /models/run
-secrets:
-  HF_TOKEN: hub/token
+variables: {EPOCHS: 2, OUTPUT_DIR: /models/run}
+secrets: {HF_TOKEN: hub/token}
 restarts: 3
 metrics_port: 0
 queue: user-queue
