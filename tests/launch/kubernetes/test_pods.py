@@ -21,7 +21,6 @@ from megatron.neox_arguments import NeoXArgs
 from tests.launch.runs import ROOT
 from tests.training.runs import ADAMW, LLAMA, config, metric_rows
 
-
 Documents, Losses = list[dict[str, Any]], dict[int, float]
 Made = list[tuple[list[str], dict[str, str]]]
 """The command and the environment of each pod."""
