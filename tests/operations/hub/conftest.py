@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.launch.runs import ROOT
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
-ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "huggingface/upload_and_evaluate_checkpoint.py"]
 
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_" + "loopbackSECRET" * 2
@@ -44,13 +44,11 @@ class Failure:
         return self.after < 0
 
 
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
+class Request(NamedTuple):
+    """told: METHOD path."""
+
+    told: str
     at: float
-    size: int = 0
-    status: int = 0
 
 
 @dataclass
@@ -101,7 +99,7 @@ class LoopbackHub:
         self.failures.append(Failure(pattern, kind, times, **how))
 
     def asked(self, pattern: str) -> list[Request]:
-        return [one for one in self.requests if re.search(pattern, f"{one.method} {one.path}")]
+        return [one for one in self.requests if re.search(pattern, one.told)]
 
     def content(self, repo: str, branch: str) -> dict[str, bytes]:
         """The files of a branch but for those of the Hub itself."""
@@ -124,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, content: Any, **headers: str) -> None:
         data = json.dumps(content).encode()
-        self.hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, status))
+        self.hub.requests.append(Request(f"{self.command} {self.path}", time.monotonic()))
         if self._kind in ("lost", "stall"):
             return
         self.send_response(status)
@@ -139,18 +137,17 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self, share: float = 1.0) -> bytes:
         data, length = b"", self.headers.get("Content-Length")
         if length is not None:
-            data = self.rfile.read(int(int(length) * share))
-        elif self.headers.get("Transfer-Encoding") == "chunked":
+            return self.rfile.read(int(int(length) * share))
+        if self.headers.get("Transfer-Encoding") == "chunked":
             while (size := int(self.rfile.readline(), 16)) and share == 1.0:
                 data += self.rfile.read(size)
                 self.rfile.readline()
             if share == 1.0:
                 self.rfile.readline()
-        self._read = len(data)
         return data
 
     def _handle(self) -> None:
-        hub, told, self._read = self.hub, f"{self.command} {self.path}", 0
+        hub, told = self.hub, f"{self.command} {self.path}"
         with hub.lock:
             failure = next((one for one in hub.failures if one.strikes(told)), None)
         self._kind = None if failure is None else failure.kind
@@ -160,7 +157,7 @@ class _Handler(BaseHTTPRequestHandler):
             after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
             self._answer(self._kind, {"error": "told to"}, **after)
         elif self._kind in ("cut", "hang"):
-            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read))
+            hub.requests.append(Request(told, time.monotonic()))
         else:
             if self._kind == "late":
                 hub.waiting.append(told)
@@ -220,8 +217,9 @@ class _Handler(BaseHTTPRequestHandler):
         if match[2] == "tree":
             return self._answer(200, [self._entry(*item) for item in repo.branches[revision].items()])
         if match[2] == "preupload":
-            paths = [file["path"] for file in json.loads(body)["files"]]
-            modes = {path: "lfs" if _LFS.fullmatch(path) else "regular" for path in paths}
+            modes = {
+                one["path"]: "lfs" if _LFS.fullmatch(one["path"]) else "regular" for one in json.loads(body)["files"]
+            }
             files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return self._answer(200, {"files": files})
         if match[2] == "commit":
@@ -229,20 +227,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(404, {"error": path})
 
     def _entry(self, name: str, value: bytes | str) -> dict[str, Any]:
+        size, about = len(self.hub.objects[value] if isinstance(value, str) else value), {"type": "file", "path": name}
         if isinstance(value, str):
-            size = len(self.hub.objects[value])
-            lfs = {"oid": value, "size": size, "pointerSize": 130}
-            return {"type": "file", "path": name, "size": size, "oid": "1" * 40, "lfs": lfs}
-        blob = hashlib.sha1(f"blob {len(value)}\0".encode() + value).hexdigest()
-        return {"type": "file", "path": name, "size": len(value), "oid": blob}
+            return {**about, "size": size, "oid": "1" * 40, "lfs": {"oid": value, "size": size, "pointerSize": 130}}
+        return {**about, "size": size, "oid": hashlib.sha1(f"blob {size}\0".encode() + value).hexdigest()}
 
     def _batch(self, objects: list[dict[str, Any]]) -> None:
-        answer = []
         for one in objects:
-            href = f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"
-            there = one["oid"] in self.hub.objects
-            answer.append({**one, **({} if there else {"actions": {"upload": {"href": href}}})})
-        self._answer(200, {"transfer": "basic", "objects": answer})
+            if one["oid"] not in self.hub.objects:
+                one["actions"] = {"upload": {"href": f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"}}
+        self._answer(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, branch: str, body: bytes) -> None:
         repo = self.hub.repos[name]

@@ -12,8 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from megatron.operations.hub import names, submission
 from megatron.operations.hub.checkpoints import last_step
 from megatron.operations.hub.errors import HubError
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.launch.runs import ROOT
 
 
 @pytest.fixture
@@ -81,19 +80,16 @@ def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = lines("other-org", "--no-singleton", "--upload-delay", "1.5", "--skip-neox-upload", "--max-retries", "3")[0]
     assert "--dependency=singleton" not in job and "--begin=now+90minutes" in job and "--gres=gpu:1" in job
     assert job[job.index("--repository") + 1] == "other-org/sfm-lr-1_x" and "--skip-neox-upload" in job
-    assert (
-        job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"] and job[job.index("--max-retries") + 1] == "3"
-    )
-    assert "--skip-eval" in lines("--skip-eval")[0] and "--gres=gpu:1" not in lines("--skip-eval")[0]
-    assert "--upload-neox-only" in lines("--upload-neox-only")[0] and "--skip-eval" in lines("--upload-neox-only")[0]
+    assert job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"]
+    assert job[job.index("--max-retries") + 1] == "3"
+    (job, *_), (neox_only, *_) = lines("--skip-eval"), lines("--upload-neox-only")
+    assert "--skip-eval" in job and "--gres=gpu:1" not in job
+    assert {"--upload-neox-only", "--skip-eval"} <= set(neox_only)
     begins = {line[3] for line in lines("--upload-delay", "random")}
     assert len(begins) == 3 and all(line.startswith("--begin=now+") for line in begins)
-
-
-def test_random_delays_are_within_half_a_day() -> None:
     draw = random.Random(1)
     drawn = [submission.delay_minutes("random", draw) for _ in range(500)]
-    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
+    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720, "within half a day"
 
 
 @pytest.mark.parametrize(("words", "message"), [
@@ -112,10 +108,8 @@ def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: 
 
 
 def test_as_it_is_typed(experiment: Path) -> None:
-    script = ROOT / "huggingface" / "batch_submit_checkpoints.sh"
-    done = subprocess.run(
-        ["bash", "-c", f'PYTHON={sys.executable} "{script}" lr=1,x my-org --dry-run'], capture_output=True, text=True
-    )
+    line = f'PYTHON={sys.executable} "{ROOT}/huggingface/batch_submit_checkpoints.sh" lr=1,x my-org --dry-run'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: 3 checkpoints to my-org/sfm-lr-1_x"
     assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
 
@@ -137,12 +131,9 @@ def test_names_of_experiments(experiment: str, name: str) -> None:
 
 @pytest.mark.parametrize(("experiment", "problem"), [
     ("x" * 93, "has 97 characters, the Hub takes 96"),
-    ("a=-b", "holds '--' or '..'"),
-    ("a..b", "holds '--' or '..'"),
-    ("a.", "not at an end"),
-    ("a-", "not at an end"),
-    ("a:b", "the Hub takes a-z"),
-    ("ä", "the Hub takes a-z"),
+    *((name, "holds '--' or '..'") for name in ("a=-b", "a..b")),
+    *((name, "not at an end") for name in ("a.", "a-")),
+    *((name, "the Hub takes a-z") for name in ("a:b", "ä")),
     ("a.git", "ends with '.git'"),
 ])  # fmt: skip
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
@@ -175,9 +166,8 @@ def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
             names.checked_id(wrong, "--repository")
 
 
-@pytest.mark.parametrize(
-    ("save", "site", "name"),
-    [("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp")],
-)
+@pytest.mark.parametrize(("save", "site", "name"), [
+    ("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp"),
+])  # fmt: skip
 def test_experiments(save: str, site: str | None, name: str) -> None:
     assert names.run_name(save, site) == name

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from huggingface_hub import ModelCard
 
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.hub.card import RunFacts, write_card
@@ -22,7 +23,8 @@ from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
 from megatron.operations.hub.scores import read_scores
 from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
-from tests.operations.hub.conftest import COMMAND, ROOT
+from tests.launch.runs import ROOT, wait_until
+from tests.operations.hub.conftest import COMMAND
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
 from tests.training.runs import LLAMA, config
 
@@ -41,14 +43,11 @@ def converted(save: Path, tag: str, folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_no_token(*places: Path) -> None:
-    read = 0
-    for place in places:
-        for path in (path for path in place.rglob("*") if path.is_file()):
-            data = path.read_bytes()
-            assert TOKEN.encode() not in data and b"X-Signature" not in data, path
-            read += 1
-    assert read
+def assert_no_token(place: Path) -> None:
+    files = [path for path in place.rglob("*") if path.is_file()]
+    for path in files:
+        assert TOKEN.encode() not in path.read_bytes() and b"X-Signature" not in path.read_bytes(), path
+    assert files
 
 
 def assert_sent_once(hub: LoopbackHub) -> None:
@@ -91,12 +90,6 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert (len(hub.puts), len(hub.asked("POST .*/commit/"))) == (sent, commits)
     assert TOKEN not in "".join(said)
     assert_no_token(save / "hub")
-    check_card(files)
-
-
-def check_card(files: dict[str, bytes]) -> None:
-    from huggingface_hub import ModelCard
-
     card = ModelCard(files["README.md"].decode())
     assert card.data.library_name == "transformers" and "gpt-neox" in card.data.tags
     assert "| hidden_size | 128 |" in card.text and "1,280 tokens seen" in card.text
@@ -107,10 +100,8 @@ def check_card(files: dict[str, bytes]) -> None:
 
 THEIRS = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
 SHARDS = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-OLD_STEP = {
-    f"global_step1/{name}": b"old"
-    for name in ("layer_00-model_00-model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "manifest.json")
-}
+OF_STEP = ("layer_00-model_00-model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "manifest.json")
+OLD_STEP = {f"global_step1/{name}": b"old" for name in OF_STEP}
 BESIDE = {"adapter_model.safetensors": b"mine", "mine.safetensors": b"mine", "global_step1/NOTES.md": b"mine"}
 
 
@@ -129,9 +120,8 @@ def test_only_weights_of_the_format_that_is_sent_are_removed(
     contents = {"README.md": b"new", "config.json": b"same", sent: b"new"}
     files = {name: LocalFile(content, digest(content)) for name, content in contents.items()}
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None)
-    assert (
-        hub.content(MODEL, "main") == {**theirs, **contents} and ".gitattributes" in hub.repos[MODEL].branches["main"]
-    )
+    assert hub.content(MODEL, "main") == {**theirs, **contents}
+    assert ".gitattributes" in hub.repos[MODEL].branches["main"]
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None) is None
 
 
@@ -214,9 +204,8 @@ def test_two_processes_never_work_on_one_checkpoint(save: Path, environment: dic
     )
     with open_journal(save, "global_step5", print) as held:
         held.add("sent")
-        other = subprocess.Popen(
-            [COMMAND[0], "-c", code, str(save)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
+        words = [COMMAND[0], "-c", code, str(save)]
+        other = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert other.stdout is not None
         assert "another process works on it" in other.stdout.readline()
         time.sleep(0.3)
@@ -246,10 +235,8 @@ def test_five_checkpoints_with_a_process_killed_in_the_middle(
     for killed in (1, 2):
         with (tmp_path / f"killed{killed}.log").open("wb") as log:
             process = subprocess.Popen([*COMMAND, *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + 300
-        while len(hub.waiting) < killed:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda process=process, killed=killed: process.poll() is not None or len(hub.waiting) >= killed, 300)
+        assert process.poll() is None
         assert TOKEN not in subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -295,9 +282,8 @@ def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_pat
     write_card(tmp_path, RunFacts(2, NeoXArgs.from_dict(config(LLAMA)), rows=rows, scores=scores))
     card = (tmp_path / "README.md").read_text()
     shown = {"arc_acc": 0.25, "validation/lm_loss": 2, **scores}
-    assert re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:] == [
-        (name, f"{value:.6g}") for name, value in shown.items()
-    ]
+    found = re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:]
+    assert found == [(name, f"{value:.6g}") for name, value in shown.items()]
     assert "model-index:" in card and "license: mit" in card and "# Mine" in card
 
 

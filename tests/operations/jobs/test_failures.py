@@ -13,7 +13,7 @@ import pytest
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_node, classify
 from megatron.operations.jobs.overview import Row
-from megatron.operations.jobs.remedies import free_lock, remedy
+from megatron.operations.jobs.remedies import Remedy, free_lock, remedy
 from megatron.operations.jobs.report import share_of_peak, write_report
 from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
@@ -72,25 +72,22 @@ def args(save: Path, **keys: object) -> NeoXArgs:
     return NeoXArgs.from_dict({**BASE, "save": str(save), "checkpoint_factor": 10, **keys})
 
 
-@pytest.fixture
-def slurm() -> Slurm:
-    """Of a machine without Slurm."""
-    return Slurm({}, lambda text: None, {"PATH": ""})
+def test_another_port_and_a_folder(tmp_path: Path) -> None:
+    none = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
 
+    def found(*lines: str, job: Job = JOB, **keys: object) -> Remedy:
+        return remedy(classify(job, lines), replace(ROW, job=job), args(tmp_path, **keys), (), [], none)
 
-def test_another_port_and_a_folder(tmp_path: Path, slurm: Slurm) -> None:
-    port = classify(JOB, ["EADDRINUSE"])
-    found = remedy(port, ROW, args(tmp_path), (), [], slurm)
-    assert found.environment == {"MASTER_PORT": "31211"} and not found.pairs and found.helps
-    found = remedy(port, ROW, args(tmp_path, master_port=29000), (), [], slurm)
-    assert found.pairs == ("master_port=31211",) and "--set master_port=31211" in found.did
+    port = found("EADDRINUSE")
+    assert port.environment == {"MASTER_PORT": "31211"} and not port.pairs and port.helps
+    port = found("EADDRINUSE", master_port=29000)
+    assert port.pairs == ("master_port=31211",) and "--set master_port=31211" in port.did
     job = replace(JOB, exit_code="0:53", log=tmp_path / "a" / "b" / "7.out")
-    found = remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm)
-    assert found.helps and (tmp_path / "a" / "b").is_dir() and found.did == f"made the folder {tmp_path}/a/b"
-    assert not remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).helps
+    folder = found(job=job)
+    assert folder.helps and (tmp_path / "a" / "b").is_dir() and folder.did == f"made the folder {tmp_path}/a/b"
+    assert not found(job=job).helps
     (tmp_path / "file").touch()
-    job = replace(job, log=tmp_path / "file" / "b" / "7.out")
-    assert "cannot be made" in remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).did
+    assert "cannot be made" in found(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).did
 
 
 class Knows(Slurm):
@@ -166,8 +163,7 @@ def test_share_of_peak() -> None:
 def test_a_report_is_one_page(tmp_path: Path) -> None:
     job = replace(JOB, log=tmp_path / "a.out")
     lines = [f"line {n} {'x' * 400}" for n in range(400)]
-    request = Request(("/p/model.yml",))
-    failure = classify(job, lines)
+    request, failure = Request(("/p/model.yml",)), classify(job, lines)
     path, text = write_report(request, replace(ROW, job=job), failure, ["1: port in use: b"], "sbatch c", lines)
     assert path == tmp_path / "a.report.txt" and path.read_text() == text
     assert text.startswith("run of /p/model.yml: unknown\n") and "1: port in use: b" in text and "sbatch c" in text

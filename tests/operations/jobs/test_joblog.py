@@ -77,17 +77,13 @@ def test_a_crash_is_what_people_grep_for(line: str, counts: bool) -> None:
 def test_a_crash_counts_within_the_last_hundred_lines(tmp_path: Path) -> None:
     trouble = "ValueError: a\n"
     near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)) for more in (99, 100))
-    assert near is not None and near.error_lines == ("ValueError: a",)
-    assert far is not None and far.error_lines == ()
+    assert near is not None and far is not None and (near.error_lines, far.error_lines) == (("ValueError: a",), ())
     assert error_lines([f"Error: {n}" for n in range(9)]) == ("Error: 6", "Error: 7", "Error: 8")
 
 
 def test_a_big_log_is_read_at_its_ends(tmp_path: Path) -> None:
     """The last iteration stands far before the end, behind what an evaluation writes."""
-    path = written(tmp_path, ARGUMENTS, LINE.format(9))
-    with path.open("ab") as file:
-        file.write(b"a sample of text\n" * 30_000)
-        file.write("é".encode() * 200_000 + b"\n")
+    path = written(tmp_path, ARGUMENTS, LINE.format(9), "a sample of text\n" * 30_000, "é" * 200_000 + "\n")
     log = read_log(path)
     assert log is not None and log.progress is not None and log.progress.iteration == 9
     assert log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"

@@ -14,6 +14,7 @@ from megatron.operations.jobs.request import Attempt, Request
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.starters import SlurmStarter
 from megatron.operations.jobs.submission import see_through, submit
+from tests.launch.runs import write_program
 from tests.operations.jobs.test_joblog import LINE
 from tests.training.runs import BASE
 
@@ -98,9 +99,8 @@ def test_a_retry_that_helps(tmp_path: Path, retries: int, starts: int) -> None:
     assert (fate.code, len(starter.attempts)) == (0 if retries else 4, starts)
 
 
-@pytest.mark.parametrize(
-    "line", ["torch.OutOfMemoryError: out of memory", "train.py: error: step 3: loss is not finite"]
-)
+@pytest.mark.parametrize("line", ["torch.OutOfMemoryError: out of memory",
+                                  "train.py: error: step 3: loss is not finite"])  # fmt: skip
 def test_what_is_not_safe_is_not_tried_again(tmp_path: Path, line: str) -> None:
     starter = Told(tmp_path, [f"{line}\nerror: failed\n"])
     fate = Fate(starter, tmp_path)
@@ -146,9 +146,9 @@ def test_bad_requests_start_nothing(tmp_path: Path) -> None:
 def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None,
                                    count: int) -> None:  # fmt: skip
     """What Slurm refuses is one line, with the command."""
+    problem = "sbatch: error: invalid partition specified"
     for name in ("scontrol", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified' >&2; exit 1\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\necho '{problem}' >&2; exit 1\n")
     path = tmp_path / "a.yml"
     path.write_text(yaml.safe_dump({**BASE, "save": "a", "load": "b", "checkpoint_factor": 9, "finetune": finetune}))
     site = {"NEOX_NODES_PRETRAIN": "64", "NEOX_NODES": "16"}
@@ -156,9 +156,7 @@ def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     here = Slurm(site, pytest.fail)
     with pytest.raises(LaunchError) as refused:
         submit(Request((str(path),), nodes=nodes), here, site, pytest.fail, pytest.fail)
-    assert str(refused.value) == (
-        f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: sbatch: error: invalid partition specified"
-    )
+    assert str(refused.value) == f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: {problem}"
 
 
 def test_the_sites_words_are_in_the_line(tmp_path: Path) -> None:
