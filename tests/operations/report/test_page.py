@@ -79,10 +79,10 @@ def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path
 class _Elements(HTMLParser):
     """Which elements a page has, and what stands outside scripts."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
-        self.tags: list[str] = []
-        self.texts: list[str] = []
+        self.tags, self.texts = list[str](), list[str]()
+        self.feed(page.read_text())
 
     def handle_starttag(self, tag: str, attributes: object) -> None:
         self.tags.append(tag)
@@ -100,10 +100,8 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     for step, answer in ((0, "plain"), (3, hostile)):
         line = {"messages": [{"role": "user", "content": hostile}], "answer": answer}
         (save / "demo_outputs" / f"step{step}.jsonl").write_text(json.dumps(line) + "\n")
-    elements, harmless = _Elements(), _Elements()
     page = write_report([save])
-    elements.feed(page.read_text())
-    harmless.feed(write_report([write_run(tmp_path / "b", rows_of(3))]).read_text())
+    elements, harmless = _Elements(page), _Elements(write_report([write_run(tmp_path / "b", rows_of(3))]))
     assert elements.tags.count("script") == harmless.tags.count("script") and "img" not in elements.tags
     shown = [text for text in elements.texts if hostile in text]
     assert len(shown) >= 5, "prompt, answer, reason, configuration, score"
@@ -212,6 +210,5 @@ def test_the_command_imports_no_torch_and_prints_where_the_page_is(tmp_path: Pat
         "import sys; from tools.report import main; code = main(sys.argv[1:]); "
         "sys.exit(2 if 'torch' in sys.modules else code)"
     )
-    command = [sys.executable, "-c", code, str(save)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(save)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{save}/report.html\n", "")
