@@ -19,7 +19,7 @@ from megatron.model.weight_map import layer_params
 from tests.checkpointing.golden import RUNS, checkpoint
 from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
 from tests.live_bytes import LiveBytes
-from tests.tools.typed import refused
+from tests.tools.typed import refused, typed
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +28,17 @@ RUN = "neox_pp2_mp2"
 
 def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Row 21 of the commands: --input_dir --config_file --output_dir --precision."""
-    config = tmp_path / "run.yml"
-    text = (RUNS[RUN] / f"{RUN}.yml").read_text()
+    config, text = tmp_path / "run.yml", (RUNS[RUN] / f"{RUN}.yml").read_text()
     config.write_text(text.replace("GOLDEN/dataset/tokenizer.json", str(TOKENIZER)))
     words = ["--input_dir", checkpoint(RUN), "--config_file", config, "--output_dir", tmp_path / "hf"]
-    convert_neox_to_hf.main([str(word) for word in (*words, "--precision", "bf16")])
+    typed(convert_neox_to_hf.main, *words, "--precision", "bf16")
     output = capsys.readouterr().out
     assert "2 tensor ranks, names GPT-NeoX's" in output and "largest logit difference" in output
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (tmp_path / "hf" / "chat_template.jinja").exists()
-    convert_neox_to_hf.main([str(word) for word in (*words, "--no_save_tokenizer", "--architecture", "neox")])
+    typed(convert_neox_to_hf.main, *words, "--no_save_tokenizer", "--architecture", "neox")
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     text = refused(convert_neox_to_hf.main, *words, "--architecture", "llama")
     assert text.startswith("convert_neox_to_hf.py: error: ") and "llama: " in text

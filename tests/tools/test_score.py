@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,10 @@ from megatron.checkpointing.huggingface import HFFolder, import_hf
 from megatron.generation.scoring.rewards import report_pairs
 from tests.generation.serving.server import FOLDER, make_model
 from tests.tools.typed import on_ranks
+from tests.training.runs import cells
 
+run = partial(on_ranks, "tools.score")
 WORDS = "the quiet harbour trades copper for silk and salt in winter".split()
-
-
-def run(*argv: str, ranks: int = 1) -> tuple[int, str, str]:
-    return on_ranks("tools.score", *argv, ranks=ranks)
 
 
 def text(number: int, words: int) -> str:
@@ -84,9 +83,8 @@ def ids_of(row: dict[str, Any]) -> list[list[int]]:
 def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     source = "reward" if name == "pairs" else "imported"
-    code, out, err = run(
-        "--model", str(folder / source), "--input", str(folder / f"{name}.jsonl"), "--output", str(tmp_path / "s.jsonl")
-    )
+    words = ["--input", str(folder / f"{name}.jsonl"), "--output", str(tmp_path / "s.jsonl")]
+    code, out, err = run("--model", str(folder / source), *words)
     assert code == 0, err
     rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
@@ -107,11 +105,9 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
         assert not (tmp_path / "s.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.product),
-     pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
-)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "layout"), cells(
+    [(2, ["--tp", "2"])], product=[(2, [])], more=[(4, ["--tp", "2", "--pp", "2"])]
+))  # fmt: skip
 def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     words = ["--model", str(imported), "--input", str(folder / "pairs.jsonl"), "--batch-size", "3"]
