@@ -43,12 +43,8 @@ def code(text: str, **more: object) -> Part:
 def parts(folder: Path) -> list[Part]:
     (folder / "test_stub.py").write_text(TESTS)
     pytest = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "tests.gpu.outcomes")
-    slow = (
-        "-c",
-        "import subprocess, sys; "
-        + writes(STEP.replace("SECONDS", "0.3"))[1]
-        + "; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
-    )
+    sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    slow = "-c", f"{writes(STEP.replace('SECONDS', '0.3'))[1]}; {sleeps}"
     return [
         Part(FACTS, "a stub", writes(FACTS_FOUND), 0, 20),
         Part("tests", "tests of a stub", (*pytest, "--outcomes", "{folder}/" + OUTCOMES, str(folder / "test_stub.py")),

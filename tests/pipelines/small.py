@@ -37,12 +37,10 @@ STAGES: Mapping[str, Any] = {
 }  # fmt: skip
 GATES = {
     "pretrain": {"require": [{"metric": "train/lm_loss", "max": 9.0}]},
-    "sft": {
-        "baseline": "pretrain",
-        "require": [{"metric": "train/lm_loss", "max": 9.0, "window": 3},
-                    {"metric": "train/lm_loss", "max_rise": 5.0}],
-    },
+    "sft": {"baseline": "pretrain", "require": [{"metric": "train/lm_loss", "max": 9.0, "window": 3},
+                                                {"metric": "train/lm_loss", "max_rise": 5.0}]},
 }  # fmt: skip
+WORDS = ("stream", "pencil", "window", "garden", "bridge", "candle", "forest", "marble", "planet", "ribbon")
 
 
 def write_small(folder: Path, stages: Mapping[str, Any] = STAGES, gates: Mapping[str, Any] = GATES) -> Path:
@@ -58,9 +56,6 @@ def write_small(folder: Path, stages: Mapping[str, Any] = STAGES, gates: Mapping
     write_yaml(folder / "gates.yml", gates)
     write_yaml(folder / "pipeline.yml", {"configs": ["model.yml"], "gates": "gates.yml", "stages": dict(stages)})
     return folder
-
-
-WORDS = ("stream", "pencil", "window", "garden", "bridge", "candle", "forest", "marble", "planet", "ribbon")
 
 
 def write_yaml(path: Path, value: Any) -> None:
@@ -95,8 +90,7 @@ def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":
 
 def finals(folder: Path) -> dict[str, str | None]:
     """The digest of each stage's promoted weights."""
-    names = ("init", "pretrain", "sft", "lora")
-    return {name: promoted_weights(folder / "checkpoints" / f"{name}_final") for name in names}
+    return {name: promoted_weights(folder / "checkpoints" / f"{name}_final") for name in [*STAGES][1:]}
 
 
 def records(folder: Path) -> dict[str, Any]:

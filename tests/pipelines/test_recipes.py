@@ -15,6 +15,7 @@ from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.recipes import write_recipe
 from tests.pipelines.small import change_yaml, pipeline, records, write_yaml
+from tests.training.runs import metric_rows
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
          "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0}  # fmt: skip
@@ -45,9 +46,7 @@ def test_the_7b_is_what_it_says(tmp_path):
     assert pretrain.zero_stage == 3 and pretrain.eval_interval == 1000
     assert (dpo.dpo_beta, dpo.lr, dpo.train_epochs) == (0.1, 5e-7, 1)
     assert (lora.lora["r"], lora.lora["alpha"], lora.lora["dropout"], lora.lr) == (16, 32, 0.05, 2e-4)
-    for world in (8, 16):
-        for args in runs.values():
-            assert args.for_world(world).gradient_accumulation_steps >= 1
+    assert all(args.for_world(world).gradient_accumulation_steps >= 1 for world in (8, 16) for args in runs.values())
 
 
 def shrink_7b(folder: Path, tokenizer: Path) -> None:
@@ -63,16 +62,15 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
     words = "the model reads all words and then writes some other ones after each until it has read enough".split()
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=40)) + "." for _ in range(200)]  # no two are near-duplicates
-    raw = folder / "own"
-    for name in ("web", "domain", "chats", "pairs", "tokenizer"):
-        (raw / name).mkdir(parents=True)
-    for name in ("web", "domain"):
-        (raw / name / "part.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     user, model = {"role": "user", "content": "What is read?"}, {"role": "assistant", "content": texts[0]}
-    (raw / "chats/part.jsonl").write_text((json.dumps({"messages": [user, model]}) + "\n") * 20)
     worse = {**model, "content": texts[0][::-1]}
     pair = {"prompt": user["content"], "chosen": [user, model], "rejected": [user, worse]}  # as UltraFeedback has them
-    (raw / "pairs/part.jsonl").write_text((json.dumps(pair) + "\n") * 20)
+    documents, raw = [{"text": text} for text in texts], folder / "own"
+    rows = {"web": documents, "domain": documents, "chats": [{"messages": [user, model]}] * 20, "pairs": [pair] * 20}
+    for name in (*rows, "tokenizer"):
+        (raw / name).mkdir(parents=True)
+    for name, given in rows.items():
+        (raw / name / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     shutil.copy(tokenizer, raw / "tokenizer/tokenizer.json")
     eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (raw / "tokenizer/tokenizer_config.json").write_text(json.dumps(eos))
@@ -102,9 +100,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from megatron.tokenizer.train_tokenizer import train_tokenizer
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_bytes(
-        train_tokenizer(["the model reads words and writes other words. " * 9, "Q: What is read?"], 300).encode()
-    )
+    texts = ["the model reads words and writes other words. " * 9, "Q: What is read?"]
+    path.write_bytes(train_tokenizer(texts, 300).encode())
     return path
 
 
@@ -138,7 +135,7 @@ def test_the_quickstart_with_fewer_steps(tmp_path):
     write_yaml(folder / "configs/promotion_gates.yml", gates)
     done = pipeline("run", folder)
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "checkpoints/dpo/logs/metrics.jsonl").read_text().splitlines()]
-    losses = [row["train/lm_loss"] for row in rows if "train/rewards/accuracies" in row]
+    rows = metric_rows(folder / "checkpoints/dpo", "train/rewards/accuracies")
+    losses = [row["train/lm_loss"] for row in rows]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and sum(losses[-10:]) / 10 < losses[0], "learned"
     assert "data/clean" in (folder / "logs/data.log").read_text()

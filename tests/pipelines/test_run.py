@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -71,14 +72,15 @@ def test_layout_page_and_merged_weights(whole):
     merged = whole / "checkpoints/lora_final/global_step6"
     args = checkpoint_args(merged)
     assert args.lora is None
-    weights = {
-        name: load_weights(whole / f"checkpoints/{name}_final" / step, args, layers=[2], tensor_rank=0, tensor_size=1)[
-            2
-        ]
-        for name, step in (("lora", "global_step6"), ("sft", "global_step6"))
-    }
-    changed = [name for name, value in weights["lora"].items() if not torch.equal(value, weights["sft"][name])]
+    one = {"layers": [2], "tensor_rank": 0, "tensor_size": 1}
+    tuned = load_weights(whole / "checkpoints/sft_final/global_step6", args, **one)[2]
+    changed = [name for name, t in load_weights(merged, args, **one)[2].items() if not torch.equal(t, tuned[name])]
     assert "attention.query_key_value.weight" in changed and "input_layernorm.scale" not in changed
+
+
+def assert_all_skipped(word: str, folder: Path) -> None:
+    said = [line.partition(":")[2] for line in pipeline(word, folder, "--dry-run").stdout.splitlines()]
+    assert said == [" unchanged, would be skipped"] * 5
 
 
 def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
@@ -88,11 +90,9 @@ def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     for stage in ("data", "init", "pretrain", "sft", "lora"):
         assert f"pipeline: {stage}: unchanged, skipped" in done.stderr
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    dry = pipeline("run", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in dry.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
+    assert_all_skipped("run", copied)
     change_yaml(copied / "model.yml", log_interval=5, checkpoint_factor=4, num_workers=1)
-    done = pipeline("run", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in done.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
+    assert_all_skipped("run", copied)
     dry = pipeline("run", copied, "--dry-run", "--no-fp8", "--precision", "bfloat16", "--set", "seed=5").stdout
     lines = [line for line in dry.splitlines() if "deepy.py" in line]
     assert len(lines) == 4
@@ -294,8 +294,7 @@ def test_damaged_and_missing_weights(copied):
 @pytest.mark.product
 def test_options_belong_to_stages(copied):
     assert pipeline("run", copied, "--only", "lora", "--set", "data_seed=9").returncode == 0
-    dry = pipeline("resume", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in dry.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
+    assert_all_skipped("resume", copied)
     dry = pipeline("resume", copied, "--dry-run", "--set", "log_interval=2")
     assert "would run" not in dry.stdout
     assert "lora: would run (changed: data_seed 9 -> 8" in pipeline("run", copied, "--dry-run").stdout
@@ -339,13 +338,10 @@ def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
 def descendants(pid: int, folder: Path) -> list[int]:
     """Processes that work in the pipeline's folder, but the pipeline itself."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != pid:
-            try:
-                if Path(os.readlink(entry / "cwd")) == folder.resolve():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(entry.name) != pid and Path(os.readlink(entry / "cwd")) == folder.resolve():
+                found.append(int(entry.name))
     return found
 
 

@@ -43,13 +43,7 @@ def server() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, with_body: bool) -> None:
             given = self.headers.get("Range", "") if state.ranges else ""
             first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
             state.asked.append((self.command, self.path, first))
@@ -68,22 +62,22 @@ def server() -> Iterator[Server]:
             self.send_header("ETag", hashlib.sha256(body).hexdigest())
             self.send_header("X-Repo-Commit", COMMIT)
             self.end_headers()
-            if with_body:
+            if self.command == "GET":
                 end = state.cut.pop(0) if state.cut else len(body)
                 self.wfile.write(body[first:end])
                 if end < len(body):
                     self.close_connection = True
+
+        do_HEAD = do_GET
 
         def log_message(self, *given: Any) -> None:
             pass
 
     httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     state.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
-    thread.start()
+    threading.Thread(target=httpd.serve_forever, args=(0.02,)).start()
     yield state
     httpd.shutdown()
-    thread.join()
     httpd.server_close()
 
 
@@ -93,7 +87,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_url(server: Server, sha256: str = DIGEST) -> Source:
-    server.files.setdefault("/x.bin", BODY)
+    server.files["/x.bin"] = BODY
     return Source(name="x.bin", license="MIT", url=f"{server.url}/x.bin", sha256=sha256)
 
 
@@ -186,13 +180,10 @@ def test_the_hub(tmp_path, server):
     siblings = [{"rfilename": name} for name in files]
     info = {"id": "org/set", "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0, "private": False,
             "disabled": False, "gated": False, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z"}  # fmt: skip
-    for revision in ("main", COMMIT):
-        server.files[f"/api/datasets/org/set/revision/{revision}"] = json.dumps(info).encode()
-    server.files["/api/datasets/org/set"] = json.dumps(info).encode()
-    listed = [
-        {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
-        for name, text in files.items()
-    ]
+    for path in ("", "/revision/main", f"/revision/{COMMIT}"):
+        server.files[f"/api/datasets/org/set{path}"] = json.dumps(info).encode()
+    shas = {name: hashlib.sha1(text).hexdigest() for name, text in files.items()}
+    listed = [{"type": "file", "path": name, "size": len(files[name]), "oid": sha} for name, sha in shas.items()]
     server.files[f"/api/datasets/org/set/tree/{COMMIT}"] = json.dumps(listed).encode()
     server.files |= {f"/datasets/org/set/resolve/{COMMIT}/{name}": text for name, text in files.items()}
     program = (
@@ -211,10 +202,7 @@ def test_the_hub(tmp_path, server):
     done = run()
     assert done.returncode == 0, done.stderr
     raw = tmp_path / "data/raw/set"
-    assert sorted(str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()) == [
-        "data/a.jsonl",
-        "data/b.jsonl",
-    ]
+    assert {str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()} == {"data/a.jsonl", "data/b.jsonl"}
     note = json.loads((tmp_path / "data/raw/sources.json").read_text())["set"]
     assert note["revision"] == COMMIT and note["files"] == 2
     asked = len(server.asked)
