@@ -196,9 +196,9 @@ def test_rows_of_a_run_that_was_killed_and_scores_of_eval(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, '{"iteration": 30, "tra']))
     found = read_measurements(tmp_path)
     assert found.measure(LOSS, 20).value == 3.0 and found.measure(LOSS).value == 2.0
-    values = {"alias": "piqa", "acc,none": 0.7, "acc_stderr,none": 0.01, "em,strict": 0.2, "em_stderr,strict": 0.02}
-    (tmp_path / "results.json").write_text(json.dumps({"results": {"piqa": values}}))
-    em = "eval_tasks/piqa_em_strict"
+    values = {"acc,none": 0.7, "acc_stderr,none": 0.01, "em,strict-match": 0.2, "em_stderr,strict-match": 0.02}
+    (tmp_path / "results.json").write_text(json.dumps({"results": {"piqa": {"alias": "piqa", **values}}}))
+    em = "eval_tasks/piqa_em_strict-match"
     wanted = {ACC: 0.7, f"{ACC}_stderr": 0.01, em: 0.2, f"{em}_stderr": 0.02}
     assert scores_of_results(tmp_path / "results.json") == wanted
 
