@@ -91,10 +91,7 @@ def test_first_host(nodes, first):
 
 def test_entering_sets_what_torch_reads(monkeypatch):
     """A default port does not win over the job's own."""
-    for name in TORCHRUN:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {**MPI, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4711"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**MPI, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4711"})
     info = enter(NeoXArgs.from_dict(BASE))
     assert (info.rank, info.world_size, info.master_port) == (3, 4, 4711)
     assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_PORT")] == ["3", "4", "4711"]
@@ -118,19 +115,11 @@ def test_gloo_takes_the_interface_that_leads_to_the_other_ranks(monkeypatch: pyt
     here = next(address for _, _, _, _, (address, *_) in socket.getaddrinfo(socket.gethostname(), 0, socket.AF_INET))
 
     def interface(world_size: int, local_world_size: int, given: str | None = None) -> str | None:
-        with monkeypatch.context() as patch:
-            patch.setenv("PYTORCH_ALLOC_CONF", "as it is")
-            for name in ("GLOO_SOCKET_IFNAME", "SLURM_STEP_ID"):
-                patch.delenv(name, raising=False)
-            values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local_world_size}
-            for name, value in {**values, "MASTER_ADDR": here, "MASTER_PORT": 29500}.items():
-                patch.setenv(name, str(value))
-            if given is not None:
-                patch.setenv("GLOO_SOCKET_IFNAME", given)
-            enter(small(distributed_backend="nccl"))
-            chosen = os.environ.get("GLOO_SOCKET_IFNAME")
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
-        return chosen
+        sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(local_world_size)}
+        env = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": here, "MASTER_PORT": "29500", **sizes}
+        monkeypatch.setattr(os, "environ", env | ({"GLOO_SOCKET_IFNAME": given} if given is not None else {}))
+        enter(small(distributed_backend="nccl"))
+        return os.environ.get("GLOO_SOCKET_IFNAME")
 
     assert interface(1, 1) is None
     assert interface(4, 4) == "lo"

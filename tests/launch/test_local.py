@@ -62,11 +62,8 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream:
-                stream.close()
+        with process:  # waits, and closes its streams
+            process.kill()
 
 
 def ended(run: Popen[str]) -> tuple[int, str, str]:

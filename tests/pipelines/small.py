@@ -63,7 +63,6 @@ def write_yaml(path: Path, value: Any) -> None:
 
 
 def change_yaml(path: Path, **changes: Any) -> None:
-    """Set keys of a YAML file."""
     write_yaml(path, {**yaml.safe_load(path.read_text()), **changes})
 
 
@@ -88,11 +87,17 @@ def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def passed(*words: Any) -> str:
+    """What a command that ends well has said on stderr."""
+    done = pipeline(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def finals(folder: Path) -> dict[str, str | None]:
     """The digest of each stage's promoted weights."""
     return {name: promoted_weights(folder / "checkpoints" / f"{name}_final") for name in [*STAGES][1:]}
 
 
 def records(folder: Path) -> dict[str, Any]:
-    """The records of pipeline_state.json."""
     return json.loads((folder / "pipeline_state.json").read_text())["stages"]

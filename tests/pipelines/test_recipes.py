@@ -14,7 +14,7 @@ from megatron.model.weight_map import layer_params
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.recipes import write_recipe
-from tests.pipelines.small import change_yaml, pipeline, records, write_yaml
+from tests.pipelines.small import change_yaml, passed, records, write_yaml
 from tests.training.runs import metric_rows
 
 SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
@@ -80,10 +80,8 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
         for key in ("hub", "hub_type", "files"):
             source.pop(key, None)
         source["path"] = f"own/{source['name']}"
-    stages["data"]["commands"] = [
-        line.replace("--recipe gopher,c4,fineweb ", "").replace("--workers 16", "--workers 1")
-        for line in stages["data"]["commands"]
-    ]
+    commands = [line.replace("--recipe gopher,c4,fineweb ", "") for line in stages["data"]["commands"]]
+    stages["data"]["commands"] = [line.replace("--workers 16", "--workers 1") for line in commands]
     for stage in stages.values():
         if "evaluation" in stage:
             stage["evaluation"] = SHIPPED
@@ -111,8 +109,7 @@ def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
     folder = tmp_path / "7b"
     write_recipe("7b", folder)
     shrink_7b(folder, tokenizer)
-    done = pipeline("run", folder, "--precision", "fp32")
-    assert done.returncode == 0, done.stderr
+    passed("run", folder, "--precision", "fp32")
     assert {record["status"] for record in records(folder).values()} == {"done", "promoted"}
     assert (folder / "checkpoints/lora_final/latest").is_file()
     said = (folder / "logs/pretrain.log").read_text()
@@ -133,8 +130,7 @@ def test_the_quickstart_with_fewer_steps(tmp_path):
             if requirement["metric"].endswith("lm_loss"):
                 requirement["max"] = 7.0
     write_yaml(folder / "configs/promotion_gates.yml", gates)
-    done = pipeline("run", folder)
-    assert done.returncode == 0, done.stderr
+    passed("run", folder)
     rows = metric_rows(folder / "checkpoints/dpo", "train/rewards/accuracies")
     losses = [row["train/lm_loss"] for row in rows]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and sum(losses[-10:]) / 10 < losses[0], "learned"

@@ -20,9 +20,11 @@ from megatron.checkpointing.saved_config import checkpoint_args
 from tests.launch.runs import alive, environment, wait_until
 from tests.pipelines.small import (
     GATES,
+    STAGES,
     change_yaml,
     command,
     finals,
+    passed,
     pipeline,
     records,
     started,
@@ -41,8 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = shared / "whole_pipeline"
         if not (folder / "pipeline.html").is_file():
             done = pipeline("run", write_small(folder))
-            assert done.returncode == 0, done.stderr
-            assert done.stdout == ""
+            assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return folder
 
 
@@ -85,10 +86,8 @@ def assert_all_skipped(word: str, folder: Path) -> None:
 
 def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*") if path.is_file()}
-    done = pipeline("run", copied)
-    assert done.returncode == 0, done.stderr
-    for stage in ("data", "init", "pretrain", "sft", "lora"):
-        assert f"pipeline: {stage}: unchanged, skipped" in done.stderr
+    said = passed("run", copied)
+    assert all(f"pipeline: {stage}: unchanged, skipped" in said for stage in STAGES)
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert_all_skipped("run", copied)
     change_yaml(copied / "model.yml", log_interval=5, checkpoint_factor=4, num_workers=1)
@@ -127,9 +126,8 @@ def test_a_gate_stops_what_comes_after(copied):
 
     write_yaml(copied / "gates.yml", GATES)
     trained = (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns
-    done = pipeline("resume", copied)
-    assert done.returncode == 0, done.stderr
-    assert "pretrain: unchanged, skipped" in done.stderr and "sft: promoted" in done.stderr
+    said = passed("resume", copied)
+    assert "pretrain: unchanged, skipped" in said and "sft: promoted" in said
     assert (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns == trained
     assert finals(copied)["sft"] != before["sft"] and finals(copied)["lora"] != before["lora"]
     assert finals(copied)["pretrain"] == before["pretrain"]
@@ -150,16 +148,15 @@ def test_an_override_is_shown_for_ever(copied):
     assert other.returncode == 1 and "has changed" in other.stderr
     change_yaml(copied / "sft.yml", data_seed=7)
     assert not (copied / "overrides.jsonl").exists()
-    done = pipeline("override", copied, "sft", "--reason", "noise at this size")
-    assert done.returncode == 0, done.stderr
+    passed("override", copied, "sft", "--reason", "noise at this size")
     (line,) = (copied / "overrides.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "noise at this size" and json.loads(line)["sha256"] == finals(copied)["sft"]
     assert json.loads((copied / "checkpoints/sft_final/verdict.json").read_text())["override"]["reason"]
-    assert pipeline("run", copied).returncode == 0  # it holds for these weights and this gate
+    passed("run", copied)  # it holds for these weights and this gate
     refuse(copied, 0.05)  # and for no other gate
     assert pipeline("run", copied).returncode == 3
     write_yaml(copied / "gates.yml", GATES)
-    assert pipeline("run", copied).returncode == 0
+    passed("run", copied)
     for shown in (pipeline("status", copied).stdout, (copied / "pipeline.html").read_text()):
         assert "noise at this size" in shown
     refused = pipeline("override", copied, "sft", "--reason", "again")
@@ -209,12 +206,11 @@ def test_a_longer_run_goes_on(copied):
     refused = pipeline("resume", copied, "sft", "--only")
     assert refused.returncode == 1 and "learning-rate schedule" in refused.stderr
     change_yaml(copied / "sft.yml", override_lr_scheduler=True)
-    done = pipeline("resume", copied, "sft", "--only")
-    assert done.returncode == 0, done.stderr
-    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in done.stderr
+    said = passed("resume", copied, "sft", "--only")
+    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in said
     assert (copied / "checkpoints/sft_final/latest").read_text() == "global_step9"
-    assert "iteration        7/" in (copied / "logs/sft.log").read_text()
-    assert "iteration        1/       9" not in (copied / "logs/sft.log").read_text()
+    log = (copied / "logs/sft.log").read_text()
+    assert "iteration        7/" in log and "iteration        1/       9" not in log
 
 
 @pytest.mark.product
@@ -222,11 +218,9 @@ def test_other_texts_begin_everything_anew(copied):
     text = json.dumps({"text": "other words " * 20}) + "\n"
     (copied / "data/raw/texts.jsonl").unlink()
     (copied / "texts.jsonl").write_text(text * 20)
-    done = pipeline("run", copied, "--to", "data")
-    assert done.returncode == 0 and "preprocess_data.py" in done.stderr
+    assert "preprocess_data.py" in passed("run", copied, "--to", "data")
     dry = pipeline("run", copied, "--dry-run").stdout
-    assert "pretrain: would run (changed: data)" in dry
-    assert "init: unchanged" in dry
+    assert "pretrain: would run (changed: data)" in dry and "init: unchanged" in dry
 
 
 def test_a_stage_that_fails_says_where(tmp_path):
@@ -259,16 +253,14 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
     assert first.returncode == 143 and records(copied)["sft"]["status"] == "stopped", said
     assert "sft comes before it and is stopped" in pipeline("resume", copied, "lora").stderr
     change_yaml(copied / "sft.yml", data_seed=7, train_iters=6)
-    done = pipeline("resume", copied, "sft")
-    assert done.returncode == 0, done.stderr
-    assert "sft: takes checkpoints/sft.1 back" in done.stderr and "lora: unchanged" in done.stderr
+    said = passed("resume", copied, "sft")
+    assert "sft: takes checkpoints/sft.1 back" in said and "lora: unchanged" in said
     assert finals(copied) == before
 
     change_yaml(copied / "sft.yml", train_iters=9)
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # the learning rate's end is not said
     change_yaml(copied / "sft.yml", train_iters=6)
-    done = pipeline("resume", copied, "sft")
-    assert done.returncode == 0 and "sft: goes back to what it was" in done.stderr
+    assert "sft: goes back to what it was" in passed("resume", copied, "sft")
     assert finals(copied) == before
 
 
@@ -279,24 +271,21 @@ def test_damaged_and_missing_weights(copied):
     final = copied / "checkpoints/pretrain_final"
     next(final.glob("global_step8/layer_02*")).unlink()
     assert finals(copied)["pretrain"] is None
-    done = pipeline("run", copied, "--to", "pretrain")
-    assert done.returncode == 0 and "pretrain: promoted" in done.stderr and finals(copied) == before
+    assert "pretrain: promoted" in passed("run", copied, "--to", "pretrain") and finals(copied) == before
     shutil.rmtree(copied / "checkpoints/sft")  # pruned: the promoted weights are the same
     change_yaml(copied / "gates.yml", sft={"require": [{"metric": "train/lm_loss", "max": 8.0}]})
-    done = pipeline("resume", copied, "sft", "--only")
-    assert done.returncode == 0 and "sft: promoted" in done.stderr and not (copied / "checkpoints/sft").exists()
+    assert "sft: promoted" in passed("resume", copied, "sft", "--only") and not (copied / "checkpoints/sft").exists()
     assert finals(copied) == before
     (copied / "checkpoints/init_final/latest").unlink()
-    done = pipeline("run", copied)
-    assert done.returncode == 0 and finals(copied) == before, done.stderr
+    passed("run", copied)
+    assert finals(copied) == before
 
 
 @pytest.mark.product
 def test_options_belong_to_stages(copied):
-    assert pipeline("run", copied, "--only", "lora", "--set", "data_seed=9").returncode == 0
+    passed("run", copied, "--only", "lora", "--set", "data_seed=9")
     assert_all_skipped("resume", copied)
-    dry = pipeline("resume", copied, "--dry-run", "--set", "log_interval=2")
-    assert "would run" not in dry.stdout
+    assert "would run" not in pipeline("resume", copied, "--dry-run", "--set", "log_interval=2").stdout
     assert "lora: would run (changed: data_seed 9 -> 8" in pipeline("run", copied, "--dry-run").stdout
 
 
@@ -348,8 +337,7 @@ def descendants(pid: int, folder: Path) -> list[int]:
 def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> list[str]:
     """Kill pipelines so often and compare them with one that nobody killed; the stages of the kills."""
     whole = write_small(tmp_path / "whole")
-    done = pipeline("run", whole)
-    assert done.returncode == 0, done.stderr
+    passed("run", whole)
     moment, killed_in = random.Random(seed), list[str]()
     for number in range(kills):
         folder = write_small(tmp_path / f"killed{number}")

@@ -91,9 +91,8 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["conf.yml", "--set", "profile_memory=2"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "peak of iteration 2, rank 0 of 1, cpu" and printed[1].split() == ["part", "memory", "share"]
-    shares = {
-        line[: line.index(".")].rsplit(maxsplit=1)[0].strip(): float(line[:-1].split()[-1]) for line in printed[2:]
-    }
+    names = [line[: line.index(".")].rsplit(maxsplit=1)[0].strip() for line in printed[2:]]
+    shares = dict(zip(names, (float(line.split()[-1][:-1]) for line in printed[2:]), strict=True))
     assert shares.pop("peak") == 100.0 and sum(shares.values()) == pytest.approx(100.0, abs=0.5)
     assert shares["optimizer states"] == pytest.approx(2 * shares["weights"], rel=0.02)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conf.yml", "memory_parts.png"]

@@ -79,7 +79,7 @@ class Pods:
 
     def __init__(self, pods: Made, folders: Mapping[str, Path], log_dir: Path) -> None:
         self._pods, self._folders, self._log_dir = pods, folders, log_dir
-        self.processes: list[subprocess.Popen[bytes] | None] = [None] * len(pods)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts = [0] * len(pods)
         log_dir.mkdir(exist_ok=True)
 
@@ -101,11 +101,9 @@ class Pods:
 
     def kill(self, rank: int) -> None:
         """End a pod as a node that goes away does: all its processes at once, without a word."""
-        process = self.processes[rank]
-        assert process is not None
-        for pid in reversed(tree(process.pid)):
+        for pid in reversed(tree(self.processes[rank].pid)):
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        self.processes[rank].wait()
 
     def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, most: int = 40) -> list[int]:
         """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end
@@ -116,9 +114,9 @@ class Pods:
         try:
             while time.monotonic() < end:
                 meanwhile()
-                codes = [process.poll() if process is not None else None for process in self.processes]
-                if None not in codes and (not restart or not any(codes)):
-                    return [code for code in codes if code is not None]
+                codes = [process.poll() for process in self.processes.values()]
+                if None not in codes and not (restart and any(codes)):
+                    return codes
                 for rank, code in enumerate(codes):
                     if restart and code:
                         assert sum(self.restarts) < most, "backoffLimit"
@@ -128,8 +126,8 @@ class Pods:
                 time.sleep(0.1)
             raise AssertionError(f"the pods did not end within {timeout_s:.0f} s\n{self.logs()}")
         finally:
-            for rank, process in enumerate(self.processes):
-                if process is not None and process.poll() is None:
+            for rank, process in self.processes.items():
+                if process.poll() is None:
                     self.kill(rank)
 
     def logs(self) -> str:
@@ -248,12 +246,7 @@ def test_a_drained_pod_does_not_end_the_job_as_done(documents: Documents, alone:
     """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
-
-    def drain() -> None:
-        process = pods.processes[3]
-        assert process is not None
-        process.send_signal(signal.SIGTERM)
-
-    pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, drain))
+    drain = once_saved(save, lambda: pods.processes[3].send_signal(signal.SIGTERM))
+    pods.run(restart=True, timeout_s=280, meanwhile=drain)
     assert pods.restarts == [1, 1, 1, 1], pods.logs()
     assert_same(losses(save), alone)

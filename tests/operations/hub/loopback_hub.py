@@ -217,9 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
         if match[2] == "tree":
             return self._answer(200, [self._entry(*item) for item in repo.branches[revision].items()])
         if match[2] == "preupload":
-            modes = {
-                one["path"]: "lfs" if _LFS.fullmatch(one["path"]) else "regular" for one in json.loads(body)["files"]
-            }
+            paths = [file["path"] for file in json.loads(body)["files"]]
+            modes = {path: "lfs" if _LFS.fullmatch(path) else "regular" for path in paths}
             files = [{"path": path, "uploadMode": mode, "shouldIgnore": False} for path, mode in modes.items()]
             return self._answer(200, {"files": files})
         if match[2] == "commit":
