@@ -31,7 +31,6 @@ def test_skipped(): pass
 
 
 def writes(found: str) -> tuple[str, ...]:
-    """A command that writes a result."""
     return "-c", f"import json; open('{{folder}}/{RESULT}', 'w').write(json.dumps({found}))"
 
 

@@ -35,7 +35,6 @@ def table(folder: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Exit status, output and table of all stub parts."""
     folder = tmp_path_factory.mktemp("gpu")
     run = start(folder, "--minutes", "1")
     stdout = run.communicate(timeout=200)[0]
@@ -111,7 +110,6 @@ def test_facts_that_take_their_time_leave_the_table(tmp_path: Path, monkeypatch:
 
 
 def test_no_gpu_is_said() -> None:
-    """Before anything else runs."""
     how: Any = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True, "timeout": 200}
     done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, **how)
     assert done.returncode == 1

@@ -34,7 +34,6 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = None) -> None:
-    """script.py and model.yml."""
     (folder / "script.py").write_text(SCRIPT + textwrap.dedent(script))
     (folder / "model.yml").write_text(yaml.safe_dump({**MODEL, **(keys or {})}))
 
@@ -52,14 +51,12 @@ def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks
 
 
 def write_program(path: Path, text: str) -> None:
-    """A program in a folder that is made."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
 
 
 def logs_of(folder: Path, ranks: int = 2) -> list[str]:
-    """What is in the log of each rank."""
     return [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
 
 

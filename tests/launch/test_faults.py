@@ -75,7 +75,6 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Process id of each rank."""
     pids = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     ranks = {pid: re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
     return {int(match[1]): pid for pid, match in ranks.items() if match}

@@ -67,7 +67,6 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def ended(run: Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
     out, err = run.communicate(timeout=200)
     return run.returncode, out, err or ""
 

@@ -135,7 +135,6 @@ print(f"rank {rank} start {start}")
 
 
 def run(folder: Path, text: str, *words: str, ranks: int = 2) -> tuple[int, str]:
-    """Exit code and everything printed."""
     done = deepy(folder, BEGIN + textwrap.dedent(text), *words, ranks=ranks)
     return done.returncode, done.stdout
 

@@ -72,7 +72,6 @@ def command(*words: Any) -> list[str]:
 
 
 def started(*words: Any) -> "subprocess.Popen[str]":
-    """Such a command, which goes on."""
     return subprocess.Popen(command(*words), env=environment(), stderr=subprocess.PIPE, text=True)
 
 

@@ -127,7 +127,6 @@ CASES = [(given, here, None, result) for given, here, result in [*ABSOLUTE, *WIN
 
 
 def gate_of(tmp_path: Path, *require: dict[str, Any]) -> Any:
-    """A gate of sft, read from a file."""
     path = tmp_path / "gates.yml"
     path.write_text(yaml.safe_dump({"sft": {"baseline": "pretrain", "require": list(require)}}))
     return read_gates(path, STAGES)["sft"]

@@ -49,7 +49,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it to change."""
     shutil.copytree(whole, tmp_path / "copy", symlinks=True)
     return tmp_path / "copy"
 

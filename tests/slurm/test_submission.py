@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import Submitter
-from tests.slurm.test_jobs import HELD, OPTIONS, make_site
+from tests.slurm.conftest import OPTIONS, Submitter
+from tests.slurm.test_jobs import HELD, make_site
 
 pytestmark = pytest.mark.slurm
 HOLD_LOCK = """\
@@ -127,7 +127,7 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
     run = submit("--no-requeue", watch=30, train_iters=100, callbacks=[f"{HELD}:Slow"])
     job = run.until(r"submitted job (\d+) for 1 node$")[1]
     accounted.wait(job, lambda: accounted.state(job) == "RUNNING")
-    node = re.search(r" NodeList=(\S+)", accounted.cluster.run("scontrol", "show", "job", job))[1]  # type: ignore[index]
+    node = re.search(r" NodeList=(\S+)", accounted.record(job))[1]  # type: ignore[index]
     time.sleep(3)
     accounted.cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
@@ -138,7 +138,7 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
         subprocess.run(resume, env=accounted.cluster.environment, capture_output=True)
     assert any(re.search(rf"{job}: node failure: ", line) for line in run.err), run.err
     second = run.out[0].partition(":")[0]
-    assert f"ExcNodeList={node}" in accounted.cluster.run("scontrol", "show", "job", second)
+    assert f"ExcNodeList={node}" in accounted.record(second)
 
 
 def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):

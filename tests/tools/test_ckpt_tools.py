@@ -118,7 +118,6 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 
 
 def verify_ends(folder: Path) -> object:
-    """Its exit code."""
     with pytest.raises(SystemExit) as ended:
         verify.main([str(folder)])
     return ended.value.code

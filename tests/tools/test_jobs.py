@@ -73,7 +73,6 @@ def test_a_wrong_command_line(words: list[str], says: str, capsys: pytest.Captur
 
 
 def test_it_starts_without_torch() -> None:
-    """People type it all day."""
     code = "import sys; from tools.jobs import main; main(['list']); print({'torch', 'rich'} & set(sys.modules))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -22,7 +22,6 @@ CONTAINER = str(ROOT / "configs" / "container_setup.yml")
 
 
 def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
-    """All documents of both kinds, as they are read again from the text."""
     read = read_site(site)
     manifests = render(read, pod_config([CONTAINER], read, settings), tuple(KINDS))
     return list(yaml.safe_load_all("".join(map(as_yaml, manifests))))

@@ -89,7 +89,6 @@ class Pods:
         return text
 
     def start(self, rank: int) -> None:
-        """Start the container of a pod as it is started each time."""
         command, environment = self._pods[rank]
         words = [sys.executable, *map(self._here, command[1:])]
         assert command[0] == "python"
@@ -205,7 +204,6 @@ def test_four_pods_train_as_one_process(documents: Documents, alone: Losses, tmp
 
 
 def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
-    """Calls `do` once, when the run has its first checkpoint."""
     done = []
 
     def look() -> None:

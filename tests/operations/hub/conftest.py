@@ -29,7 +29,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def save(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, of this test alone."""
     return Path(shutil.copytree(trained, tmp_path / "checkpoints" / trained.name, copy_function=os.link))
 
 
@@ -63,8 +62,6 @@ def environment(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def upload(environment: dict[str, str], save: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command as it is typed, quick to try again."""
-
     def run(*words: str, **variables: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*COMMAND, "--experiment_name", str(save), "--retry-min-wait", "0.05", "--retry-max-wait", "0.2", *words],

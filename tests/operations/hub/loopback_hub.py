@@ -95,7 +95,6 @@ class LoopbackHub:
             self._server.server_close()
 
     def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
-        """Let requests `METHOD path` that match fail."""
         self.failures.append(Failure(pattern, kind, times, **how))
 
     def asked(self, pattern: str) -> list[Request]:

@@ -63,8 +63,6 @@ class Told:
 
 
 class Fate:
-    """A run of see_through: its code and what it said."""
-
     def __init__(self, starter: Told, folder: Path, retries: int = 2, watch: int = 20) -> None:
         self.out: list[str] = []
         self.err: list[str] = []

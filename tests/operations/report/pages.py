@@ -47,7 +47,6 @@ def points(figure: Any, name: str = "curve") -> list[Any]:
 
 
 def titles(page: Path) -> list[str]:
-    """The titles of the plots, in their order."""
     found = re.findall(r'<div class="plot">.*?<h3>(.*?)</h3>', page.read_text(), re.S)
     return [html.unescape(title) for title in found]
 

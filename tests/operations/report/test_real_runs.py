@@ -38,7 +38,6 @@ class Trouble(Callback):
 
 
 def write(folder: Path, trouble: str, **keys: Any) -> None:
-    """A run that has this trouble."""
     (folder / "trouble.py").write_text(trouble)
     values = config(LLAMA, ADAMW, num_layers=1, save="run", report=True, callbacks=["trouble.py:Trouble"], **keys)
     (folder / "model.yml").write_text(yaml.safe_dump({k: v for k, v in values.items() if v is not None}))
