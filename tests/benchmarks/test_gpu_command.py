@@ -16,6 +16,8 @@ from benchmarks import gpu
 from benchmarks.gpu_run import results
 from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, Part, ablations, parts, rehearsed
 from benchmarks.gpu_run.process import Outcome
+from benchmarks.train_throughput import ThroughputRow, parse, settings
+from megatron.neox_arguments import arguments_dump
 from tests.benchmarks import stub_parts
 from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
 from tests.launch.runs import ROOT, wait_until
@@ -129,9 +131,6 @@ def test_what_training_needs_is_required_and_has_the_time(monkeypatch: pytest.Mo
 
 def test_ablations_change_real_keys() -> None:
     """As the step's own command reads them."""
-    from benchmarks.train_throughput import parse, settings
-    from megatron.neox_arguments import arguments_dump
-
     base = arguments_dump(settings(parse(["--device", "cpu", "--shape", "rehearsal"]), 0))
     changed = 0
     for part in map(rehearsed, ablations()[2:]):
@@ -157,8 +156,6 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 
 def test_stub_rows_are_what_the_step_writes() -> None:
-    from benchmarks.train_throughput import ThroughputRow
-
     row = eval(STEP.replace("SECONDS", "1.0"))["rows"][0]
     assert tuple(row) == ThroughputRow._fields
 

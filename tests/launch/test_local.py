@@ -1,6 +1,7 @@
 """Real launches of tiny scripts: output, failures, signals, and nobody left behind."""
 
 import os
+import pty
 import re
 import signal
 import socket
@@ -241,8 +242,6 @@ def test_ranks_end_when_the_launcher_is_killed_outright(launch: Launch, tmp_path
 
 
 def test_rank_0_sees_a_terminal_when_there_is_one(launch: Launch, tmp_path: Path) -> None:
-    import pty
-
     parent_end, child_end = pty.openpty()
     run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", stdout=child_end, stderr=child_end)
     run.wait(200)

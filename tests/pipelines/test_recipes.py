@@ -14,6 +14,7 @@ from megatron.model.weight_map import layer_params
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.recipes import write_recipe
+from megatron.tokenizer.train_tokenizer import train_tokenizer
 from tests.pipelines.small import change_yaml, passed, records, write_yaml
 from tests.training.runs import metric_rows
 
@@ -95,8 +96,6 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron.tokenizer.train_tokenizer import train_tokenizer
-
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     texts = ["the model reads words and writes other words. " * 9, "Q: What is read?"]
     path.write_bytes(train_tokenizer(texts, 300).encode())

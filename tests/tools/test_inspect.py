@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset
+from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.tokenizer import HFTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 from tests.marks import with_more
@@ -89,8 +89,6 @@ def test_page_in_a_browser(tmp_path: Path):
 
 
 def test_markup_in_the_data_is_text(tmp_path: Path):
-    from megatron.data import IndexedDatasetWriter
-
     tokenizer, text = HFTokenizer(TOKENIZER), 'a <b onclick="x">& </p></body> <script>document.body.remove()</script>'
     with IndexedDatasetWriter(tmp_path / "x_document", np.uint16) as writer:
         writer.add_document(np.array(tokenizer.tokenize(text), np.uint16))

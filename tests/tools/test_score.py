@@ -66,15 +66,13 @@ def ids_of(row: dict[str, Any]) -> list[list[int]]:
     """TRL's tokens, conversations ended as those of its SFT are."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     documents = []
-    for key in ("chosen", "rejected", "messages", "text"):
-        if key not in row:
-            continue
-        if isinstance(row[key], list):
-            rendered = tokenizer.apply_chat_template(row[key], tokenize=False)
+    for text_or_chat in (row[key] for key in ("chosen", "rejected", "messages", "text") if key in row):
+        if isinstance(text_or_chat, list):
+            rendered = tokenizer.apply_chat_template(text_or_chat, tokenize=False)
             ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
             ids.append(tokenizer.eos_token_id)  # the template ends in no token of its own
         else:
-            ids = tokenizer(row.get("prompt", "") + row[key] + tokenizer.eos_token)["input_ids"]
+            ids = tokenizer(row.get("prompt", "") + text_or_chat + tokenizer.eos_token)["input_ids"]
         documents.append(ids)
     return documents
 

@@ -12,8 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 from huggingface_hub import ModelCard
 
+from megatron.checkpointing import load_checkpoint_args, load_weights
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.hub.card import RunFacts, write_card
 from megatron.operations.hub.conversion import convert
@@ -69,8 +72,8 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert sum("answered 429" in line for line in said) == 2 and any("as the Hub says (2 of 20)" in li for li in said)
     waited = hub.asked("POST .*/commit/")
     assert waited[1].at - waited[0].at >= 0.2 and waited[2].at - waited[1].at >= 0.2
-    wanted = {MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]}}
-    assert {name: repo.commits for name, repo in hub.repos.items()} == wanted
+    committed = {"main": ["global_step5 of tiny=run"]}
+    assert {name: repo.commits for name, repo in hub.repos.items()} == {MODEL: committed, NEOX: committed}
     files = hub.content(MODEL, "main")
     assert hub.content(MODEL, "global_step5") == files == converted(save, "global_step5", tmp_path / "again")
     neox = hub.content(NEOX, "global_step5")
@@ -92,8 +95,7 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert_no_token(save / "hub")
     card = ModelCard(files["README.md"].decode())
     assert card.data.library_name == "transformers" and "gpt-neox" in card.data.tags
-    assert "| hidden_size | 128 |" in card.text and "1,280 tokens seen" in card.text
-    assert "sha256" in card.text and "curves.png" in card.text
+    assert all(text in card.text for text in ("| hidden_size | 128 |", "1,280 tokens seen", "sha256", "curves.png"))
     assert files["curves.png"].startswith(b"\x89PNG")
     assert json.loads(files["training_config.json"])["train_iters"] == 5
 
@@ -146,8 +148,7 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     sent = len(hub.puts)
     publish_checkpoint(hf, print)
     assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
-    wanted = {"main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"]}
-    assert hub.repos[MODEL].commits == wanted
+    assert hub.repos[MODEL].commits == {branch: ["global_step5 of tiny=run"] for branch in ("main", "global_step5")}
 
 
 @pytest.mark.more
@@ -254,23 +255,15 @@ def test_five_checkpoints_with_a_process_killed_in_the_middle(
         assert hub.content(MODEL, tag) == converted(save, tag, tmp_path / "again" / tag), tag
         events = [line["event"] for line in journal(save, tag)]
         assert events.count("converted") == 1 and events[-1] == "finished", (tag, events)
-    assert_loads(hub.download(MODEL, "global_step3", tmp_path / "three"), save / "global_step3")
-    assert_no_token(tmp_path)
-
-
-def assert_loads(folder: Path, checkpoint: Path) -> None:
-    """In plain transformers, with the weights of the checkpoint."""
-    import torch
-    import transformers
-
-    from megatron.checkpointing import load_checkpoint_args, load_weights
-
+    folder = hub.download(MODEL, "global_step3", tmp_path / "three")  # for plain transformers
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    args, _ = load_checkpoint_args(checkpoint)
-    ours = next(iter(load_weights(checkpoint, args, layers=[0], tensor_rank=0, tensor_size=1)[0].values()))
-    assert torch.equal(model.get_input_embeddings().weight, ours[: model.config.vocab_size])
+    args, _ = load_checkpoint_args(save / "global_step3")
+    layer = load_weights(save / "global_step3", args, layers=[0], tensor_rank=0, tensor_size=1)[0]
+    weights = next(iter(layer.values()))[: model.config.vocab_size]
+    assert torch.equal(model.get_input_embeddings().weight, weights)
     assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+    assert_no_token(tmp_path)
 
 
 def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_path: Path) -> None:

@@ -104,12 +104,8 @@ def test_jobs_as_slurm_and_their_folders_tell(slurm: Slurm, tmp_path: Path) -> N
 
 
 def test_what_is_asked_for_and_not_there(slurm: Slurm, tmp_path: Path) -> None:
-    for choice, says in (
-        ({"ids": ["47l1"]}, "neither the number of a job nor the folder"),
-        ({"ids": ["99"]}, "job 99: Slurm knows no such job"), ({"user": "nobody-of-this-name"}, "no such user"),
-    ):  # fmt: skip
-        with pytest.raises(LaunchError, match=says):
-            listed(slurm, tmp_path, **choice)
+    with pytest.raises(LaunchError, match="job 99: Slurm knows no such job"):
+        listed(slurm, tmp_path, ids=["99"])
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2; exit 1\n")
     told: list[str] = []
     without = Slurm({}, told.append, {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"})
@@ -141,8 +137,6 @@ def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
     failed, stopped = verdicts
     assert (failed.kind, failed.error_lines) == ("CRASHED", ("step 3: not finite",))
     assert (stopped.kind, stopped.detail) == ("STOPPED", "SIGTERM")
-    with pytest.raises(LaunchError, match="4711: this machine has no Slurm"):
-        listed(NONE, tmp_path, ids=["4711"])
 
 
 def test_local_runs_of_other_machines_and_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
