@@ -156,8 +156,7 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 
 def test_stub_rows_are_what_the_step_writes() -> None:
-    row = eval(STEP.replace("SECONDS", "1.0"))["rows"][0]
-    assert tuple(row) == ThroughputRow._fields
+    assert tuple(eval(STEP.replace("SECONDS", "1.0"))["rows"][0]) == ThroughputRow._fields
 
 
 def write(folder: Path, kind: str = "gpu") -> Path:

@@ -59,7 +59,6 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
     overdue.start()
     log = folder / "job.log"
     try:
-        assert process.stdout is not None
         with log.open("a", buffering=1) as file:
             for line in process.stdout:
                 file.write(line)

@@ -62,8 +62,7 @@ def test_the_first_failure_is_everyones_and_all_start_again_together():
         expected = Outcome(137, f"node 1 (host {host}): rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log")
         assert final_outcome(launchers[0]) == expected
         with ThreadPoolExecutor() as pool:
-            ends = list(pool.map(lambda launcher: launcher.leave(Outcome(5)), launchers))
-            assert ends == [expected] * 2
+            assert list(pool.map(lambda launcher: launcher.leave(Outcome(5)), launchers)) == [expected] * 2
             assignments = list(pool.map(lambda launcher: launcher.assemble(1), launchers))
         assert [assignment.first_rank for assignment in assignments] == [0, 1]
         assert launchers[0].outcome() is None
@@ -100,7 +99,7 @@ def test_a_machine_that_falls_silent_is_named(monkeypatch):
         launchers[2]._heartbeat.join()
         monkeypatch.setattr(heartbeat, "SILENT_S", 4.0)
         outcome = final_outcome(launchers[0])
-        assert outcome is not None and outcome.code == 1 and not outcome.repeatable
+        assert outcome.code == 1 and not outcome.repeatable
         assert re.match(r"node 2 \(host .*4 s", outcome.reason)
         assert final_outcome(launchers[1]) == outcome
 

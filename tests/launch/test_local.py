@@ -253,7 +253,7 @@ def test_rank_0_sees_a_terminal_when_there_is_one(launch: Launch, tmp_path: Path
 
 def test_a_lost_reader_does_not_end_the_run(launch: Launch, tmp_path: Path) -> None:
     run = launch("print('one')\nwait_for('lost')\nprint('two')\ntouch(f'done_{rank}')")
-    assert run.stdout is not None and run.stdout.readline() == "one\n"
+    assert run.stdout.readline() == "one\n"
     run.stdout.close()
     (tmp_path / "lost").touch()
     assert run.wait(200) == 0 and (tmp_path / "done_0").exists() and (tmp_path / "done_1").exists()

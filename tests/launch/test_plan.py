@@ -174,8 +174,7 @@ def test_arguments_longer_than_a_command_line_may_be():
 
 def test_gloo_takes_no_gpus(monkeypatch):
     """distributed_backend: gloo works on CPUs also beside GPUs, in the launcher and in every rank."""
-    run = planned(distributed_backend="gloo", num_gpus=2)
-    assert run.node == Node("here", 2, ())
+    assert planned(distributed_backend="gloo", num_gpus=2).node == Node("here", 2, ())
     with pytest.raises(LaunchError, match="localhost:0.*none"):
         planned(distributed_backend="gloo", include="localhost:0")
     for backend, visible in (("gloo", ""), ("auto", "0,1")):

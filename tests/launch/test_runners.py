@@ -127,7 +127,6 @@ def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
     if shutil.which("pdsh") is None:
         pytest.skip("pdsh is not installed")
     run = start(tmp_path, train_iters=2000)
-    assert run.stdout is not None
     lines = []
     for line in run.stdout:
         lines.append(line)

@@ -123,7 +123,6 @@ def test_train_py_answers_while_it_trains(command: list[str], tmp_path: Path) ->
     """Until enough of its losses were seen."""
     run = subprocess.Popen([*command, "metrics_port=0"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
                            env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert run.stdout is not None
     port = next(int(m[1]) for line in run.stdout if (m := re.search(r"metrics: http://127\.0\.0\.1:(\d+)/", line)))
     shown: set[float] = set()
     while len(shown) < 5 and run.poll() is None:

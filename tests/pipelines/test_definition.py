@@ -68,8 +68,7 @@ def test_pipelines_are_found_and_recipes_written_once(tmp_path):
     assert recipes() == ["7b", "quickstart"]
     for recipe in recipes():
         folder = tmp_path / recipe
-        file = write_recipe(recipe, folder)
-        assert read_pipeline(file).gates == folder / "configs/promotion_gates.yml"
+        assert read_pipeline(write_recipe(recipe, folder)).gates == folder / "configs/promotion_gates.yml"
         for name in ("checkpoints", "data/raw", "data/packed", "data/sft", "data/dpo", "logs"):
             assert (folder / name).is_dir()
         with pytest.raises(PipelineError, match="is there already"):

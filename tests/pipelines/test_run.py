@@ -267,8 +267,7 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
 def test_damaged_and_missing_weights(copied):
     """Files that are gone are seen, and what is whole elsewhere is taken."""
     before = finals(copied)
-    final = copied / "checkpoints/pretrain_final"
-    next(final.glob("global_step8/layer_02*")).unlink()
+    next((copied / "checkpoints/pretrain_final").glob("global_step8/layer_02*")).unlink()
     assert finals(copied)["pretrain"] is None
     assert "pretrain: promoted" in passed("run", copied, "--to", "pretrain") and finals(copied) == before
     shutil.rmtree(copied / "checkpoints/sft")  # pruned: the promoted weights are the same

@@ -63,8 +63,7 @@ def test_jobs_of_an_experiment_never_overlap_and_two_experiments_do(
     wait_until(lambda: all(accounted.state(job) in ENDED for job in every), WAIT_S, logs)
     assert [accounted.state(job) for job in every] == ["COMPLETED"] * 4, logs()
     for experiment in jobs:
-        repo = hub.repos[f"org/sfm-{experiment}"]
-        assert sorted(repo.branches) == [*sorted(TAGS), "main"]
+        assert sorted(hub.repos[f"org/sfm-{experiment}"].branches) == [*sorted(TAGS), "main"]
         assert hub.content(f"org/sfm-{experiment}", "main") == hub.content(f"org/sfm-{experiment}", TAGS[0])
     assert TOKEN not in logs() and len(logs()) > 100
     times = "--format=JobID,Start,End"

@@ -131,14 +131,12 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
     time.sleep(3)
     accounted.cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
-        again = run.until(rf"submitted again without node {node}")
-        assert again and run.end() == 0, run.err
+        assert run.until(rf"submitted again without node {node}") and run.end() == 0, run.err
     finally:
         resume = ["scontrol", "update", f"nodename={node}", "state=resume"]  # refused where it is back by itself
         subprocess.run(resume, env=accounted.cluster.environment, capture_output=True)
     assert any(re.search(rf"{job}: node failure: ", line) for line in run.err), run.err
-    second = run.out[0].partition(":")[0]
-    assert f"ExcNodeList={node}" in accounted.record(second)
+    assert f"ExcNodeList={node}" in accounted.record(run.out[0].partition(":")[0])
 
 
 def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):

@@ -54,9 +54,8 @@ def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
     argv = ["--input_dir", str(trained), "--iteration", str(SAVED), "--output_dir", str(tmp_path / "there")]
     reshard.main([*argv, "--tp", str(tp), "--pp", str(pp), "--dp", "1", "--zero-stage", "0"])
     made = find_checkpoint(tmp_path / "there")
-    manifest = read_manifest(made)
-    assert manifest is not None and manifest.layout.tensor == tp and manifest.layout.pipe == pp
-    assert len(list(made.glob("mp_rank_*"))) == tp * pp
+    layout_made = read_manifest(made).layout
+    assert (layout_made.tensor, layout_made.pipe, len(list(made.glob("mp_rank_*")))) == (tp, pp, tp * pp)
     reshard.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"])
     original, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
     for name, file_tensors in original.items():
@@ -64,8 +63,7 @@ def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
             file_tensors.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
     assert same(original, back)
     checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
-    given = values(tmp_path / "on", layout, "rpe", "fp32", **checked)
-    run_ranks(run_to_end, tp * pp, given, timeout=120)
+    run_ranks(run_to_end, tp * pp, values(tmp_path / "on", layout, "rpe", "fp32", **checked), timeout=120)
     through, on = losses(trained), losses(tmp_path / "on")
     assert sorted(on) == [4, 5, 6] and all(abs(on[i] - through[i]) <= 1e-5 * through[i] for i in on)
 
@@ -144,7 +142,7 @@ def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str
     """A manifest that does not describe the file it has the checksum of."""
     path, name = copied / "global_step6", layer_file(7, 0)
     manifest = read_manifest(path)
-    assert manifest is not None and manifest.files[name].tensors["norm.weight"] == "float32 [32]"
+    assert manifest.files[name].tensors["norm.weight"] == "float32 [32]"
     wrong = replace(manifest.files[name], tensors={**manifest.files[name].tensors, "norm.weight": "bfloat16 [32]"})
     changed = replace(manifest, files={**manifest.files, name: wrong})
     (path / "manifest.json").write_text(changed.to_json())
@@ -195,7 +193,7 @@ def test_the_mean_is_torchs(tmp_path: Path) -> None:
     average.main(["--output_dir", str(tmp_path / "out"), *map(str, paths)])
     made = find_checkpoint(tmp_path / "out")
     manifest = verified(made)
-    assert made.name == "global_step5" and manifest is not None and manifest.layout.tensor == 2
+    assert made.name == "global_step5" and manifest.layout.tensor == 2
     assert not manifest.optimizer and manifest.run_id.startswith("mean of ")
     convert_neox_to_hf.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "hf")])
     averaged = tensors_of(tmp_path / "hf")

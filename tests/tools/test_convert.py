@@ -66,8 +66,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         whole.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
     for layer, tensors in whole[1].items():
         assert all(torch.equal(whole[0][layer][name], value) for name, value in tensors.items())
-    manifest = read_manifest(find_checkpoint(tmp_path / "out", 4))
-    assert manifest is not None and "te_layernorm_mlp" not in manifest.model  # such a run may load it
+    assert "te_layernorm_mlp" not in read_manifest(find_checkpoint(tmp_path / "out", 4)).model  # such a run may load it
     assert "--tp must be at least 1" in refused(convert_hf_to_neox.main, "--hf-model", folder, "--tp", "0")
     text = refused(convert_hf_to_neox.main, *words, "6", "--hf-model", "org/name")
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
@@ -92,7 +91,7 @@ def test_the_batch_script(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "huggingface" / "convert_hf_to_neox.sbatch")]
     subprocess.run([*script, str(folder), "12"], env={**env, "TP": "2"}, check=True, capture_output=True, timeout=120)
     manifest = read_manifest(find_checkpoint(tmp_path / "out"))
-    assert manifest is not None and manifest.iteration == 12 and manifest.layout.tensor == 2
+    assert manifest.iteration == 12 and manifest.layout.tensor == 2
     done = subprocess.run(script, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "<hf_model> [iteration]" in done.stderr
     env["SLURM_SUBMIT_DIR"] = str(tmp_path)

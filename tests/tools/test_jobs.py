@@ -86,7 +86,7 @@ def test_a_run_is_started_here_and_seen(tmp_path: Path, capsys: pytest.CaptureFi
     assert jobs.main(["submit", str(path), "--local", "--watch", "20", "--interval", "0.2"]) == 0
     said = capsys.readouterr()
     found = re.fullmatch(r"\d+: success: iteration (\d+)/60: loss .* tokens/s, share of peak unknown.*\n", said.out)
-    assert found is not None and int(found[1]) >= 20, said
+    assert found and int(found[1]) >= 20, said
     assert jobs.main(["logs", "checkpoints/a", "-f"]) == 0
     assert "run finished at iteration 60" in capsys.readouterr().out
     assert jobs.main(["list"]) == 0 and "60/60 (100%)" in capsys.readouterr().out

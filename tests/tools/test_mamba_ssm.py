@@ -93,8 +93,7 @@ def test_as_typed_with_tokenizer_and_precision(tmp_path: Path, capsys: pytest.Ca
 def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     args = small(norm="layernorm", pos_emb="none", attention_config=["mamba2", "mamba2"], **HEADS)
     weights = random_weights(args)
-    path = written(tmp_path / "ours", args, weights, 1)
-    export_mamba_ssm(path, args, tmp_path / "out", tokenizer=False)
+    export_mamba_ssm(written(tmp_path / "ours", args, weights, 1), args, tmp_path / "out", tokenizer=False)
     config, state = content(tmp_path / "out")
     assert config["rms_norm"] is False and config["ssm_cfg"]["layer"] == "Mamba2" and config["tie_embeddings"]
     for ours, name in ((weights[2], "backbone.layers.0.norm"), (weights[5], "backbone.norm_f")):

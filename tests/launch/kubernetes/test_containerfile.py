@@ -40,8 +40,7 @@ def test_it_is_what_openshift_runs() -> None:
     made, groups, modes = (set(re.findall(r"/[\w/]+", part)) for part in rights.split("&&"))
     assert variables()["HOME"] in made and {"/shared/data", "/shared/models", "/workspace"} <= made
     assert groups == modes and all(any(Path(path).is_relative_to(top) for top in modes) for path in made)
-    targets = [rest.split(" AS ")[1] for name, rest in found if name == "FROM"]
-    assert targets == ["mounted", "baked"]
+    assert [rest.split(" AS ")[1] for name, rest in found if name == "FROM"] == ["mounted", "baked"]
 
 
 def test_what_it_copies_is_there_and_enough() -> None:
@@ -49,8 +48,7 @@ def test_what_it_copies_is_there_and_enough() -> None:
     sources = [word for word in copied if not word.startswith(("--", "$"))]
     assert all((ROOT / source).exists() for source in sources)
     assert not {".", "*", ".env"} & set(sources), "no secret that lies beside goes in"
-    needed = {"deepy.py", "train.py", "megatron", "tools", "configs", "post-training"}
-    assert needed <= set(sources)
+    assert {"deepy.py", "train.py", "megatron", "tools", "configs", "post-training"} <= set(sources)
     extras = re.search(r'EXTRAS="([\w,]+)"', str(instructions()))
     assert extras
     declared = re.search(r"\[project.optional-dependencies\](.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S)

@@ -166,8 +166,7 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, capsys: pytes
 
 def test_files_and_settings_of_the_command(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
-    text = Path(CONTAINER).read_text()
-    for file, part in zip((first, second), text.split("# model:", 1), strict=True):
+    for file, part in zip((first, second), Path(CONTAINER).read_text().split("# model:", 1), strict=True):
         file.parent.mkdir()
         file.write_text("# " + part)
     site = read_site(SITES[1])

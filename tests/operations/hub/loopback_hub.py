@@ -60,18 +60,13 @@ class Repo:
 
 
 class LoopbackHub:
-    """The Hub, while `serving`. objects: large files by SHA-256; puts: digests as they came whole."""
+    """The Hub, while `serving`. objects: large files by SHA-256; puts: digests as they came whole.
+    waiting: requests that hang."""
 
     def __init__(self) -> None:
-        self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
-        self.puts: list[str] = []
-        self.requests: list[Request] = []
-        self.failures: list[Failure] = []
-        self.may_create = True
-        self.waiting: list[str] = []  # requests that hang
-        self.released = threading.Event()
-        self.lock = threading.RLock()
+        self.repos, self.objects, self.puts = dict[str, Repo](), dict[str, bytes](), list[str]()
+        self.requests, self.failures, self.waiting = list[Request](), list[Failure](), list[str]()
+        self.may_create, self.released, self.lock = True, threading.Event(), threading.RLock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
 
@@ -152,7 +147,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._kind = None if failure is None else failure.kind
         body = self._body(0.5 if self._kind == "cut" else 1.0)
         if isinstance(self._kind, int):
-            assert failure is not None
             after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
             self._answer(self._kind, {"error": "told to"}, **after)
         elif self._kind in ("cut", "hang"):

@@ -106,7 +106,6 @@ def begun(hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.Mo
         given = args(save, train_iters=5)
         callback, run = PushToHub(given, "org/run", **how), Run(given)
         callback.on_train_start(run)
-        assert callback._process is not None
         wait_until(lambda: hub.waiting)
         return callback, run, callback._process.pid
 

@@ -69,8 +69,7 @@ def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
 
 def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
     """It has no manifest and no status.json, but the files that its run was given."""
-    golden = ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3"
-    assert last_step(golden) == 3
+    assert last_step(ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3") == 3
     assert last_step(tmp_path / "global_step3") is None, "it is not written yet"
 
 

@@ -36,7 +36,6 @@ def written(folder: Path, *parts: str) -> Path:
 
 def test_progress_and_folders(tmp_path: Path) -> None:
     log = read_log(written(tmp_path, ARGUMENTS, LINE.format(1), LINE.format(7), VALIDATION))
-    assert log is not None and log.progress is not None
     assert (log.progress.iteration, log.progress.total, log.progress.loss) == (7, 200, 6.124934)
     assert log.progress.seconds == pytest.approx(0.0139)
     assert (log.save, log.log_dir) == ("/p/checkpoints/sf_model_organisms/exp,a=1/run", None)
@@ -57,8 +56,7 @@ def test_progress_and_folders(tmp_path: Path) -> None:
     (LINE.format(200) + "run finished at iteration 200\n", "ended"),
 ])  # fmt: skip
 def test_the_last_line_that_tells_says_the_phase(tmp_path: Path, text: str, phase: str) -> None:
-    log = read_log(written(tmp_path, text))
-    assert log is not None and log.phase == phase
+    assert read_log(written(tmp_path, text)).phase == phase
 
 
 @pytest.mark.parametrize(("line", "counts"), [
@@ -76,8 +74,8 @@ def test_a_crash_is_what_people_grep_for(line: str, counts: bool) -> None:
 
 def test_a_crash_counts_within_the_last_hundred_lines(tmp_path: Path) -> None:
     trouble = "ValueError: a\n"
-    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)) for more in (99, 100))
-    assert near is not None and far is not None and (near.error_lines, far.error_lines) == (("ValueError: a",), ())
+    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)).error_lines for more in (99, 100))
+    assert (near, far) == (("ValueError: a",), ())
     assert error_lines([f"Error: {n}" for n in range(9)]) == ("Error: 6", "Error: 7", "Error: 8")
 
 
@@ -85,15 +83,13 @@ def test_a_big_log_is_read_at_its_ends(tmp_path: Path) -> None:
     """The last iteration stands far before the end, behind what an evaluation writes."""
     path = written(tmp_path, ARGUMENTS, LINE.format(9), "a sample of text\n" * 30_000, "é" * 200_000 + "\n")
     log = read_log(path)
-    assert log is not None and log.progress is not None and log.progress.iteration == 9
-    assert log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"
+    assert log.progress.iteration == 9 and log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"
     assert last_lines(path, 2) == ["a sample of text", "é" * 200_000]
     with path.open("r+b") as file:  # a file with a hole: reading all of it would take a minute
         file.truncate(20 * 2**30)
         file.seek(0, 2)
         file.write(b"\n" + LINE.format(11).encode())
-    log = read_log(path)
-    assert log is not None and log.progress is not None and log.progress.iteration == 11
+    assert read_log(path).progress.iteration == 11
 
 
 def test_following_ends_with_the_job(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def test_jobs_as_slurm_and_their_folders_tell(slurm: Slurm, tmp_path: Path) -> N
     assert [rows[number].verdict.detail for number in ("3", "4_[0-3]")] == ["JobHeldUser", "BeginTime"]
     assert rows["1"].job.log == tmp_path / "logs" / "neox-training-1.out", "the last -o counts"
     row = rows["2"]
-    assert row.experiment == "exp,a=1" and row.progress is not None and row.progress.iteration == 7
+    assert row.experiment == "exp,a=1" and row.progress.iteration == 7
     assert row.tokens_per_s == 7000.0 and row.scores == {"piqa_acc": 0.5, "piqa_acc_stderr": 0.1}
     assert row.eta_s == pytest.approx(193 * 0.0139)
     assert list(listed(slurm, tmp_path, every=True)) == ["1", "2", "3", "4_[0-3]", "7"]
@@ -128,7 +128,7 @@ def test_runs_that_no_scheduler_started(tmp_path: Path) -> None:
     save = tmp_path / "sf" / "exp,a=1" / "run"
     (row,) = listed(NONE, tmp_path).values()
     assert row.verdict.kind == "CRASHED" and "processes are gone" in row.verdict.detail and row.needs_a_person
-    assert row.progress is not None and row.progress.total == 200 and row.tokens_per_s == 7000.0 and row.job.local
+    assert row.progress.total == 200 and row.tokens_per_s == 7000.0 and row.job.local
     assert [row.job.id for row in listed(NONE, tmp_path, ids=[str(save)]).values()] == [str(save)]
     verdicts = []
     for status, reason in (("failed", "step 3: not finite"), ("stopped", "SIGTERM")):

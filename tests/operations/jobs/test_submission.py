@@ -26,10 +26,8 @@ class Told:
     """A starter whose jobs write these logs; each goes on with a line at every look, or has failed."""
 
     def __init__(self, folder: Path, logs: Sequence[str], interrupt: bool = False) -> None:
-        self._folder, self._logs, self._interrupt = folder, list(logs), interrupt
-        self.attempts: list[Attempt] = []
-        self.cancelled: list[str] = []
-        self._looks = 0
+        self._folder, self._logs, self._interrupt, self._looks = folder, list(logs), interrupt, 0
+        self.attempts, self.cancelled = list[Attempt](), list[str]()
 
     def start(self, attempt: Attempt) -> str:
         self.attempts.append(attempt)
@@ -64,8 +62,7 @@ class Told:
 
 class Fate:
     def __init__(self, starter: Told, folder: Path, retries: int = 2, watch: int = 20) -> None:
-        self.out: list[str] = []
-        self.err: list[str] = []
+        self.out, self.err = list[str](), list[str]()
         args = NeoXArgs.from_dict({**BASE, "save": str(folder / "save"), "checkpoint_factor": 10, "train_iters": 200})
         request = Request(("/p/a.yml",), retries=retries, watch=watch, interval_s=0.001)
         none = Slurm({}, self.err.append, {"PATH": ""})
@@ -93,16 +90,14 @@ def test_two_retries_and_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("retries", "starts"), [(0, 1), (1, 2), (2, 2)])
 def test_a_retry_that_helps(tmp_path: Path, retries: int, starts: int) -> None:
     starter = Told(tmp_path, [TAKEN, GOOD])
-    fate = Fate(starter, tmp_path, retries)
-    assert (fate.code, len(starter.attempts)) == (0 if retries else 4, starts)
+    assert (Fate(starter, tmp_path, retries).code, len(starter.attempts)) == (0 if retries else 4, starts)
 
 
 @pytest.mark.parametrize("line", ["torch.OutOfMemoryError: out of memory",
                                   "train.py: error: step 3: loss is not finite"])  # fmt: skip
 def test_what_is_not_safe_is_not_tried_again(tmp_path: Path, line: str) -> None:
     starter = Told(tmp_path, [f"{line}\nerror: failed\n"])
-    fate = Fate(starter, tmp_path)
-    assert fate.code == 4 and len(starter.attempts) == 1
+    assert Fate(starter, tmp_path).code == 4 and len(starter.attempts) == 1
     assert "nothing: this is not repaired by trying again" in (tmp_path / "1.report.txt").read_text()
 
 
@@ -117,8 +112,7 @@ def test_what_looks_like_a_crash_may_be_a_warning(tmp_path: Path, monkeypatch: p
     """A running job is given time; then it is one for a person, who is told how to end it."""
     monkeypatch.setattr(submission, "_PATIENCE_S", 0.05)
     starter = Told(tmp_path, ["ExceptionGroup is deprecated\n"])
-    fate = Fate(starter, tmp_path)
-    assert fate.code == 4 and not starter.cancelled
+    assert Fate(starter, tmp_path).code == 4 and not starter.cancelled
     assert "it still runs: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
 
 

@@ -53,8 +53,7 @@ def titles(page: Path) -> list[str]:
 
 def table(page: Path, name: str) -> list[list[str]]:
     """The rows of a table of the page, by its class or its id, as text."""
-    text = page.read_text()
-    found = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', text, re.S)
+    found = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', page.read_text(), re.S)
     assert found is not None, name
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", found[1], re.S)]
     return [[html.unescape(cell) for cell in row] for row in cells]

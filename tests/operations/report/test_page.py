@@ -63,8 +63,7 @@ def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path
         values = config(MODEL, save=str(tmp_path / name), optimizer={"type": "Adam", "params": {"lr": lr}})
         more = {"validation/lm_loss": 2.5, "eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
         write_run(tmp_path / name, rows_of(20, lambda step, more=more: more if step % 10 == 0 else {}), values)
-    runs = [tmp_path / name for name in ("one", "two", "three")]
-    page = write_report(runs, tmp_path / "compared.html")
+    page = write_report([tmp_path / name for name in ("one", "two", "three")], tmp_path / "compared.html")
     assert titles(page) == ["Loss: training", "Loss: validation", "Scores", "Gradient norm"]
     for figure in figures(page):
         lines = [part for part in figure.renderers if type(part.glyph).__name__ == "Line"]
