@@ -20,7 +20,7 @@ from benchmarks.train_throughput import ThroughputRow, parse, settings
 from megatron.neox_arguments import arguments_dump
 from tests.benchmarks import stub_parts
 from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
-from tests.launch.runs import ROOT, wait_until
+from tests.launch.runs import BOTH, ROOT, wait_until
 from tools.docs.gpu_results import BEGIN, END, NONE, main, section
 
 Ran = tuple[int, str, dict[str, dict[str, Any]]]
@@ -28,7 +28,7 @@ Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.benchmarks.stub_parts", str(folder), *argv]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=ROOT, **BOTH)
 
 
 def table(folder: Path) -> dict[str, dict[str, Any]]:

@@ -24,6 +24,8 @@ def wait_for(*files):
     while not all(Path(file).exists() for file in files):
         time.sleep(0.01)
 """
+BOTH: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+"""Of a process, its streams as one."""
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
@@ -46,8 +48,7 @@ def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks
     if disk is not None:
         (folder / "disk").mkdir()
         command = [sys.executable, "-m", "tests.disks", str(folder / "disk"), str(disk), str(folder / "kept"), *command]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **more}
-    return subprocess.run(command, cwd=folder, env=environment(), text=True, timeout=200, **streams)
+    return subprocess.run(command, cwd=folder, env=environment(), timeout=200, **{**BOTH, **more})
 
 
 def write_program(path: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from tests.launch.runs import DEEPY, ROOT, environment, wait_until
+from tests.launch.runs import BOTH, DEEPY, ROOT, environment, wait_until
 from tests.training.runs import LLAMA, config, metric_rows
 
 STEPS = 16
@@ -53,8 +53,7 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
     (folder / "waiting.py").write_text(WAITING)
     script = str(folder / "waiting.py") if kill else "train.py"
     command = [*DEEPY, script, str(folder / "model.yml"), *words]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **both)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **BOTH)
     overdue = threading.Timer(250, process.kill)
     overdue.start()
     log = folder / "job.log"

@@ -78,15 +78,14 @@ def test_by_hand():
     (None, {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, {}, "a rank already"),
     (None, {}, {"deepspeed_slurm": True, "deepspeed_mpi": True}, "both true"),
     (None, {}, {"hostfile": "hosts", "launcher": "torchrun"}, "launcher: torchrun"),
+    (None, {}, {"hosts": ["a:2,3", "b"]}, "--hosts "),  # not all machines could be started
 ])  # fmt: skip
 def test_refused(node_rank, env, changes, message):
     with pytest.raises(LaunchError, match=message):
         planned(node_rank, env=env, **changes)
 
 
-def test_what_all_machines_cannot_do_is_refused_before_they_start():
-    with pytest.raises(LaunchError, match="--hosts "):
-        planned(hosts=["a:2,3", "b"])
+def test_a_layout_that_all_ranks_do_not_fit_is_refused_before_they_start():
     with pytest.raises(ConfigError, match="6 ranks"):
         planned(hostfile="hosts", model_parallel_size=4)
 

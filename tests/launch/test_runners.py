@@ -13,12 +13,11 @@ import pytest
 import yaml
 
 from megatron.launch.devices import free_port
-from tests.launch.runs import DEEPY, ROOT, environment, write_program
+from tests.launch.runs import BOTH, DEEPY, ROOT, environment, write_program
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, config, curves, metric_rows
 
 STEPS = 3
-BOTH: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 VALUES = config(LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2,
                 log_interval=1)  # fmt: skip
 SCRIPT = """\
@@ -41,7 +40,7 @@ def run_two_launchers(folder: Path, script: Path, *words: str) -> list[tuple[int
     started = []
     for rank in (1, 0):
         line = [*DEEPY, "--node_rank", str(rank), "--num_gpus", str(rank + 1), *common]
-        started.append(subprocess.Popen(line, cwd=folder, env=env, text=True, **BOTH))
+        started.append(subprocess.Popen(line, cwd=folder, env=env, **BOTH))
     try:
         said = [process.communicate(timeout=250)[0] for process in reversed(started)]
         return [(process.returncode, out) for process, out in zip(reversed(started), said, strict=True)]
@@ -106,7 +105,7 @@ def start(folder: Path, *words: str, **changes: Any) -> subprocess.Popen:
     env = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
     env["PATH"] = f"{folder}/bin:{env['PATH']}"
     line = [*DEEPY, "-H", "hosts", "--master_port", str(free_port()), *words]
-    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, text=True, **BOTH)
+    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, **BOTH)
 
 
 @pytest.mark.slurm  # pdsh and OpenMPI come with `make test-slurm`

@@ -17,7 +17,7 @@ import yaml
 
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.saved_config import checkpoint_args
-from tests.launch.runs import alive, environment, wait_until
+from tests.launch.runs import BOTH, alive, environment, wait_until
 from tests.pipelines.small import (
     GATES,
     STAGES,
@@ -307,8 +307,7 @@ def test_two_at_once_and_a_stop(tmp_path):
 
 def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
     """The stage in which a pipeline was killed, with_all: and what it started; None: it had ended."""
-    process = subprocess.Popen(command("run", folder), env=environment(), start_new_session=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    process = subprocess.Popen(command("run", folder), env=environment(), start_new_session=True, **BOTH)
     try:
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output

@@ -116,15 +116,11 @@ def test_what_was_cut_off_goes_on(tmp_path, server):
 def test_a_killed_download_goes_on(tmp_path, server):
     part = tmp_path / "data/raw/.x.bin.part"
     part.parent.mkdir(parents=True)
-    part.write_bytes(BODY[:500_000])
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    assert server.asked == [("GET", "/x.bin", 500_000)] and not part.exists()
-    (tmp_path / "data/raw/x.bin").unlink()
-    part.write_bytes(BODY)  # all of it: only its name was not given yet
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    (tmp_path / "data/raw/x.bin").unlink()
-    part.write_bytes(BODY + b"more")
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    for is_there in (BODY[:500_000], BODY, BODY + b"more"):  # of the second only its name was not given yet
+        (tmp_path / "data/raw/x.bin").unlink(missing_ok=True)
+        part.write_bytes(is_there)
+        assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and not part.exists()
+    assert [first for *_, first in server.asked[:2]] == [500_000, len(BODY)]
 
 
 def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
@@ -148,17 +144,14 @@ def test_what_cannot_be_had(tmp_path, server):
         fetch(tmp_path, Source(name="y", license="MIT", url="http://127.0.0.1:9/y", sha256=DIGEST))
 
 
-def test_a_file_that_changed_is_fetched_again_and_kept(tmp_path, server):
-    fetch(tmp_path, of_url(server))
-    (tmp_path / "data/raw/x.bin").write_bytes(b"edited")
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    assert (tmp_path / "data/raw/x.bin.old1").read_bytes() == b"edited"
-
-
-def test_a_file_put_there_by_hand_is_taken(tmp_path, server):
-    (tmp_path / "data/raw").mkdir(parents=True)
-    (tmp_path / "data/raw/x.bin").write_bytes(BODY)
+def test_a_file_put_there_by_hand_is_taken_and_one_that_changed_kept_beside_the_right_one(tmp_path, server):
+    file = tmp_path / "data/raw/x.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(BODY)
     assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and server.asked == []
+    file.write_bytes(b"edited")
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    assert file.with_name("x.bin.old1").read_bytes() == b"edited" and file.read_bytes() == BODY
 
 
 def test_paths_are_linked_and_looked_at(tmp_path):

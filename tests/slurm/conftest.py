@@ -139,9 +139,8 @@ class Cluster:
 
     def _start_accounting(self, database_port: int, sql_port: int) -> None:
         folder, socket_file = self.folder, self.folder / "my.sock"
-        self.run(
-            "mariadb-install-db", "--user=root", f"--datadir={folder}/db", "--auth-root-authentication-method=normal"
-        )
+        method = "--auth-root-authentication-method=normal"
+        self.run("mariadb-install-db", "--user=root", f"--datadir={folder}/db", method)
         with (folder / "mariadb.log").open("w") as log:
             subprocess.Popen(
                 ["mariadbd", "--user=root", f"--datadir={folder}/db", f"--socket={socket_file}", f"--port={sql_port}",
@@ -176,9 +175,8 @@ class Cluster:
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
         """Output of a command of Slurm's; fails with what it said."""
-        done = subprocess.run(
-            command, env={**self.environment, **variables}, cwd=cwd, capture_output=True, text=True, timeout=60
-        )
+        env = {**self.environment, **variables}
+        done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 

@@ -98,8 +98,8 @@ def test_markup_in_the_data_is_text(tmp_path: Path):
 
 
 def test_stats_and_pairs(tmp_path: Path):
-    done = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--stats", "--picture",
-                   tmp_path / "l.png", "--html", tmp_path / "p.html", "--samples", 3)  # fmt: skip
+    words = ("--stats", "--picture", tmp_path / "l.png", "--html", tmp_path / "p.html", "--samples", 3)
+    done = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, *words)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p.html").read_text()

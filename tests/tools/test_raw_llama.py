@@ -52,7 +52,7 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
         num_output_shards=shards, max_position_embeddings=32, **layout)  # fmt: skip
     ours = tmp_path / "ours" / "global_step0"
     assert bool(list(ours.glob("layer_*"))) == (shards == 2) and len(list(ours.glob("mp_rank_*"))) == shards
-    assert read_manifest(ours).run_id == f"huggingface {tmp_path / 'raw' / size}", "where it stood meanwhile?"
+    assert read_manifest(ours).run_id == f"huggingface {tmp_path / 'raw' / size}", "what the user gave"
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
     assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"

@@ -152,8 +152,8 @@ def test_refusals_leave_nothing_behind(models: tuple[Any, Path, Path], tmp_path:
         words = ["--input", str(folder / file), "--output", str(tmp_path / "s.jsonl")]
         code, out, err = run("--model", model, *words)
         assert code == 1 and not out and re.search(text_of, err), err
-    code, _, err = run("--model", reward, "--input", str(tmp_path / "long.jsonl"), "--output",
-                       str(tmp_path / "d.jsonl"), "--overlong", "drop")  # fmt: skip
+    words = ["--input", str(tmp_path / "long.jsonl"), "--output", str(tmp_path / "d.jsonl"), "--overlong", "drop"]
+    code, _, err = run("--model", reward, *words)
     assert code == 0, err
     dropped = json.loads((tmp_path / "d.jsonl").read_text().splitlines()[1])
     assert dropped == {"score": None, "message": "dropped: longer than the model's positions"}

@@ -17,7 +17,7 @@ import yaml
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
-from tests.launch.runs import ROOT, wait_until
+from tests.launch.runs import BOTH, ROOT, wait_until
 from tests.marks import with_more
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
@@ -35,8 +35,7 @@ def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[s
     values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
-    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, **BOTH)
 
 
 @pytest.mark.parametrize("async_save", with_more([False, True], True, product=[False]))
