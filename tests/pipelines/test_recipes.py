@@ -23,16 +23,11 @@ SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_h
 SHIPPED = {"eval_tasks": ["shipped_choice"], "eval_limit": 8}
 
 
-def configurations(folder: Path) -> dict:
-    """The configuration of each stage with a model, as its run would read it."""
-    described = read_pipeline(folder / "pipeline.yml")
-    with_model = [stage for stage in described.stages if stage.kind == "train"]
-    return {stage.name: parse_words(train_words(described, stage, Options())).check_training() for stage in with_model}
-
-
 def test_the_7b_is_what_it_says(tmp_path):
-    write_recipe("7b", tmp_path)
-    runs = configurations(tmp_path)
+    described = read_pipeline(write_recipe("7b", tmp_path))
+    with_model = [stage for stage in described.stages if stage.kind == "train"]
+    words = {stage.name: train_words(described, stage, Options()) for stage in with_model}
+    runs = {name: parse_words(given).check_training() for name, given in words.items()}  # as they would read it
     assert list(runs) == ["pretrain", "sft", "dpo", "lora"]
     for args in runs.values():
         shape = (args.num_layers, args.hidden_size, args.kv_heads, args.padded_vocab_size, args.max_position_embeddings)

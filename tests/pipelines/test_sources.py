@@ -47,22 +47,20 @@ def server() -> Iterator[Server]:
             given = self.headers.get("Range", "") if state.ranges else ""
             first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
             state.asked.append((self.command, self.path, first))
-            status = state.status.pop(0) if state.status else 200
             body = state.files.get(self.path.partition("?")[0])
-            if status != 200 or body is None or (given and first >= len(body)):
-                code = status if status != 200 else 404 if body is None else 416
-                self.send_response(code)
-                if code == 416 and body is not None:
-                    self.send_header("Content-Range", f"bytes */{len(body)}")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            self.send_response(206 if given else 200)
-            self.send_header("Content-Length", str(len(body) - first))
-            self.send_header("ETag", hashlib.sha256(body).hexdigest())
-            self.send_header("X-Repo-Commit", COMMIT)
+            usual = 404 if body is None else 200 if not given else 206 if first < len(body) else 416
+            status = state.status.pop(0) if state.status else usual
+            headers: dict[str, Any] = {"Content-Length": 0}
+            if status < 400:
+                tag = hashlib.sha256(body).hexdigest()
+                headers = {"Content-Length": len(body) - first, "ETag": tag, "X-Repo-Commit": COMMIT}
+            elif status == 416:
+                headers["Content-Range"] = f"bytes */{len(body)}"
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, str(value))
             self.end_headers()
-            if self.command == "GET":
+            if self.command == "GET" and status < 400:
                 end = state.cut.pop(0) if state.cut else len(body)
                 self.wfile.write(body[first:end])
                 if end < len(body):
