@@ -158,11 +158,8 @@ def test_a_run_is_found_by_each_of_its_folders(save: Path) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "status.json").write_text("{")
-    for folder, said in {
-        "empty": "holds no run",
-        "absent": "no such folder",
-        "": "status.json: cannot be read",
-    }.items():
+    refusals = {"empty": "holds no run", "absent": "no such folder", "": "status.json: cannot be read"}
+    for folder, said in refusals.items():
         with pytest.raises(RunFolderError, match=said):
             open_run(tmp_path / folder)
 
