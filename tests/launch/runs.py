@@ -1,11 +1,14 @@
-"""deepy.py on scripts of a few lines, and what became of the processes."""
+"""deepy.py on scripts of a few lines, what became of the processes, and programs and servers of tests' own."""
 
 import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +62,20 @@ def write_program(path: Path, text: str) -> None:
 
 def logs_of(folder: Path, ranks: int = 2) -> list[str]:
     return [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
+    """An HTTP server of this machine, which writes nothing."""
+    quiet = type(handler.__name__, (handler,), {"log_message": lambda *_: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), quiet)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:

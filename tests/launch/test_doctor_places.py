@@ -2,9 +2,8 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -12,6 +11,7 @@ from megatron.launch.doctor import main
 from megatron.launch.doctor.config import checkpoint_bytes, data_checks, load_check, read_config, tokenizer_check
 from megatron.launch.doctor.hub import model_check
 from megatron.neox_arguments import NeoXArgs, load
+from tests.launch.runs import serving
 
 SECRET = "hf_do_not_show_this"
 ANSWERS = {  # model: status and code without a token, with the right one
@@ -38,18 +38,12 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("Location", "/elsewhere")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(tmp_path) -> Iterator[dict[str, str]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.leaked = []
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as server:
+        server.leaked = []
+        yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
     assert not server.leaked
 
 

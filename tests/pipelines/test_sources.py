@@ -4,10 +4,9 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.pipelines import sources
 from megatron.pipelines.definition import Source
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.sources import fetch_sources
-from tests.launch.runs import ROOT, environment
+from tests.launch.runs import ROOT, environment, serving
 
 BODY = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(BODY).hexdigest()
@@ -68,15 +67,9 @@ def server() -> Iterator[Server]:
 
         do_HEAD = do_GET
 
-        def log_message(self, *given: Any) -> None:
-            pass
-
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}"
-    threading.Thread(target=httpd.serve_forever, args=(0.02,)).start()
-    yield state
-    httpd.shutdown()
-    httpd.server_close()
+    with serving(Handler) as httpd:
+        state.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield state
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,12 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from tests.launch.runs import serving
 
 TOKEN = "hf_" + "loopbackSECRET" * 2
 _LFS = re.compile(r".*\.(safetensors|pt|bin|png)")
@@ -67,12 +69,7 @@ class LoopbackHub:
         self.repos, self.objects, self.puts = dict[str, Repo](), dict[str, bytes](), list[str]()
         self.requests, self.failures, self.waiting = list[Request](), list[Failure](), list[str]()
         self.may_create, self.released, self.lock = True, threading.Event(), threading.RLock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        self.endpoint = ""
 
     def environment(self) -> dict[str, str]:
         """What a process needs to take this Hub for the Hub."""
@@ -81,13 +78,12 @@ class LoopbackHub:
 
     @contextmanager
     def serving(self) -> Iterator["LoopbackHub"]:
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        try:
-            yield self
-        finally:
-            self.released.set()
-            self._server.shutdown()
-            self._server.server_close()
+        with serving(type("Handler", (_Handler,), {"hub": self})) as server:
+            self.endpoint = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield self
+            finally:
+                self.released.set()
 
     def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
         self.failures.append(Failure(pattern, kind, times, **how))
@@ -110,9 +106,6 @@ class LoopbackHub:
 class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
     def _answer(self, status: int, content: Any, **headers: str) -> None:
         data = json.dumps(content).encode()
