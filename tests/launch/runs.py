@@ -1,4 +1,4 @@
-"""deepy.py on scripts of a few lines, what became of the processes, and programs and servers of tests' own."""
+"""deepy.py on scripts of a few lines, what became of processes, and programs and servers of tests' own."""
 
 import os
 import subprocess
