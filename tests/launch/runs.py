@@ -1,6 +1,7 @@
 """deepy.py on scripts of a few lines, what became of processes, and programs and servers of tests' own."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -62,6 +63,14 @@ def write_program(path: Path, text: str) -> None:
 
 def logs_of(folder: Path, ranks: int = 2) -> list[str]:
     return [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
+
+
+@contextmanager
+def taken_port(host: str = "127.0.0.1") -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind((host, 0))
+        server.listen()
+        yield server.getsockname()[1]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from megatron.launch.doctor.storage import GIB, MIB, disk_check, open_files_chec
 from megatron.launch.doctor.transport import Network, interface_checks, nccl_check, transport_check
 from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl
-from tests.launch.runs import DEEPY, ROOT, environment
+from tests.launch.runs import DEEPY, ROOT, environment, taken_port
 from tests.launch.test_nccl import library
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -31,10 +31,8 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 @pytest.fixture
 def listening():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield server.getsockname()[1]
+    with taken_port() as port:
+        yield port
 
 
 def doctor(folder: Path, *words: str, prefix: Sequence[str] = (), path: str) -> dict[str, str]:

@@ -4,7 +4,6 @@ import os
 import pty
 import re
 import signal
-import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
 from megatron.launch.run import Run
-from tests.launch.runs import alive, environment, logs_of, wait_until, write_script
+from tests.launch.runs import alive, environment, logs_of, taken_port, wait_until, write_script
 
 LAUNCH = """
 import os, sys
@@ -260,9 +259,5 @@ def test_a_lost_reader_does_not_end_the_run(launch: Launch, tmp_path: Path) -> N
 
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"master_port: port {port}"):
-            run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))
+    with taken_port() as port, pytest.raises(LaunchError, match=f"master_port: port {port}"):
+        run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))

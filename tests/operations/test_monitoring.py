@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -21,7 +20,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.monitoring import Monitoring, gauge_name, phase_of
 from megatron.operations.run_folder import RunFolderError, experiment_of, open_run
 from megatron.training import train
-from tests.launch.runs import ROOT
+from tests.launch.runs import ROOT, taken_port
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, begin, config, metric_rows, run_to_end
 
@@ -106,10 +105,7 @@ def command(tmp_path: Path) -> list[str]:
 
 
 def test_a_taken_port_is_refused_before_the_run(command: list[str], tmp_path: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
+    with taken_port() as port:
         done = subprocess.run([*command, f"metrics_port={port}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()

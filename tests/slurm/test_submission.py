@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.runs import taken_port
 from tests.slurm.conftest import OPTIONS, Submitter
 from tests.slurm.test_jobs import HELD, make_site
 
@@ -97,10 +97,8 @@ def test_success_is_said_after_the_fiftieth_iteration(submit, tmp_path):
 
 
 def test_a_port_in_use_is_changed(submit):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        run = submit(variables={"MASTER_PORT": str(taken.getsockname()[1])})
+    with taken_port("0.0.0.0") as port:
+        run = submit(variables={"MASTER_PORT": str(port)})
         assert run.end() == 0, run.err
     assert any(re.search(r"\d+: port in use: .*port", line) for line in run.err), run.err
     assert any(re.search(r"submitted again with MASTER_PORT=30\d\d\d", line) for line in run.err)
