@@ -31,7 +31,6 @@ def test_skipped(): pass
 
 
 def writes(found: str) -> tuple[str, ...]:
-    """A command that writes a result."""
     return "-c", f"import json; open('{{folder}}/{RESULT}', 'w').write(json.dumps({found}))"
 
 
@@ -43,12 +42,8 @@ def code(text: str, **more: object) -> Part:
 def parts(folder: Path) -> list[Part]:
     (folder / "test_stub.py").write_text(TESTS)
     pytest = ("-m", "pytest", "-q", "-c", "/dev/null", "-p", "no:cacheprovider", "-p", "tests.gpu.outcomes")
-    slow = (
-        "-c",
-        "import subprocess, sys; "
-        + writes(STEP.replace("SECONDS", "0.3"))[1]
-        + "; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
-    )
+    sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    slow = "-c", f"{writes(STEP.replace('SECONDS', '0.3'))[1]}; {sleeps}"
     return [
         Part(FACTS, "a stub", writes(FACTS_FOUND), 0, 20),
         Part("tests", "tests of a stub", (*pytest, "--outcomes", "{folder}/" + OUTCOMES, str(folder / "test_stub.py")),

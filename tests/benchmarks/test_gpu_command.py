@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -17,34 +16,27 @@ from benchmarks import gpu
 from benchmarks.gpu_run import results
 from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, Part, ablations, parts, rehearsed
 from benchmarks.gpu_run.process import Outcome
+from benchmarks.train_throughput import ThroughputRow, parse, settings
+from megatron.neox_arguments import arguments_dump
 from tests.benchmarks import stub_parts
 from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
+from tests.launch.runs import BOTH, ROOT, wait_until
 from tools.docs.gpu_results import BEGIN, END, NONE, main, section
 
-ROOT = Path(__file__).resolve().parents[2]
 Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 
 def start(folder: Path, *argv: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "tests.benchmarks.stub_parts", str(folder), *argv]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=ROOT, **BOTH)
 
 
 def table(folder: Path) -> dict[str, dict[str, Any]]:
     return {part["name"]: part for part in json.loads((folder / "table.json").read_text())["parts"]}
 
 
-def wait_for(folder: Path, name: str) -> None:
-    """Until the table has the part, whatever has become of it."""
-    end = time.monotonic() + 200
-    while not (folder / "table.json").exists() or name not in table(folder):
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """Exit status, output and table of all stub parts."""
     folder = tmp_path_factory.mktemp("gpu")
     run = start(folder, "--minutes", "1")
     stdout = run.communicate(timeout=200)[0]
@@ -58,14 +50,11 @@ def test_every_part_is_told_by_itself(ran: Ran) -> None:
         "facts": "passed", "tests": "failed", "crash": "failed", "memory": "failed", "empty": "failed",
         "slow": "cut", "rival": "left out", "long": "left out", "bare": "passed", "engine": "passed",
     }  # fmt: skip
-    assert "SIGABRT" in found["crash"]["reason"]
-    assert "MemoryError: 17 GB asked" in found["memory"]["reason"]
-    assert "wrote no" in found["empty"]["reason"]
-    assert "for want of a_package_that_is_not" in found["rival"]["reason"] and "no time" in found["long"]["reason"]
+    reasons = {"crash": "SIGABRT", "memory": "MemoryError: 17 GB asked", "empty": "wrote no", "long": "no time",
+               "rival": "for want of a_package_that_is_not"}  # fmt: skip
+    assert all(reason in found[name]["reason"] for name, reason in reasons.items())
     assert "for want of a_package_that_is_not will be left out: rival" in said.split("begins", 1)[0], "at first"
-    assert "ARGS='--only long'" in said
-    assert "1.250 of the speed of: bare" in said
-    assert "52.0%" in said and "31.0 GB" in said
+    assert all(fact in said for fact in ("ARGS='--only long'", "1.250 of the speed of: bare", "52.0%", "31.0 GB"))
 
 
 def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
@@ -84,9 +73,8 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
 def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_LIMIT_S", "300")
     run = start(tmp_path, "--only", "bare", "slow")
-    wait_for(tmp_path, "slow")
-    while not list(tmp_path.glob(f"work/**/slow/{RESULT}")):
-        time.sleep(0.05)
+    wait_until(lambda: (tmp_path / "table.json").exists() and "slow" in table(tmp_path), 200)
+    wait_until(lambda: list(tmp_path.glob(f"work/**/slow/{RESULT}")), 200)
     os.kill(run.pid, number)
     run.communicate(timeout=200)
     found = table(tmp_path)
@@ -124,11 +112,8 @@ def test_facts_that_take_their_time_leave_the_table(tmp_path: Path, monkeypatch:
 
 
 def test_no_gpu_is_said() -> None:
-    """Before anything else runs."""
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "benchmarks/gpu.py"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
-    )
+    how: Any = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True, "timeout": 200}
+    done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, **how)
     assert done.returncode == 1
     assert "finds no GPU" in done.stderr and "make gpu-rehearsal" in done.stderr
 
@@ -146,9 +131,6 @@ def test_what_training_needs_is_required_and_has_the_time(monkeypatch: pytest.Mo
 
 def test_ablations_change_real_keys() -> None:
     """As the step's own command reads them."""
-    from benchmarks.train_throughput import parse, settings
-    from megatron.neox_arguments import arguments_dump
-
     base = arguments_dump(settings(parse(["--device", "cpu", "--shape", "rehearsal"]), 0))
     changed = 0
     for part in map(rehearsed, ablations()[2:]):
@@ -164,10 +146,9 @@ def test_ablations_change_real_keys() -> None:
 def test_rehearsal(tmp_path: Path) -> None:
     """Every part on a CPU; at tiny size those of the 7B shape are the ones of the 1.4B again."""
     names = [part.name for part in parts() if not part.name.startswith("7B shape")]
-    command = [sys.executable, "benchmarks/gpu.py", "--rehearse", "--minutes", "19", "--only", *names]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "table.json")], cwd=ROOT, capture_output=True, text=True, timeout=1190
-    )
+    words = ["--rehearse", "--minutes", "19", "--only", *names, "--output", str(tmp_path / "table.json")]
+    command = [sys.executable, "benchmarks/gpu.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1190)
     assert done.returncode == 0, done.stdout
     found = table(tmp_path)
     assert list(found) == names
@@ -175,10 +156,7 @@ def test_rehearsal(tmp_path: Path) -> None:
 
 
 def test_stub_rows_are_what_the_step_writes() -> None:
-    from benchmarks.train_throughput import ThroughputRow
-
-    row = eval(STEP.replace("SECONDS", "1.0"))["rows"][0]
-    assert tuple(row) == ThroughputRow._fields
+    assert tuple(eval(STEP.replace("SECONDS", "1.0"))["rows"][0]) == ThroughputRow._fields
 
 
 def write(folder: Path, kind: str = "gpu") -> Path:
@@ -187,15 +165,12 @@ def write(folder: Path, kind: str = "gpu") -> Path:
         "facts": Outcome("facts", "passed", 4.0, result=eval(FACTS_FOUND)),
         "tests": Outcome("tests", "failed", 9.0, "1 of 2 tests failed", tests=[
             {"name": "test_stub.py::test_a", "outcome": "passed", "reason": ""},
-            {"name": "test_stub.py::test_b", "outcome": "failed", "reason": "wrong"},
-        ]),
+            {"name": "test_stub.py::test_b", "outcome": "failed", "reason": "wrong"}]),
         "long": Outcome("long", "left out", reason="no time: it takes about 9999 s"),
         "slow": Outcome("slow", "passed", 9.0, result={"rows": [
-            {"experts": "30b", "name": "ours", "seconds": 0.0074, "beside_ours": 1.0},
-        ]}),
+            {"experts": "30b", "name": "ours", "seconds": 0.0074, "beside_ours": 1.0}]}),
         "crash": Outcome("crash", "passed", 9.0, result={"rows": [
-            {"name": "loss in chunks", "milliseconds": 16.62, "over_floor": 1.304, "peak": 83e7},
-        ]}),
+            {"name": "loss in chunks", "milliseconds": 16.62, "over_floor": 1.304, "peak": 83e7}]}),
         "bare": Outcome("bare", "passed", 40.0, result=eval(STEP.replace("SECONDS", "0.5"))),
         "engine": Outcome("engine", "passed", 41.0, result=eval(STEP.replace("SECONDS", "0.4"))),
     }  # fmt: skip

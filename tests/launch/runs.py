@@ -1,11 +1,15 @@
-"""deepy.py on scripts of a few lines, and what became of the processes."""
+"""deepy.py on scripts of a few lines, what became of processes, and programs and servers of tests' own."""
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +17,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 DEEPY = [sys.executable, str(ROOT / "deepy.py")]
-MODEL = {
-    "num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
-    "train_batch_size": 8, "log_dir": "logs",
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8,
+         "train_batch_size": 8, "log_dir": "logs"}  # fmt: skip
 SCRIPT = """\
 import os, signal, sys, time
 from pathlib import Path
@@ -26,6 +28,8 @@ def wait_for(*files):
     while not all(Path(file).exists() for file in files):
         time.sleep(0.01)
 """
+BOTH: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+"""Of a process, its streams as one."""
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR")
 
 
@@ -36,23 +40,51 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def write_script(folder: Path, script: str, keys: Mapping[str, Any] | None = None) -> None:
-    """script.py and model.yml."""
     (folder / "script.py").write_text(SCRIPT + textwrap.dedent(script))
     (folder / "model.yml").write_text(yaml.safe_dump({**MODEL, **(keys or {})}))
 
 
-def deepy(
-    folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
-    keys: Mapping[str, Any] | None = None, **more: Any,
-) -> "subprocess.CompletedProcess[str]":  # fmt: skip
+def deepy(folder: Path, script: str, *words: str, disk: int | None = None, ranks: int = 2,
+          keys: Mapping[str, Any] | None = None, **more: Any) -> "subprocess.CompletedProcess[str]":  # fmt: skip
     """A script on ranks, its streams as one; with a disk of so many kilobytes at `disk`, copied to `kept`."""
     write_script(folder, script, keys)
     command = [*DEEPY, "--num_gpus", str(ranks), "script.py", "model.yml", *words]
     if disk is not None:
         (folder / "disk").mkdir()
         command = [sys.executable, "-m", "tests.disks", str(folder / "disk"), str(disk), str(folder / "kept"), *command]
-    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, **more}
-    return subprocess.run(command, cwd=folder, env=environment(), text=True, timeout=200, **streams)
+    return subprocess.run(command, cwd=folder, env=environment(), timeout=200, **{**BOTH, **more})
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+def logs_of(folder: Path, ranks: int = 2) -> list[str]:
+    return [(folder / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
+
+
+@contextmanager
+def taken_port(host: str = "127.0.0.1") -> Iterator[int]:
+    with socket.socket() as server:
+        server.bind((host, 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
+    """An HTTP server of this machine, which writes nothing."""
+    quiet = type(handler.__name__, (handler,), {"log_message": lambda *_: None})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), quiet)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120.0) -> None:

@@ -51,19 +51,16 @@ def test_print_config_starts_nothing(typed: Typed, tmp_path: Path) -> None:
     assert not (tmp_path / "logs").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "facts"),
-    [
-        (("nothing.py", "model.yml"), ["nothing.py: no such script"]),
-        (("script.py", "model.yml", "--set", "hidden_sice=9"), ["hidden_sice", "hidden_size"]),
-        (("script.py", "model.yml", "--num_gpus", "3", "--set", "model_parallel_size=2"), ["3 ranks", "2"]),
-        (("script.py", "model.yml", "--include", "localhost:0"), ["include", "localhost:0"]),
-        ((str(ROOT / "train.py"), "model.yml", "--set", "coord_check=true"), ["coord_check: true"]),
-        ((str(ROOT / "train.py"), "model.yml", "--set", "seed=1"), ["data_path", "required"]),
-        ((str(ROOT / "eval.py"), "model.yml", "--set", "coord_check=true"), ["coord_check: true"]),
-        ((str(ROOT / "generate.py"), "model.yml", "--set", "use_mup=true"), ["use_mup: true"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "facts"), [
+    (("nothing.py", "model.yml"), ["nothing.py: no such script"]),
+    (("script.py", "model.yml", "--set", "hidden_sice=9"), ["hidden_sice", "hidden_size"]),
+    (("script.py", "model.yml", "--num_gpus", "3", "--set", "model_parallel_size=2"), ["3 ranks", "2"]),
+    (("script.py", "model.yml", "--include", "localhost:0"), ["include", "localhost:0"]),
+    ((str(ROOT / "train.py"), "model.yml", "--set", "coord_check=true"), ["coord_check: true"]),
+    ((str(ROOT / "train.py"), "model.yml", "--set", "seed=1"), ["data_path", "required"]),
+    ((str(ROOT / "eval.py"), "model.yml", "--set", "coord_check=true"), ["coord_check: true"]),
+    ((str(ROOT / "generate.py"), "model.yml", "--set", "use_mup=true"), ["use_mup: true"]),
+])  # fmt: skip
 def test_a_run_and_a_dry_run_are_refused_alike(typed: Typed, words: tuple[str, ...], facts: list[str]) -> None:
     code, out, err = typed(*words)
     assert (code, out) == (1, "") and all(fact in err for fact in facts)
@@ -82,41 +79,32 @@ def test_runs_that_share_a_log_dir_keep_their_own_arguments(tmp_path: Path, monk
     assert [NeoXArgs.from_json(Path(file).read_text()).lr for file in files] == [1e-3, 5e-3]
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("train a.yml b.yml --set seed=1", "deepy.py train.py a.yml b.yml --set seed=1"),
-        ("train.py --num_gpus 2 a", "deepy.py train.py --num_gpus 2 a"),
-        ("eval --hf-model DIR", "deepy.py eval.py --hf-model DIR"),
-        ("serve a.yml", "deepy.py tools/serve.py a.yml"),
-        ("doctor --json", "deepy.py doctor --json"),
-        ("--help-config lr_*", "deepy.py --help-config lr_*"),
-        ("preprocess_data --help", "tools/datasets/preprocess_data.py --help"),
-        ("convert-neox-to-hf", "tools/ckpts/convert_neox_to_hf.py"),
-        ("datasets/verify x", "tools/datasets/verify.py x"),
-        ("convert_hf_gptneox_to_neox", "huggingface/convert_hf_gptneox_to_neox.py"),
-        ("prepare_data enwik8", "prepare_data.py enwik8"),
-    ],
-)
+@pytest.mark.parametrize(("words", "line"), [
+    ("train a.yml b.yml --set seed=1", "deepy.py train.py a.yml b.yml --set seed=1"),
+    ("train.py --num_gpus 2 a", "deepy.py train.py --num_gpus 2 a"),
+    ("eval --hf-model DIR", "deepy.py eval.py --hf-model DIR"),
+    ("serve a.yml", "deepy.py tools/serve.py a.yml"),
+    ("doctor --json", "deepy.py doctor --json"),
+    ("--help-config lr_*", "deepy.py --help-config lr_*"),
+    ("preprocess_data --help", "tools/datasets/preprocess_data.py --help"),
+    ("convert-neox-to-hf", "tools/ckpts/convert_neox_to_hf.py"),
+    ("datasets/verify x", "tools/datasets/verify.py x"),
+    ("convert_hf_gptneox_to_neox", "huggingface/convert_hf_gptneox_to_neox.py"),
+    ("prepare_data enwik8", "prepare_data.py enwik8"),
+])  # fmt: skip
 def test_each_name_starts_what_is_typed_in_a_clone(words, line):
     python, *command = script_line(words.split(), ROOT)
     assert python == sys.executable
     assert [word.removeprefix(f"{ROOT}/") for word in command] == line.split()
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("verify", "verify .*ckpts/verify .*datasets/verify"),
-        ("trian", "trian: no such command.* train.*neox --help"),
-        ("preproces-data", "preproces-data: no such command.* preprocess_data"),
-        ("config_reference", "no such command"),
-        ("a.yml", "a.yml: no such command.*neox --help"),
-    ],
-)
+@pytest.mark.parametrize(("name", "said"), [
+    ("verify", "verify .*ckpts/verify .*datasets/verify"),
+    ("trian", "trian: no such command.* train.*neox --help"),
+    ("preproces-data", "preproces-data: no such command.* preprocess_data"),
+    ("config_reference", "no such command"),
+    ("a.yml", "a.yml: no such command.*neox --help"),
+])  # fmt: skip
 def test_other_names_are_refused(name, said):
     with pytest.raises(LaunchError, match=said):
         script_line([name], ROOT)

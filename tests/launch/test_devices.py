@@ -12,20 +12,18 @@ from megatron.launch import cuda_driver, devices
 from megatron.launch.cuda_driver import is_readable_arch_list, set_arch_list
 
 ASKED = 8  # what torch says when it is asked
+NAME = "TORCH_CUDA_ARCH_LIST"
 
 
-@pytest.mark.parametrize(
-    ("build", "by_driver", "env", "expected"),
-    [
-        ("cuda = '12.8'; hip = None", 2, {}, ["0", "1"]),
-        ("cuda = '12.8'; hip = None", 2, {"CUDA_VISIBLE_DEVICES": "GPU-a, 3"}, ["GPU-a", "3"]),
-        ("cuda = '12.8'; hip = None", 1, {"CUDA_VISIBLE_DEVICES": "3,9"}, ["3"]),
-        ("cuda = '12.8'; hip = None", 0, {"CUDA_VISIBLE_DEVICES": ""}, []),
-        ("cuda = '12.8'; hip = None", None, {}, [str(gpu) for gpu in range(ASKED)]),
-        ("cuda = None; hip = None", 2, {}, []),
-        ("cuda = None; hip = '6.4'", None, {}, [str(gpu) for gpu in range(ASKED)]),
-    ],
-)
+@pytest.mark.parametrize(("build", "by_driver", "env", "expected"), [
+    ("cuda = '12.8'; hip = None", 2, {}, ["0", "1"]),
+    ("cuda = '12.8'; hip = None", 2, {"CUDA_VISIBLE_DEVICES": "GPU-a, 3"}, ["GPU-a", "3"]),
+    ("cuda = '12.8'; hip = None", 1, {"CUDA_VISIBLE_DEVICES": "3,9"}, ["3"]),
+    ("cuda = '12.8'; hip = None", 0, {"CUDA_VISIBLE_DEVICES": ""}, []),
+    ("cuda = '12.8'; hip = None", None, {}, [str(gpu) for gpu in range(ASKED)]),
+    ("cuda = None; hip = None", 2, {}, []),
+    ("cuda = None; hip = '6.4'", None, {}, [str(gpu) for gpu in range(ASKED)]),
+])  # fmt: skip
 def test_gpus_are_those_that_torch_would_use(build, by_driver, env, expected, monkeypatch, tmp_path):
     (tmp_path / "version.py").write_text(build)
     monkeypatch.setattr(devices, "find_spec", lambda name: SimpleNamespace(origin=str(tmp_path / "__init__.py")))
@@ -54,9 +52,6 @@ def test_a_driver_that_does_not_answer_has_not_said_none(state, count, monkeypat
     fake = SimpleNamespace(cuInit=lambda flags: state, cuDeviceGetCount=get_count)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: fake)
     assert cuda_driver.device_count() == count
-
-
-NAME = "TORCH_CUDA_ARCH_LIST"
 
 
 def deepspeed_reads(monkeypatch, value: str) -> str:

@@ -23,7 +23,7 @@ from megatron.launch.doctor.storage import GIB, MIB, disk_check, open_files_chec
 from megatron.launch.doctor.transport import Network, interface_checks, nccl_check, transport_check
 from megatron.launch.environment import LaunchError
 from megatron.launch.nccl import Nccl
-from tests.launch.runs import DEEPY, ROOT, environment
+from tests.launch.runs import DEEPY, ROOT, environment, taken_port
 from tests.launch.test_nccl import library
 
 NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -31,16 +31,8 @@ NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 @pytest.fixture
 def listening():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        server.listen()
-        yield server.getsockname()[1]
-
-
-def mountable() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    return subprocess.run([*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True).returncode == 0
+    with taken_port() as port:
+        yield port
 
 
 def doctor(folder: Path, *words: str, prefix: Sequence[str] = (), path: str) -> dict[str, str]:
@@ -62,7 +54,8 @@ def test_a_taken_port_a_full_disk_and_a_bad_deepspeed_are_found_by_the_command(t
     save = tmp_path / "save"
     save.mkdir()
     full_disk = [*NAMESPACE, "sh", "-c", f'mount -t tmpfs -o size=16k none {save} && exec "$@"', "sh"]
-    full = mountable()
+    mount = [*NAMESPACE, "mount", "-t", "tmpfs", "none", "/mnt"]
+    full = shutil.which("unshare") and subprocess.run(mount, capture_output=True).returncode == 0
     failed = doctor(save, "--port", str(listening), prefix=full_disk if full else [], path=f"{tmp_path}/packages")
     assert "0.16.4" in failed.pop("deepspeed") and "taken" in failed.pop(f"port {listening}")
     if full:
@@ -77,17 +70,13 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     assert failed.keys() == {"torch"} and "OSError: libcudart.so.13" in failed["torch"]
 
 
-@pytest.mark.parametrize(
-    ("name", "source", "facts"),
-    [
-        ("flash-attn", {"flash_attn.py": "raise ImportError('undefined symbol: _ZN3c10')"}, ["symbol: _ZN3c10"]),
-        pytest.param("apex", {"apex/__init__.py": ""}, ["apex", "NVIDIA"], marks=pytest.mark.more),
-    ],
-)
-def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_path, name, source, facts):
-    for file, text in source.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(text)
+@pytest.mark.parametrize(("name", "file", "text", "facts"), [
+    ("flash-attn", "flash_attn.py", "raise ImportError('undefined symbol: _ZN3c10')", ["symbol: _ZN3c10"]),
+    pytest.param("apex", "apex/__init__.py", "", ["apex", "NVIDIA"], marks=pytest.mark.more),
+])  # fmt: skip
+def test_a_compiled_package_that_does_not_load_or_is_another(monkeypatch, tmp_path, name, file, text, facts):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (check,) = compiled_checks({name: "2.8.3"}.get)
     assert check.state == "failed" and all(fact in check.found for fact in facts)
@@ -129,17 +118,14 @@ def test_table_and_verdict():
     assert "\033[31mfailed \033[0m" in table(checks, colours=True)
 
 
-@pytest.mark.parametrize(
-    ("version", "state", "said"),
-    [
-        ("0.19.8", "ok", "0.19.8"),
-        ("0.19.2", "failed", "gradients"),
-        ("0.18.5", "failed", "ZeRO-1 with bf16"),
-        ("0.15.4", "failed", "older"),
-        ("0.20.0", "warning", "not tested"),
-        (None, "failed", "not installed"),
-    ],
-)
+@pytest.mark.parametrize(("version", "state", "said"), [
+    ("0.19.8", "ok", "0.19.8"),
+    ("0.19.2", "failed", "gradients"),
+    ("0.18.5", "failed", "ZeRO-1 with bf16"),
+    ("0.15.4", "failed", "older"),
+    ("0.20.0", "warning", "not tested"),
+    (None, "failed", "not installed"),
+])  # fmt: skip
 def test_deepspeed(version, state, said):
     check = deepspeed_check(version)
     assert (check.state, said in check.found) == (state, True)
@@ -177,10 +163,8 @@ def test_ports_and_peers(listening):
 
 
 def test_addresses():
-    assert split_address("a:1", 2) == ("a", 1)
-    assert split_address("a", 2) == ("a", 2)
-    assert split_address("[fe80::1]:1", 2) == ("fe80::1", 1)
-    assert split_address("fe80::1", 2) == ("fe80::1", 2)
+    found = [split_address(text, 2) for text in ("a:1", "a", "[fe80::1]:1", "fe80::1")]
+    assert found == [("a", 1), ("a", 2), ("fe80::1", 1), ("fe80::1", 2)]
     with pytest.raises(ValueError, match="no port"):
         split_address("a:b", 2)
 
@@ -189,20 +173,17 @@ OFI = {"libnccl-net.so": "/opt/ofi/libnccl-net.so"}
 LIBFABRIC = {"NCCL_NET": "AWS Libfabric", "FI_PROVIDER": "cxi"}
 
 
-@pytest.mark.parametrize(
-    ("env", "network", "state", "said"),
-    [
-        ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
-        (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "/opt/ofi/libnccl-net.so (NCCL_NET="),
-        (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric"),
-        ({}, Network(("hsn0",), slingshot=("cxi0",)), "failed", "(cxi0)"),
-        ({"FI_PROVIDER": "tcp"}, Network(libraries=OFI), "warning", "over tcp"),
-        ({}, Network(infiniband=("mlx5_0",)), "ok", "mlx5_0"),
-        ({"NCCL_IB_DISABLE": "1"}, Network(("eth0",), ("mlx5_0",)), "warning", "mlx5_0"),
-        ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
-        ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
-    ],
-)
+@pytest.mark.parametrize(("env", "network", "state", "said"), [
+    ({}, Network(("lo", "eth0")), "warning", "TCP over eth0"),
+    (LIBFABRIC, Network(slingshot=("cxi0",), libraries=OFI), "ok", "/opt/ofi/libnccl-net.so (NCCL_NET="),
+    (LIBFABRIC, Network(slingshot=("cxi0",)), "failed", "NCCL_NET=AWS Libfabric"),
+    ({}, Network(("hsn0",), slingshot=("cxi0",)), "failed", "(cxi0)"),
+    ({"FI_PROVIDER": "tcp"}, Network(libraries=OFI), "warning", "over tcp"),
+    ({}, Network(infiniband=("mlx5_0",)), "ok", "mlx5_0"),
+    ({"NCCL_IB_DISABLE": "1"}, Network(("eth0",), ("mlx5_0",)), "warning", "mlx5_0"),
+    ({"NCCL_NET": "Socket"}, Network(("eth0",), slingshot=("cxi0",), libraries=OFI), "warning", "NCCL_NET=Socket"),
+    ({"NCCL_NET_PLUGIN": "spcx"}, Network(), "failed", "NCCL_NET_PLUGIN=spcx"),
+])  # fmt: skip
 def test_transport(env, network, state, said):
     check = transport_check(env, network, several=True)
     assert (check.state, said in check.found) == (state, True), check

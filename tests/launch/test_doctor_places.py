@@ -2,9 +2,8 @@
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -12,17 +11,15 @@ from megatron.launch.doctor import main
 from megatron.launch.doctor.config import checkpoint_bytes, data_checks, load_check, read_config, tokenizer_check
 from megatron.launch.doctor.hub import model_check
 from megatron.neox_arguments import NeoXArgs, load
+from tests.launch.runs import serving
 
 SECRET = "hf_do_not_show_this"
 ANSWERS = {  # model: status and code without a token, with the right one
-    "org/open": ((200, ""), (200, "")),
-    "org/large": ((302, ""), (302, "")),
-    "org/gated": ((401, "GatedRepo"), (403, "GatedRepo")),
-    "org/private": ((401, "RepoNotFound"), (200, "")),
+    "org/open": ((200, ""), (200, "")), "org/large": ((302, ""), (302, "")), "org/down": ((503, ""), (503, "")),
+    "org/gated": ((401, "GatedRepo"), (403, "GatedRepo")), "org/private": ((401, "RepoNotFound"), (200, "")),
     "org/missing": ((401, "RepoNotFound"), (404, "RepoNotFound")),
     "org/data": ((404, "EntryNotFound"), (404, "EntryNotFound")),
-    "org/down": ((503, ""), (503, "")),
-}
+}  # fmt: skip
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -41,45 +38,33 @@ class Hub(BaseHTTPRequestHandler):
             self.send_header("Location", "/elsewhere")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(tmp_path) -> Iterator[dict[str, str]]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.leaked = []
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
-    server.shutdown()
-    server.server_close()
+    with serving(Hub) as server:
+        server.leaked = []
+        yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path)}
     assert not server.leaked
 
 
-@pytest.mark.parametrize(
-    ("model", "token", "state", "said"),
-    [
-        ("org/open", False, "ok", "no token"),
-        ("hf://org/large", True, "ok", "HF_TOKEN"),
-        ("org/private", True, "ok", "HF_TOKEN"),
-        ("org/private", False, "failed", r"no such model \(401\).*no token"),
-        ("org/gated", True, "failed", r"access .*\(403\).*HF_TOKEN"),
-        ("org/gated", False, "failed", r"access .*\(401\).*no token"),
-        ("org/missing", True, "failed", r"no such model \(404\)"),
-        ("org/data", False, "failed", "no config.json"),
-        ("org/down", False, "failed", "503"),
-    ],
-)
-def test_models_on_the_hub(hub, model, token, state, said):
-    check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token else {}))
-    assert check.state == state and re.search(said, check.found), check
+@pytest.mark.parametrize(("model", "token", "state", "said"), [
+    ("org/open", None, "ok", "no token"),
+    ("hf://org/large", "HF_TOKEN", "ok", "HF_TOKEN"),
+    ("org/private", "HF_TOKEN", "ok", "HF_TOKEN"),
+    ("org/private", "file", "ok", "FOLDER/token"),
+    ("org/private", None, "failed", r"no such model \(401\).*no token"),
+    ("org/gated", "HF_TOKEN", "failed", r"access .*\(403\).*HF_TOKEN"),
+    ("org/gated", None, "failed", r"access .*\(401\).*no token"),
+    ("org/missing", "HF_TOKEN", "failed", r"no such model \(404\)"),
+    ("org/data", None, "failed", "no config.json"),
+    ("org/down", None, "failed", "503"),
+])  # fmt: skip
+def test_models_on_the_hub(hub, tmp_path, model, token, state, said):
+    if token == "file":
+        (tmp_path / "token").write_text(SECRET + "\n")
+    check = model_check(model, hub | ({"HF_TOKEN": SECRET} if token == "HF_TOKEN" else {}))
+    assert check.state == state and re.search(said.replace("FOLDER", str(tmp_path)), check.found), check
     assert SECRET not in str(check)
-
-
-def test_the_token_of_a_file(hub, tmp_path):
-    (tmp_path / "token").write_text(SECRET + "\n")
-    check = model_check("org/private", hub)
-    assert check.state == "ok" and f"{tmp_path}/token" in check.found
 
 
 def test_models_without_a_network_and_in_folders(tmp_path):
@@ -99,26 +84,15 @@ def test_models_without_a_network_and_in_folders(tmp_path):
     assert model_check(str(tmp_path), {}).found.endswith(": llama")
 
 
-CONFIG = """\
-num_layers: 2
-hidden_size: 64
-num_attention_heads: 4
-seq_length: 32
-max_position_embeddings: 32
-train_iters: 1
-train_micro_batch_size_per_gpu: 1
-vocab_file: tokenizer.json
-data_path: text
-load: base
-save: run
-checkpoint_factor: 1
-tokenizer_type: HFTokenizer
-"""
-
-
 def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yml").write_text(CONFIG)
+    keys = {
+        "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+        "train_iters": 1, "train_micro_batch_size_per_gpu": 1, "vocab_file": "tokenizer.json", "data_path": "text",
+        "load": "base", "save": "run", "checkpoint_factor": 1, "tokenizer_type": "HFTokenizer",
+    }  # fmt: skip
+    text = "".join(f"{key}: {value}\n" for key, value in keys.items())
+    (tmp_path / "a.yml").write_text(text)
 
     def no_tokenizer(args: NeoXArgs) -> None:
         raise OSError(f"{args.vocab_file}: no such file")
@@ -138,8 +112,7 @@ def test_a_configuration_and_what_it_names(tmp_path, monkeypatch, capsys):
     (tmp_path / "base/latest").touch()
     checks = [*data_checks(args), load_check(args), tokenizer_check(args, lambda args: None)]
     assert [check.state for check in checks] == ["ok"] * 3
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yml").write_text(CONFIG.replace("train_iters", "train_itres"))
+    (tmp_path / "a.yml").write_text(text.replace("train_iters", "train_itres"))
     args, checks = read_config(["a.yml"])
     assert args is None and checks[0].state == "failed"
     assert checks[0].found.startswith("a.yml:6: train_itres")

@@ -1,6 +1,5 @@
 """Real runs of `deepy.py train.py` on two ranks, healthy and killed. Their log is an interface."""
 
-import json
 import os
 import re
 import signal
@@ -12,14 +11,12 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from tests.launch.runs import DEEPY, ROOT, environment, wait_until
-from tests.training.runs import LLAMA, config
+from tests.launch.runs import BOTH, DEEPY, ROOT, environment, wait_until
+from tests.training.runs import LLAMA, config, metric_rows
 
 STEPS = 16
-VALUES = config(
-    LLAMA, train_iters=STEPS, checkpoint_factor=5, model_parallel_size=2, eval_iters=2, eval_interval=10,
-    split="80,10,10", num_workers=0,
-)  # fmt: skip
+VALUES = config(LLAMA, train_iters=STEPS, checkpoint_factor=5, model_parallel_size=2, eval_iters=2, eval_interval=10,
+                split="80,10,10", num_workers=0)  # fmt: skip
 # train.py, but at first rank 1 waits in step 13: the next checkpoint does not come before a signal does.
 WAITING = """\
 import os, sys, time
@@ -42,11 +39,8 @@ class Ended(NamedTuple):
     log: Path
     save: Path
 
-    def rows(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.save / "logs" / "metrics.jsonl").read_text().splitlines()]
-
     def losses(self) -> dict[int, float]:
-        losses = [(int(row["iteration"]), row["train/lm_loss"]) for row in self.rows() if "train/lm_loss" in row]
+        losses = [(int(row["iteration"]), row["train/lm_loss"]) for row in metric_rows(self.save)]
         assert len(losses) == len(dict(losses)), "each step stands once"
         return dict(losses)
 
@@ -59,13 +53,11 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
     (folder / "waiting.py").write_text(WAITING)
     script = str(folder / "waiting.py") if kill else "train.py"
     command = [*DEEPY, script, str(folder / "model.yml"), *words]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **both)
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), **BOTH)
     overdue = threading.Timer(250, process.kill)
     overdue.start()
     log = folder / "job.log"
     try:
-        assert process.stdout is not None
         with log.open("a", buffering=1) as file:
             for line in process.stdout:
                 file.write(line)
@@ -81,7 +73,6 @@ def run(folder: Path, *words: str, kill: bool = False) -> Ended:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Process id of each rank."""
     pids = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
     ranks = {pid: re.search(rb"\0RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes()) for pid in pids}
     return {int(match[1]): pid for pid, match in ranks.items() if match}
@@ -131,7 +122,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_goes_on_by_itself(healthy
     assert re.search(r"going on from \S+/global_step10, iteration 10", log)
     assert killed.losses() == healthy.losses() and last_values(killed.log) == last_values(healthy.log)
     assert bash(EXPERIMENT, killed.log) == (0, "sf_model_organisms/exp_1\n") and bash(CRASHED, killed.log)[0] == 1
-    restarts = {row["iteration"]: row["runtime/restarts"] for row in killed.rows() if "runtime/restarts" in row}
+    restarts = {row["iteration"]: row["runtime/restarts"] for row in metric_rows(killed.save, "runtime/restarts")}
     assert restarts == {step: int(step > 10) for step in range(1, STEPS + 1)}
     where = (killed.save / "logs" / "rank_0.log").read_text().partition("iteration       11/")[2]
     assert "most recent call" in where.partition("going on from")[0], "where rank 0 was"

@@ -12,7 +12,7 @@ from megatron.launch.launcher_rendezvous import RankAssignment
 from megatron.launch.local import environments
 from megatron.launch.plan import plan
 from megatron.launch.run import Run, write_args_file
-from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments import NeoXArgs
 from tests.training.runs import BASE
 
 POOL = collections.OrderedDict(a=2, b=4, c=1)
@@ -21,9 +21,8 @@ SLOTS = {host: list(range(count)) for host, count in POOL.items()}
 
 @pytest.fixture
 def hostfile(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("# ours\n\na slots=2\nb slots=4  # bigger\nc slots=1\n")
-    return path
+    (tmp_path / "hosts").write_text("# ours\n\na slots=2\nb slots=4  # bigger\nc slots=1\n")
+    return tmp_path / "hosts"
 
 
 def nodes(path, hosts=(), env=None, **changes) -> list[str]:
@@ -42,16 +41,13 @@ def test_hostfile_and_hosts_flag(hostfile):
         nodes(None, ["a:2,3", "train.py"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"include": "b:1,3@a"}, ["a=2", "b:1,3"]),
-        ({"exclude": "b:0@c"}, ["a=2", "b:1,2,3"]),
-        ({"num_nodes": 2}, ["a=2", "b=4"]),
-        ({"num_gpus": 1}, ["a=1", "b=1", "c=1"]),
-        ({"include": "b:1,2,3", "num_gpus": 2}, ["b:1,2"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"include": "b:1,3@a"}, ["a=2", "b:1,3"]),
+    ({"exclude": "b:0@c"}, ["a=2", "b:1,2,3"]),
+    ({"num_nodes": 2}, ["a=2", "b=4"]),
+    ({"num_gpus": 1}, ["a=1", "b=1", "c=1"]),
+    ({"include": "b:1,2,3", "num_gpus": 2}, ["b:1,2"]),
+])  # fmt: skip
 def test_some_of_a_hostfile(hostfile, changes, expected):
     assert nodes(hostfile, **changes) == expected
 
@@ -66,21 +62,18 @@ def test_choice_is_deepspeeds(text, word):
     assert choose_slots(SLOTS, words["include"] or None, words["exclude"] or None) == dict(deepspeeds)
 
 
-@pytest.mark.parametrize(
-    ("text", "changes", "message"),
-    [
-        ("localhost\n", {}, "hosts:1: 'localhost' .*host slots=N"),
-        ("# nothing\n", {}, "no slots"),
-        ("a slots=1\na slots=1\n", {}, "hosts:2: a .*twice"),
-        (None, {}, "hostfile: .*hosts"),
-        ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
-        ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
-        ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
-        ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no"),
-        ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
-        ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "changes", "message"), [
+    ("localhost\n", {}, "hosts:1: 'localhost' .*host slots=N"),
+    ("# nothing\n", {}, "no slots"),
+    ("a slots=1\na slots=1\n", {}, "hosts:2: a .*twice"),
+    (None, {}, "hostfile: .*hosts"),
+    ("a slots=2\n", {"include": "b:0"}, "include: 'b:0' .*b, "),
+    ("a slots=2\n", {"include": "a:2"}, "include: 'a:2' .*slot 2 of a.* 2"),
+    ("a slots=2\n", {"exclude": "a:x"}, "'a:x' .*host:0,1"),
+    ("a slots=2\n", {"exclude": "a"}, "exclude: 'a' leaves no"),
+    ("a slots=2\n", {"num_nodes": 2}, "num_nodes: 2 .* 1: a"),
+    ("a slots=2\n", {"num_gpus": 3}, "num_gpus: 3 .*a has 2"),
+])  # fmt: skip
 def test_hostfile_refused(tmp_path, text, changes, message):
     if text is not None:
         (tmp_path / "hosts").write_text(text)
@@ -103,42 +96,36 @@ def test_what_goes_to_other_machines(tmp_path, monkeypatch):
 GPUS = ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "num_gpus", "include", "exclude", "expected"),
-    [
-        (GPUS, None, None, None, (4, ("0", "1", "2", "3"))),
-        (GPUS, 2, None, None, (2, ("0", "1"))),
-        (GPUS, None, "localhost:2,3", None, (2, ("2", "3"))),
-        (GPUS, None, "localhost:3,1", None, (2, ("3", "1"))),
-        (GPUS, 1, "localhost:2,3", None, (1, ("2",))),
-        (GPUS, None, "localhost", None, (4, ("0", "1", "2", "3"))),
-        (GPUS, None, None, "localhost:0", (3, ("1", "2", "3"))),
-        (GPUS, None, None, "localhost:1,2", (2, ("0", "3"))),
-        (GPUS, 1, None, "localhost:0,1", (1, ("2",))),
-        (["2", "3"], None, None, None, (2, ("2", "3"))),  # of CUDA_VISIBLE_DEVICES
-        ([], None, None, None, (1, ())),
-        ([], 4, None, None, (4, ())),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "num_gpus", "include", "exclude", "expected"), [
+    (GPUS, None, None, None, (4, ("0", "1", "2", "3"))),
+    (GPUS, 2, None, None, (2, ("0", "1"))),
+    (GPUS, None, "localhost:2,3", None, (2, ("2", "3"))),
+    (GPUS, None, "localhost:3,1", None, (2, ("3", "1"))),
+    (GPUS, 1, "localhost:2,3", None, (1, ("2",))),
+    (GPUS, None, "localhost", None, (4, ("0", "1", "2", "3"))),
+    (GPUS, None, None, "localhost:0", (3, ("1", "2", "3"))),
+    (GPUS, None, None, "localhost:1,2", (2, ("0", "3"))),
+    (GPUS, 1, None, "localhost:0,1", (1, ("2",))),
+    (["2", "3"], None, None, None, (2, ("2", "3"))),  # of CUDA_VISIBLE_DEVICES
+    ([], None, None, None, (1, ())),
+    ([], 4, None, None, (4, ())),
+])  # fmt: skip
 def test_ranks(gpus, num_gpus, include, exclude, expected):
     assert choose_ranks(gpus, num_gpus, include, exclude) == expected
 
 
-@pytest.mark.parametrize(
-    ("gpus", "num_gpus", "include", "exclude", "message"),
-    [
-        (GPUS, None, None, "localhost:7", "exclude: 'localhost:7' .*GPU 7.* 0, 1, 2, 3"),
-        (GPUS, None, None, "localhost", "exclude: 'localhost' leaves none"),
-        (GPUS, None, None, "elsewhere:0", "exclude: 'elsewhere:0' .*another machine"),
-        (GPUS, None, "localhost:1", "localhost:0", "exclude: 'localhost:0'.* include: 'localhost:1'"),
-        ([], None, None, "localhost:0", "exclude: 'localhost:0' .*none"),
-        (["2", "3"], None, "localhost:0", None, "GPU 0; .*2, 3"),
-        (GPUS, 5, None, None, "num_gpus: 5 .*0, 1, 2, 3"),
-        (GPUS, None, "localhost:7", None, "include: 'localhost:7' .*GPU 7"),
-        (GPUS, None, "elsewhere:0", None, "include: 'elsewhere:0' .*another machine"),
-        ([], None, "localhost:0", None, "include: 'localhost:0' .*none; use num_gpus"),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "num_gpus", "include", "exclude", "message"), [
+    (GPUS, None, None, "localhost:7", "exclude: 'localhost:7' .*GPU 7.* 0, 1, 2, 3"),
+    (GPUS, None, None, "localhost", "exclude: 'localhost' leaves none"),
+    (GPUS, None, None, "elsewhere:0", "exclude: 'elsewhere:0' .*another machine"),
+    (GPUS, None, "localhost:1", "localhost:0", "exclude: 'localhost:0'.* include: 'localhost:1'"),
+    ([], None, None, "localhost:0", "exclude: 'localhost:0' .*none"),
+    (["2", "3"], None, "localhost:0", None, "GPU 0; .*2, 3"),
+    (GPUS, 5, None, None, "num_gpus: 5 .*0, 1, 2, 3"),
+    (GPUS, None, "localhost:7", None, "include: 'localhost:7' .*GPU 7"),
+    (GPUS, None, "elsewhere:0", None, "include: 'elsewhere:0' .*another machine"),
+    ([], None, "localhost:0", None, "include: 'localhost:0' .*none; use num_gpus"),
+])  # fmt: skip
 def test_refused(gpus, num_gpus, include, exclude, message):
     with pytest.raises(LaunchError, match=message):
         choose_ranks(gpus, num_gpus, include, exclude)
@@ -157,18 +144,12 @@ def test_rank_environment(monkeypatch):
     assert environments(run, RankAssignment(3, 7, 1234))[0]["OMP_NUM_THREADS"] == "5"
 
 
-def _args(**changes):
-    model = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
-    return NeoXArgs.from_dict({**model, "train_batch_size": 8, **changes})
+def test_plan_hands_the_args_over_in_a_file(tmp_path, monkeypatch):
+    def args_of(**changes):
+        return NeoXArgs.from_dict({**BASE, **changes})
 
-
-@pytest.fixture
-def no_gpus(monkeypatch):
     monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: [])
-
-
-def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, no_gpus):
-    args = _args(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
+    args = args_of(num_gpus=2, save=str(tmp_path / "run"), checkpoint_factor=10)
     run = plan("train.py", args, ["--more"])
     write_args_file(run)
     assert (run.world_size, run.log_dir) == (2, tmp_path / "run" / "logs")
@@ -176,8 +157,6 @@ def test_plan_hands_the_args_over_in_a_file_and_refuses_a_bad_layout(tmp_path, n
     assert (script, flag, more) == ("train.py", "--neox-args", "--more")
     assert NeoXArgs.from_json(Path(path).read_text()) == args.for_world(2)
     assert run.master_port is None, "any free port unless the key is set"
-    run = plan("train.py", _args(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
+    run = plan("train.py", args_of(log_dir=str(tmp_path), master_port=29500, master_addr="10.0.0.7"))
     assert (run.world_size, run.log_dir, run.master_port) == (1, tmp_path, 29500)
     assert environments(run, RankAssignment(0, 1, 29500))[0]["MASTER_ADDR"] == "10.0.0.7"
-    with pytest.raises(ConfigError, match="3 ranks cannot be divided"):
-        plan("train.py", _args(log_dir=str(tmp_path), num_gpus=3, model_parallel_size=2))

@@ -3,7 +3,7 @@
 import re
 import socket
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,7 +27,6 @@ def run_of(ranks: list[int | None], node: int, port: int, **more) -> Run:
 
 @contextmanager
 def assembled(ranks: list[int], **more) -> Iterator[tuple[list[LauncherRendezvous], list[RankAssignment]]]:
-    """All machines of a run, assembled."""
     port = free_port()
     with ThreadPoolExecutor() as pool:
         runs = [run_of(ranks, node, port, **more) for node in range(len(ranks))]
@@ -41,11 +40,6 @@ def final_outcome(launcher: LauncherRendezvous) -> Outcome | None:
     return launcher.outcome()
 
 
-def _heartbeat(launcher: LauncherRendezvous) -> heartbeat.Heartbeat:
-    assert launcher._heartbeat is not None
-    return launcher._heartbeat
-
-
 def test_ranks_follow_the_machines_in_order():
     with assembled([1, 3, 2]) as (launchers, assignments):
         assert [assignment.first_rank for assignment in assignments] == [0, 1, 4]
@@ -53,7 +47,7 @@ def test_ranks_follow_the_machines_in_order():
         assert len({assignment.port for assignment in assignments}) == 1
         for launcher in launchers[:2]:
             launcher.report(Outcome(0))
-        wait_until(lambda: _heartbeat(launchers[0])._done == {0, 1})
+        wait_until(lambda: launchers[0]._heartbeat._done == {0, 1})
         assert launchers[0].outcome() is None, "the run goes on as long as one machine's ranks do"
         launchers[2].report(Outcome(0))
         assert [final_outcome(launcher) for launcher in launchers] == [Outcome(0)] * 3
@@ -62,14 +56,13 @@ def test_ranks_follow_the_machines_in_order():
 def test_the_first_failure_is_everyones_and_all_start_again_together():
     with assembled([1, 2]) as (launchers, _):
         launchers[1].report(Outcome(137, "rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log"))
-        wait_until(lambda: _heartbeat(launchers[1]).failure)
+        wait_until(lambda: launchers[1]._heartbeat.failure)
         launchers[0].report(Outcome(1, "rank 0 of 3 failed with exit code 1", True, "/a/rank_0.log"))
         host = socket.gethostname()
         expected = Outcome(137, f"node 1 (host {host}): rank 2 of 3 was killed by SIGKILL", True, "/b/rank_2.log")
         assert final_outcome(launchers[0]) == expected
         with ThreadPoolExecutor() as pool:
-            ends = list(pool.map(lambda launcher: launcher.leave(Outcome(5)), launchers))
-            assert ends == [expected] * 2
+            assert list(pool.map(lambda launcher: launcher.leave(Outcome(5)), launchers)) == [expected] * 2
             assignments = list(pool.map(lambda launcher: launcher.assemble(1), launchers))
         assert [assignment.first_rank for assignment in assignments] == [0, 1]
         assert launchers[0].outcome() is None
@@ -89,7 +82,7 @@ def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
 
         def beat() -> bool:
             supervisor.beat()
-            return listen() and heartbeat.STARTER in _heartbeat(launchers[0])._beats
+            return listen() and heartbeat.STARTER in launchers[0]._heartbeat._beats
 
         wait_until(beat)
         assert heard == [[10], [10]]
@@ -102,36 +95,32 @@ def test_a_starter_sends_signals_to_all_and_its_end_stops_the_run(monkeypatch):
 def test_a_machine_that_falls_silent_is_named(monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     with assembled([1, 1, 1]) as (launchers, _):
-        _heartbeat(launchers[2])._leaving.set()  # as when the machine loses its power
-        _heartbeat(launchers[2]).join()
+        launchers[2]._heartbeat._leaving.set()  # as when the machine loses its power
+        launchers[2]._heartbeat.join()
         monkeypatch.setattr(heartbeat, "SILENT_S", 4.0)
         outcome = final_outcome(launchers[0])
-        assert outcome is not None and outcome.code == 1 and not outcome.repeatable
+        assert outcome.code == 1 and not outcome.repeatable
         assert re.match(r"node 2 \(host .*4 s", outcome.reason)
         assert final_outcome(launchers[1]) == outcome
 
 
-def _problem(future: Future) -> str:
-    with pytest.raises(LaunchError) as problem:
-        future.result(200)
-    return str(problem.value)
-
-
 def ends(timeout_s: float, *runs: Run) -> list[str]:
     """What launchers that cannot assemble say, one for each of these."""
+
+    def problem(run: Run) -> str:
+        with pytest.raises(LaunchError) as refused:
+            LauncherRendezvous(run, timeout_s).assemble(0)
+        return str(refused.value)
+
     with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(lambda run=run: LauncherRendezvous(run, timeout_s).assemble(0)) for run in runs]
-        return [_problem(future) for future in futures]
+        return list(pool.map(problem, runs))
 
 
-def test_a_machine_that_does_not_come_is_named():
+def test_a_machine_that_does_not_come_is_named_and_node_0_too():
     port, host = free_port(), socket.gethostname()
     first, third = ends(3, run_of([1, 1, 1], 0, port), run_of([1, 1, 1], 2, port))
     assert all(fact in first for fact in ("node 1 of 3", "3 s", f"node 0 (host {host}), node 2 (host {host})"))
     assert "node 1" in third
-
-
-def test_node_0_that_is_not_there_is_named():
     port = free_port()
     with pytest.raises(LaunchError, match=f"node 0 .* 127.0.0.1:{port} .*1 s .*refused"):
         LauncherRendezvous(run_of([1, 1], 1, port), 1)

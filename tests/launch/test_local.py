@@ -1,9 +1,9 @@
 """Real launches of tiny scripts: output, failures, signals, and nobody left behind."""
 
 import os
+import pty
 import re
 import signal
-import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from megatron.launch.environment import LaunchError
 from megatron.launch.hosts import Node
 from megatron.launch.local import run_local
 from megatron.launch.run import Run
-from tests.launch.runs import alive, environment, wait_until, write_script
+from tests.launch.runs import alive, environment, logs_of, taken_port, wait_until, write_script
 
 LAUNCH = """
 import os, sys
@@ -62,15 +62,11 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
     yield start
     for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            if stream:
-                stream.close()
+        with process:  # waits, and closes its streams
+            process.kill()
 
 
 def ended(run: Popen[str]) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
     out, err = run.communicate(timeout=200)
     return run.returncode, out, err or ""
 
@@ -86,11 +82,9 @@ def test_every_rank_gets_its_place_and_keeps_its_output(launch: Launch, tmp_path
     run = launch(f"print(*[os.environ[n] for n in '{names}'.split()]); print('to stderr', file=sys.stderr)")
     code, out, err = ended(run)
     assert (code, err) == (0, "")
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    lines = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
+    threads, lines = max(1, len(os.sched_getaffinity(0)) // 2), logs_of(tmp_path)
     port = lines[0].split()[4]
-    for rank in (0, 1):
-        assert lines[rank] == f"{rank} {rank} 2 127.0.0.1 {port} {threads}\nto stderr\n"
+    assert lines == [f"{rank} {rank} 2 127.0.0.1 {port} {threads}\nto stderr\n" for rank in (0, 1)]
     assert out == lines[0], "rank 0 is streamed, the others are not"
 
 
@@ -128,19 +122,15 @@ ILL = "wait_for('pid_0', 'pid_1')\nif rank == 1: raise ValueError('rank one is i
 KILLED = "print('last words', rank)\nos.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)"
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "facts"),
-    [
-        (ILL, 1, r"error: rank 1 of 2 .*exit code 1;.*logs/rank_1.log.*\nTraceback[\s\S]*ValueError: rank one is ill"),
-        # As when a peer's end breaks a collective: rank 0 fails first, of what rank 1 did
-        (CAUSE, 3, r"peer is gone[\s\S]*error: rank 1 of 2 .*exit code 3;[\s\S]*ValueError: the cause"),
-        # One data rank alone meets a bad token; rank 0 only hears that its peer is gone
-        (REFUSAL, 1, r"error: rank 1 of 2 .*exit code 1[\s\S]*token id 999"),
-        (HANDLED, 4, r"^deepy.py: error: rank 0 of 2 .*exit code 4; .*above"),  # its traceback is not blamed
-        (KILLED, 137, r"error: rank 1 of 2 .*SIGKILL;.*logs/rank_1.log.*\nlast words 1"),
-    ],
-    ids=["first", "cause", "refusal", "handled", "killed"],
-)
+@pytest.mark.parametrize(("script", "code", "facts"), [
+    (ILL, 1, r"error: rank 1 of 2 .*exit code 1;.*logs/rank_1.log.*\nTraceback[\s\S]*ValueError: rank one is ill"),
+    # As when a peer's end breaks a collective: rank 0 fails first, of what rank 1 did
+    (CAUSE, 3, r"peer is gone[\s\S]*error: rank 1 of 2 .*exit code 3;[\s\S]*ValueError: the cause"),
+    # One data rank alone meets a bad token; rank 0 only hears that its peer is gone
+    (REFUSAL, 1, r"error: rank 1 of 2 .*exit code 1[\s\S]*token id 999"),
+    (HANDLED, 4, r"^deepy.py: error: rank 0 of 2 .*exit code 4; .*above"),  # its traceback is not blamed
+    (KILLED, 137, r"error: rank 1 of 2 .*SIGKILL;.*logs/rank_1.log.*\nlast words 1"),
+], ids=["first", "cause", "refusal", "handled", "killed"])  # fmt: skip
 def test_the_rank_to_blame_is_shown_last(launch: Launch, tmp_path: Path, script: str, code: int, facts: str) -> None:
     found, out, _ = ended(launch(script, grace_s=1.0 if script == HANDLED else 10.0, stderr=STDOUT))
     assert found == code and re.search(facts + r"\n\Z", out), out
@@ -175,28 +165,20 @@ def test_signals_that_end_ranks_before_they_act_on_them_are_no_errors(launch: La
     assert (code, out) == (130, "") and "SIGINT" in err and "error" not in err and err.count("\n") == 1
 
 
-STOPS = """
-from megatron.process import show_stacks_on_signal
-show_stacks_on_signal()
-def waits_for_the_other():
-    time.sleep(60)
-def stops_here():
-    os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(60)
-stops_here() if rank == 1 else waits_for_the_other()
-"""
-GOES_ON = """
-import subprocess
-if rank == 1:
-    subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-
-
 @pytest.mark.ends_processes
 def test_a_stopped_rank_ends_the_run_with_every_stack(launch: Launch) -> None:
     """While it is stopped nothing but the launcher can tell."""
-    code, log, _ = ended(launch(STOPS, stderr=STDOUT))
+    script = """
+    from megatron.process import show_stacks_on_signal
+    show_stacks_on_signal()
+    def waits_for_the_other():
+        time.sleep(60)
+    def stops_here():
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(60)
+    stops_here() if rank == 1 else waits_for_the_other()
+    """
+    code, log, _ = ended(launch(script, stderr=STDOUT))
     assert code == 128 + signal.SIGSTOP
     assert "in waits_for_the_other" in log and "in stops_here" in log
     assert re.search("error: rank 1 of 2 .*SIGSTOP", log.splitlines()[-1])
@@ -204,7 +186,13 @@ def test_a_stopped_rank_ends_the_run_with_every_stack(launch: Launch) -> None:
 
 @pytest.mark.ends_processes
 def test_a_short_stop_is_forgiven(launch: Launch) -> None:
-    code, _, err = ended(launch(GOES_ON, stopped_s=60.0))
+    script = """
+    import subprocess
+    if rank == 1:
+        subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    code, _, err = ended(launch(script, stopped_s=60.0))
     assert (code, err) == (0, "")
 
 
@@ -223,7 +211,7 @@ def test_signals_reach_every_rank(launch: Launch, tmp_path: Path, number: signal
     wait_until(lambda: all((tmp_path / f"ready_{rank}").exists() for rank in (0, 1)))
     run.send_signal(number)
     assert ended(run) == (0, f"stopped by {int(number)}\n", "")
-    assert (tmp_path / "logs" / "rank_1.log").read_text() == f"stopped by {int(number)}\n"
+    assert logs_of(tmp_path)[1] == f"stopped by {int(number)}\n"
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(launch: Launch, tmp_path: Path) -> None:
@@ -253,31 +241,23 @@ def test_ranks_end_when_the_launcher_is_killed_outright(launch: Launch, tmp_path
 
 
 def test_rank_0_sees_a_terminal_when_there_is_one(launch: Launch, tmp_path: Path) -> None:
-    import pty
-
     parent_end, child_end = pty.openpty()
     run = launch("print('terminal', sys.stdout.isatty(), sys.stderr.isatty())", stdout=child_end, stderr=child_end)
     run.wait(200)
     os.close(child_end)
     assert os.read(parent_end, 1000) == b"terminal True True\r\n"
     os.close(parent_end)
-    logs = [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)]
-    assert logs == ["terminal True True\n", "terminal False False\n"]
+    assert logs_of(tmp_path) == ["terminal True True\n", "terminal False False\n"]
 
 
 def test_a_lost_reader_does_not_end_the_run(launch: Launch, tmp_path: Path) -> None:
     run = launch("print('one')\nwait_for('lost')\nprint('two')\ntouch(f'done_{rank}')")
-    assert run.stdout is not None and run.stdout.readline() == "one\n"
+    assert run.stdout.readline() == "one\n"
     run.stdout.close()
     (tmp_path / "lost").touch()
-    assert run.wait(200) == 0
-    assert (tmp_path / "done_0").exists() and (tmp_path / "done_1").exists()
+    assert run.wait(200) == 0 and (tmp_path / "done_0").exists() and (tmp_path / "done_1").exists()
 
 
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=f"master_port: port {port}"):
-            run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))
+    with taken_port() as port, pytest.raises(LaunchError, match=f"master_port: port {port}"):
+        run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))

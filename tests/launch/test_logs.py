@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -17,7 +16,7 @@ import yaml
 
 from megatron.process import LogFile, logfile
 from tests.disks import mount
-from tests.launch.runs import DEEPY, MODEL, deepy, environment, write_script
+from tests.launch.runs import DEEPY, MODEL, deepy, environment, logs_of, write_script
 from tests.pool import run_ranks
 
 FULL = """
@@ -53,8 +52,7 @@ def test_a_full_disk_of_logs_ends_no_run_and_can_be_started_again_on(tmp_path: P
     assert re.search(r"deepy.py: restart 1 of 1 after rank 1 of 2 .*exit code 1\n", done.stdout)
     assert "rank 0 line 499" in done.stdout and "rank 0 goes on\n" in done.stdout
     assert "ValueError: not yet" in done.stdout and "OSError" not in done.stdout
-    for rank in (0, 1):
-        kept = (tmp_path / "kept" / "logs" / f"rank_{rank}.log").read_text()
+    for rank, kept in enumerate(logs_of(tmp_path / "kept")):
         assert kept.startswith(f"rank {rank} start 0\n") and kept.endswith(f"rank {rank} goes on\n")
 
 
@@ -68,8 +66,8 @@ def test_what_is_kept_while_the_disk_is_full(tmp_path: Path, monkeypatch: pytest
         log.write(text)
     (tmp_path / "logs").unlink()
     (tmp_path / "logs").mkdir()
-    log.write(b"four")
-    log.write(b" five")
+    for text in (b"four", b" five"):
+        log.write(text)
     log.close()
     assert (tmp_path / "logs" / "a.log").read_bytes() == b"\n[8 bytes could not be written]\nthree four five"
     assert len(warnings) == 1 and re.match(rf"{tmp_path}/logs: .*\(Not a directory\)", warnings[0])
@@ -80,7 +78,7 @@ def test_output_to_a_full_disk(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         done = deepy(tmp_path, "print('x' * 100000, flush=True); sys.exit(3 * (rank == 0))", stdout=full, stderr=full)
     assert done.returncode == 3
-    assert (tmp_path / "logs" / "rank_0.log").read_text() == "x" * 100000 + "\n"
+    assert logs_of(tmp_path)[0] == "x" * 100000 + "\n"
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
@@ -91,8 +89,7 @@ def test_closed_streams(closed: str, tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", line], capture_output=True, **streams)
     assert done.returncode == 0 and "Traceback" not in done.stderr
     assert done.stdout == ("" if ">&-" in closed.split() else "heard 0\nalso\n")
-    wanted = ["heard 0\nalso\n", "heard 1\nalso\n"]
-    assert [(tmp_path / "logs" / f"rank_{rank}.log").read_text() for rank in (0, 1)] == wanted
+    assert logs_of(tmp_path) == ["heard 0\nalso\n", "heard 1\nalso\n"]
 
 
 def refused(rank: int, world_size: int, folder: str, model: str, read_only: str) -> tuple[int, str]:
@@ -107,20 +104,14 @@ def refused(rank: int, world_size: int, folder: str, model: str, read_only: str)
         return deepy.main(), errors.getvalue()
 
 
-SAVING = {"checkpoint_factor": 1}
-
-
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ({**SAVING, "save": "/proc/x"}, r"model.yml:2: save: /proc/x: .*\(No such file or directory\)"),
-        ({"log_dir": "taken"}, r"model.yml:1: log_dir: taken: .*a file"),
-        ({"log_dir": "taken/x"}, r"model.yml:1: log_dir: taken/x: .*\(Not a directory\)"),
-        ({"log_dir": "disk"}, r"model.yml:1: log_dir: disk: .*\(Read-only file system\)"),
-        ({**SAVING, "save": "disk"}, r"model.yml:2: save: disk: .*\(Read-only file system\)"),
-        ({}, r"logs: .*a file.* log_dir"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "line"), [
+    ({"checkpoint_factor": 1, "save": "/proc/x"}, r"model.yml:2: save: /proc/x: .*\(No such file or directory\)"),
+    ({"log_dir": "taken"}, r"model.yml:1: log_dir: taken: .*a file"),
+    ({"log_dir": "taken/x"}, r"model.yml:1: log_dir: taken/x: .*\(Not a directory\)"),
+    ({"log_dir": "disk"}, r"model.yml:1: log_dir: disk: .*\(Read-only file system\)"),
+    ({"checkpoint_factor": 1, "save": "disk"}, r"model.yml:2: save: disk: .*\(Read-only file system\)"),
+    ({}, r"logs: .*a file.* log_dir"),
+])  # fmt: skip
 def test_a_folder_that_cannot_be_made_is_said_at_first(keys: dict[str, Any], line: str, tmp_path: Path) -> None:
     for name in ("taken", *(["logs"] if not keys else [])):
         (tmp_path / name).touch()
@@ -141,38 +132,31 @@ show_stacks_on_signal()
 args = parse_script(sys.argv[1:], "script.py")
 print(f"rank {rank} start {start}")
 """
-Run = Callable[..., tuple[int, str]]
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    def started(text: str, *words: str, ranks: int = 2) -> tuple[int, str]:
-        """Exit code and everything printed."""
-        done = deepy(tmp_path, BEGIN + textwrap.dedent(text), *words, ranks=ranks)
-        return done.returncode, done.stdout
-
-    return started
+def run(folder: Path, text: str, *words: str, ranks: int = 2) -> tuple[int, str]:
+    done = deepy(folder, BEGIN + textwrap.dedent(text), *words, ranks=ranks)
+    return done.returncode, done.stdout
 
 
-def test_a_failed_run_is_started_again_until_it_ends_well(run: Run, tmp_path: Path) -> None:
-    code, log = run("if start < 2 and rank == 1: raise ValueError('not yet')", "--max-restarts", "3")
+def test_a_failed_run_is_started_again_until_it_ends_well(tmp_path: Path) -> None:
+    code, log = run(tmp_path, "if start < 2 and rank == 1: raise ValueError('not yet')", "--max-restarts", "3")
     assert code == 0
     assert "rank 0 start 2\n" in log and log.count("deepy.py: restart") == 2
     for k in (1, 2):
         assert re.search(rf"restart {k} of 3 after rank 1 of 2 .*exit code 1\n", log)
-    kept = (tmp_path / "logs" / "rank_1.log").read_text()
-    assert [f"start {k}" in kept for k in range(3)] == [True] * 3, "logs of every start are kept"
+    assert [f"start {k}" in logs_of(tmp_path)[1] for k in range(3)] == [True] * 3, "logs of every start are kept"
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(1, "raise ValueError('not yet')"), (2, "os.abort()")])
-def test_the_log_of_a_run_that_goes_on_has_no_traceback(run: Run, tmp_path: Path, ranks: int, how: str) -> None:
+def test_the_log_of_a_run_that_goes_on_has_no_traceback(tmp_path: Path, ranks: int, how: str) -> None:
     """People grep a job's log for these words to know that it crashed; why it did is in the rank's own."""
     text = f"""
     while not os.path.getsize("logs/rank_0.log"): time.sleep(0.01)  # else rank 0 may be ended before its line
     if start == 0 and rank == int(os.environ['WORLD_SIZE']) - 1: {how}
     time.sleep(0 if start else 1)
     """
-    code, log = run(text, "--max-restarts", "1", ranks=ranks)
+    code, log = run(tmp_path, text, "--max-restarts", "1", ranks=ranks)
     assert code == 0 and "rank 0 start 0\n" in log and "rank 0 start 1\n" in log
     assert not re.search("traceback|exception|error", log, re.IGNORECASE), log
     own = tmp_path / "logs" / f"rank_{ranks - 1}.log"
@@ -180,35 +164,32 @@ def test_the_log_of_a_run_that_goes_on_has_no_traceback(run: Run, tmp_path: Path
     assert ("ValueError: not yet" if "raise" in how else "Fatal Python error") in own.read_text()
 
 
-def test_no_more_than_asked(run: Run, tmp_path: Path) -> None:
-    code, log = run("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", "--max-restarts", "1")
+def test_no_more_than_asked(tmp_path: Path) -> None:
+    code, log = run(tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)", "--max-restarts", "1")
     assert code == 128 + signal.SIGKILL
     assert re.search(r"restart 1 of 1 after rank 1 of 2 .*SIGKILL\n", log)
     assert log.count("deepy.py: restart") == 1 and log.count("deepy.py: error: ") == 1, "the last end is shown"
-    assert (tmp_path / "logs" / "rank_1.log").read_text() == "rank 1 start 0\nrank 1 start 1\n"
+    assert logs_of(tmp_path)[1] == "rank 1 start 0\nrank 1 start 1\n"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["print('script.py: error: no such file', file=sys.stderr); sys.exit(1)", "sys.exit(0)"],
-    ids=["bad", "good"],
-)
-def test_a_refusal_and_a_good_end_are_not_repeated(run: Run, tmp_path: Path, text: str) -> None:
-    code, log = run(text, "--max-restarts", "3")
+@pytest.mark.parametrize("text", ["print('script.py: error: no such file', file=sys.stderr); sys.exit(1)",
+                                  "sys.exit(0)"], ids=["bad", "good"])  # fmt: skip
+def test_a_refusal_and_a_good_end_are_not_repeated(tmp_path: Path, text: str) -> None:
+    code, log = run(tmp_path, text, "--max-restarts", "3")
     assert code == ("exit(1)" in text)
     assert "deepy.py: restart" not in log and "start 1" not in log
-    assert "start 1" not in (tmp_path / "logs" / "rank_1.log").read_text()
+    assert "start 1" not in logs_of(tmp_path)[1]
 
 
 @pytest.mark.ends_processes
-def test_a_signal_from_outside_is_not_answered_with_a_restart(run: Run) -> None:
+def test_a_signal_from_outside_is_not_answered_with_a_restart(tmp_path: Path) -> None:
     text = "rank or time.sleep(0.5) or os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)"
-    code, log = run(text, "--max-restarts", "3")
+    code, log = run(tmp_path, text, "--max-restarts", "3")
     assert code == 128 + signal.SIGTERM
     assert log.count("rank 0 start") == 1
 
 
-def test_what_said_how_to_start_is_dropped_once_the_run_has_saved(run: Run, tmp_path: Path) -> None:
+def test_what_said_how_to_start_is_dropped_once_the_run_has_saved(tmp_path: Path) -> None:
     """`restart: true` and `iteration` would send every new start back."""
     text = """
     if rank == 0:
@@ -222,7 +203,7 @@ def test_what_said_how_to_start_is_dropped_once_the_run_has_saved(run: Run, tmp_
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "latest").write_text("global_step3")
     words = ("--set", "save=run", "load=run", "restart=true", "iteration=3", "checkpoint_factor=1")
-    code, log = run(text, "--max-restarts", "2", *words)
+    code, log = run(tmp_path, text, "--max-restarts", "2", *words)
     assert code == 0, log
     lines = [line for line in log.splitlines() if line.startswith("restart ")]
     assert lines == ["restart True iteration 3"] * 2 + ["restart False iteration None"]

@@ -18,28 +18,23 @@ def library(path: Path, version: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("own", "site", "preload", "said"),
-    [
-        # torch, the machine's module, what is preloaded
-        (None, None, None, "none: there is no torch with CUDA"),
-        (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
-        ((2, 28, 9), None, OWN, f"2.28.9, torch's own ({OWN})"),
-        ((2, 28, 9), (2, 26, 6), OWN, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
-        ((2, 28, 9), (2, 28, 8), OWN, "is left out"),
-        ((2, 28, 9), (2, 9, 9), OWN, "is left out"),  # numbers, not letters
-        ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
-        ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
-        ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
-        ((2, 28, 9), "unknown", OWN, "cannot be compared and is left out"),
-        ("unknown", (2, 29, 0), OWN, "cannot be compared and is left out"),
-    ],
-)
+@pytest.mark.parametrize(("own", "site", "preload", "said"), [
+    # torch, the machine's module, what is preloaded
+    (None, None, None, "none: there is no torch with CUDA"),
+    (None, (2, 28, 9), None, "none: there is no torch with CUDA"),
+    ((2, 28, 9), None, OWN, f"2.28.9, torch's own ({OWN})"),
+    ((2, 28, 9), (2, 26, 6), OWN, "2.26.6 of this machine (/opt/nccl/libnccl.so.2) is older"),  # ncclCommShrink
+    ((2, 28, 9), (2, 28, 8), OWN, "is left out"),
+    ((2, 28, 9), (2, 9, 9), OWN, "is left out"),  # numbers, not letters
+    ((2, 28, 9), (2, 28, 9), SITE, f"2.28.9, this machine's ({SITE})"),
+    ((2, 28, 9), (2, 29, 0), SITE, "torch was built with 2.28.9"),
+    ((2, 21, 5), (2, 26, 6), SITE, "2.26.6, this machine's"),  # torch 2.5 and the fork
+    ((2, 28, 9), "unknown", OWN, "cannot be compared and is left out"),
+    ("unknown", (2, 29, 0), OWN, "cannot be compared and is left out"),
+])  # fmt: skip
 def test_the_choice(own, site, preload, said):
-    made = [
-        None if version is None else Nccl(None if version == "unknown" else version, file)
-        for version, file in ((own, OWN), (site, SITE))
-    ]
+    found = {"unknown": None}  # a file whose version cannot be read
+    made = [version and Nccl(found.get(version, version), file) for version, file in ((own, OWN), (site, SITE))]
     choice = choose(*made)
     assert (choice.preload, said in choice.description) == (preload, True), choice
     assert "error" not in choice.description  # people look for that word in the logs of jobs

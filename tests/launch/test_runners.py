@@ -1,6 +1,5 @@
 """Several machines, here on loopback: launchers started by hand, or by pdsh and OpenMPI over a stand-in."""
 
-import json
 import re
 import shutil
 import signal
@@ -14,14 +13,13 @@ import pytest
 import yaml
 
 from megatron.launch.devices import free_port
-from tests.launch.runs import DEEPY, ROOT, environment
+from tests.launch.runs import BOTH, DEEPY, ROOT, environment, write_program
 from tests.pool import run_ranks
-from tests.training.runs import LLAMA, config, curves
+from tests.training.runs import LLAMA, config, curves, metric_rows
 
 STEPS = 3
-VALUES = config(
-    LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2, log_interval=1
-)  # fmt: skip
+VALUES = config(LLAMA, train_iters=STEPS, train_batch_size=9, train_micro_batch_size_per_gpu=3, num_layers=2,
+                log_interval=1)  # fmt: skip
 SCRIPT = """\
 import os, signal, sys, time
 from megatron.neox_arguments.reading.command_line import parse_script
@@ -42,14 +40,10 @@ def run_two_launchers(folder: Path, script: Path, *words: str) -> list[tuple[int
     started = []
     for rank in (1, 0):
         line = [*DEEPY, "--node_rank", str(rank), "--num_gpus", str(rank + 1), *common]
-        both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        started.append(subprocess.Popen(line, cwd=folder, env=env, text=True, **both))
+        started.append(subprocess.Popen(line, cwd=folder, env=env, **BOTH))
     try:
-        ends = []
-        for process in reversed(started):
-            out, _ = process.communicate(timeout=250)
-            ends.append((process.returncode, out))
-        return ends
+        said = [process.communicate(timeout=250)[0] for process in reversed(started)]
+        return [(process.returncode, out) for process, out in zip(reversed(started), said, strict=True)]
     finally:
         for process in started:
             process.kill()
@@ -61,17 +55,15 @@ def on_one_machine() -> list[float]:
     return run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
 
 
-@pytest.mark.parametrize(
-    "words",
-    [pytest.param((), id="deepy", marks=pytest.mark.more),
-     pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.product)],
-)  # fmt: skip
+@pytest.mark.parametrize("words", [
+    pytest.param((), id="deepy", marks=pytest.mark.more),
+    pytest.param(("--launcher", "torchrun"), id="torchrun", marks=pytest.mark.product),
+])  # fmt: skip
 def test_losses_are_those_of_one_machine(tmp_path, on_one_machine, words):
     (tmp_path / "a.yml").write_text(yaml.safe_dump({**VALUES, "log_dir": str(tmp_path / "logs")}))
     ends = run_two_launchers(tmp_path, ROOT / "train.py", *words)
     assert [code for code, _ in ends] == [0, 0], ends
-    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["train/lm_loss"] for row in rows if "train/lm_loss" in row] == on_one_machine
+    assert [row["train/lm_loss"] for row in metric_rows(tmp_path)] == on_one_machine
 
 
 @pytest.mark.ends_processes
@@ -105,25 +97,15 @@ os.execvp("sh", ["sh", "-c", " ".join(words[1:])])
 
 def start(folder: Path, *words: str, **changes: Any) -> subprocess.Popen:
     """deepy.py over two loopback addresses with one and two ranks."""
-    ssh = folder / "bin" / "ssh"
-    ssh.parent.mkdir()
-    ssh.write_text(SSH.format(python=sys.executable))
-    ssh.chmod(0o755)
+    write_program(folder / "bin" / "ssh", SSH.format(python=sys.executable))
     (folder / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=2\n")
     save = str(folder / "run")
-    (folder / "a.yml").write_text(
-        yaml.safe_dump({**VALUES, "save": save, "load": save, "checkpoint_factor": 1000, **changes})
-    )
+    values = {**VALUES, "save": save, "load": save, "checkpoint_factor": 1000, **changes}
+    (folder / "a.yml").write_text(yaml.safe_dump(values))
     env = environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
-    env["PATH"] = f"{ssh.parent}:{env['PATH']}"
+    env["PATH"] = f"{folder}/bin:{env['PATH']}"
     line = [*DEEPY, "-H", "hosts", "--master_port", str(free_port()), *words]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, text=True, **both)
-
-
-def losses(folder: Path) -> list[float]:
-    rows = [json.loads(line) for line in (folder / "run" / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+    return subprocess.Popen([*line, str(ROOT / "train.py"), "a.yml"], cwd=folder, env=env, **BOTH)
 
 
 @pytest.mark.slurm  # pdsh and OpenMPI come with `make test-slurm`
@@ -134,8 +116,8 @@ def test_losses_over_runners_are_those_of_one_machine(tmp_path, launcher, progra
     run = start(tmp_path, "--launcher", launcher)
     out, _ = run.communicate(timeout=200)
     assert run.returncode == 0, out
-    expected = run_ranks(curves, 3, [VALUES], VALUES["train_iters"])[0][0].losses
-    assert losses(tmp_path) == expected
+    expected = run_ranks(curves, 3, [VALUES], STEPS)[0][0].losses
+    assert [row["train/lm_loss"] for row in metric_rows(tmp_path / "run")] == expected
 
 
 @pytest.mark.slurm
@@ -144,7 +126,6 @@ def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
     if shutil.which("pdsh") is None:
         pytest.skip("pdsh is not installed")
     run = start(tmp_path, train_iters=2000)
-    assert run.stdout is not None
     lines = []
     for line in run.stdout:
         lines.append(line)
@@ -153,4 +134,4 @@ def test_a_signal_reaches_the_ranks_over_pdsh(tmp_path):
             break
     rest, _ = run.communicate(timeout=100)
     assert run.returncode == 0, "".join(lines) + rest
-    assert len(losses(tmp_path)) < 2000 and (tmp_path / "run" / "latest").exists()
+    assert len(metric_rows(tmp_path / "run")) < 2000 and (tmp_path / "run" / "latest").exists()

@@ -16,6 +16,7 @@ from tests.launch.test_nccl import fake_torch, library
 from tests.training.runs import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
+ENV = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
 # What a cluster's shell has: `module`. That of the plugin brings an NCCL of its own along.
 JOB = """\
 module() {
@@ -45,16 +46,12 @@ SLINGSHOT = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "TMPDIR": "/local", "TRITON_CACHE_DIR": "/local/triton-me",
 }  # fmt: skip
-PLACES = {
-    "NEOX_CHECKPOINT_DIR": "checkpoints/sf_model_organisms", "NEOX_LOG_DIR": "logs/neox-training",
-    "NEOX_PIPELINE_LOG_DIR": "logs/checkpoint_pipeline", "NEOX_DATA_DIR": "data",
-    "NEOX_BASE_TOKENIZER_DIR": "data/neox_tokenizer", "NEOX_TOKENIZER_DIR": "data/neox_tokenizer_instruct",
-    "NEOX_CHAT_TEMPLATE_DIR": "data/neox_tokenizer_instruct",
-}  # fmt: skip
-PAIRS = {
-    "dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False, "data_path": None,
-    "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-}  # fmt: skip
+PLACES = {"NEOX_CHECKPOINT_DIR": "checkpoints/sf_model_organisms", "NEOX_LOG_DIR": "logs/neox-training",
+          "NEOX_PIPELINE_LOG_DIR": "logs/checkpoint_pipeline", "NEOX_DATA_DIR": "data",
+          "NEOX_BASE_TOKENIZER_DIR": "data/neox_tokenizer", "NEOX_TOKENIZER_DIR": "data/neox_tokenizer_instruct",
+          "NEOX_CHAT_TEMPLATE_DIR": "data/neox_tokenizer_instruct"}  # fmt: skip
+PAIRS = {"dataset_impl": "pairwise", "pack_impl": "unpacked", "eod_mask_loss": False, "data_path": None,
+         "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"]}  # fmt: skip
 
 
 @pytest.fixture
@@ -66,10 +63,9 @@ def job(tmp_path):
     (tmp_path / ".env").write_text("A_SECRET=tr0ub4dor\nB=$NOT_SET\n")
 
     def run(**env: str) -> tuple[dict[str, str], subprocess.CompletedProcess[str]]:
-        env = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "NEOX_SITE": "isambard", "PROJECTDIR": "/p",
-               "LOCALDIR": "/local", "USER": "me", "PYTHONPATH": str(tmp_path / "packages"), **env}  # fmt: skip
+        more = {"PYTHON": sys.executable, "LOCALDIR": "/local", "USER": "me", "PYTHONPATH": str(tmp_path / "packages")}
         command = ["bash", "-c", JOB, "job", str(clone / "slurm" / "job.sh")]
-        done = subprocess.run(command, env=env, capture_output=True, text=True)
+        done = subprocess.run(command, env={**ENV, **more, **env}, capture_output=True, text=True)
         return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line), done
 
     return run
@@ -81,17 +77,14 @@ def test_a_job_on_slingshot(job, tmp_path):
     given = {"NEOX_NODES": "8", "NCCL_ALGO": "", "FI_CXI_RX_MATCH_MODE": "hybrid", "TMPDIR": "/of/the/login/node"}
     variables, done = job(MODULES=str(Path(old).parent), **given)
     assert done.returncode == 0, done.stderr
-    wanted = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
-    assert done.stdout.splitlines()[:3] == wanted
-    assert done.stdout.splitlines()[-1] == "secret of 9 letters"
+    loaded = ["loaded PrgEnv-cray", "loaded cuda/12.6", "loaded brics/aws-ofi-nccl/1.8.1"]
+    assert [*done.stdout.splitlines()[:3], done.stdout.splitlines()[-1]] == [*loaded, "secret of 9 letters"]
     assert "tr0ub4dor" not in done.stderr, "not under `bash -x` either"
     expected = SLINGSHOT | {name: f"/p/public/{place}" for name, place in PLACES.items()}
     expected |= {"NEOX_NODES": "8", "NEOX_NODES_PRETRAIN": "64", "FI_CXI_RX_MATCH_MODE": "hybrid"}
     expected |= {"NCCL_LIBRARY": torch_nccl, "LD_PRELOAD": torch_nccl}
     del expected["NCCL_ALGO"]
-    assert expected.items() <= variables.items(), {
-        k: variables.get(k) for k in expected if variables.get(k) != expected[k]
-    }
+    assert {name: variables.get(name) for name in expected} == expected
     assert "NCCL_ALGO" not in variables, "set to nothing, it is left out"
     assert len(re.findall(rf"^NCCL: 2.28.9, .*\({torch_nccl}\); 2.26.6 .*\({old}\)", done.stderr, re.M)) == 1
     again, _ = job(MODULES=str(Path(old).parent), **variables)  # the job that this one submits has its variables
@@ -123,38 +116,32 @@ def test_every_variable_of_a_site_says_what_it_is_for():
 
 
 def test_commands_take_what_the_environment_says_before_the_site():
-    env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", "NEOX_DATA_DIR": "/d"}
-    site = site_variables(env)
+    site = site_variables({**ENV, "NEOX_DATA_DIR": "/d"})
     assert (site["NEOX_DATA_DIR"], site["NEOX_LOG_DIR"]) == ("/d", "/p/public/logs/neox-training")
     assert site_variables({}) == {}
     with pytest.raises(LaunchError, match=r"NEOX_SITE=mars: .*isambard, local"):
-        site_variables({**env, "NEOX_SITE": "mars"})
-    env = {"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
+        site_variables({**ENV, "NEOX_SITE": "mars"})
     log = "/p/public/logs/neox-training/%x-%j.out"
-    line = sbatch_line(NeoXArgs.from_dict(BASE), env)
+    line = sbatch_line(NeoXArgs.from_dict(BASE), ENV)
     assert line == f"sbatch --nodes=64 --gres=gpu:4 --output={log} pretrain_neox.sbatch"
     with pytest.raises(LaunchError, match="NEOX_NODES_PRETRAIN='many'"):
-        sbatch_line(NeoXArgs.from_dict(BASE), {**env, "NEOX_NODES_PRETRAIN": "many"})
+        sbatch_line(NeoXArgs.from_dict(BASE), {**ENV, "NEOX_NODES_PRETRAIN": "many"})
 
 
 MODEL, MIDTRAIN = "/configs/sft.yml", "/configs/midtraining_unlearning/midtraining/deep_ignorance/gdiff_N_2.yml"
 
 
-@pytest.mark.parametrize(
-    ("keys", "config", "nodes"),
-    [
-        ({}, "/configs/125M.yml", 64),
-        ({"load": "base"}, MODEL, 64),  # goes on
-        ({"load": "base", "finetune": True}, MODEL, 16),
-        ({"load": "hf://org/model"}, MODEL, 16),
-        ({"train_impl": "dpo", **PAIRS}, MODEL, 16),
-        ({"load": "base", "finetune": True}, MIDTRAIN, 64),
-        ({"load": "base", "finetune": True}, "/configs/early_unlearning/tampering/ga_during_midtraining.yml", 16),
-        ({"load": "base", "finetune": True}, "/configs/synthetic_alignment_mid.yml", 64),
-    ],
-)
+@pytest.mark.parametrize(("keys", "config", "nodes"), [
+    ({}, "/configs/125M.yml", 64),
+    ({"load": "base"}, MODEL, 64),  # goes on
+    ({"load": "base", "finetune": True}, MODEL, 16),
+    ({"load": "hf://org/model"}, MODEL, 16),
+    ({"train_impl": "dpo", **PAIRS}, MODEL, 16),
+    ({"load": "base", "finetune": True}, MIDTRAIN, 64),
+    ({"load": "base", "finetune": True}, "/configs/early_unlearning/tampering/ga_during_midtraining.yml", 16),
+    ({"load": "base", "finetune": True}, "/configs/synthetic_alignment_mid.yml", 64),
+])  # fmt: skip
 def test_as_many_nodes_as_the_site_gives_to_this_kind_of_run(keys, config, nodes):
-    site = site_variables({"PATH": "/usr/bin:/bin", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"})
     args = NeoXArgs.from_dict({**BASE, **keys})
-    assert site_nodes(starts_from_a_model(args), [config], site)[0] == nodes
+    assert site_nodes(starts_from_a_model(args), [config], site_variables(ENV))[0] == nodes
     assert site_nodes(starts_from_a_model(args), [config], {}) == (None, ANY)

@@ -11,9 +11,9 @@ import pytest
 import yaml
 
 from megatron.launch.submit import GO_ON, SUBMITTED_BY, main, nodes_given, submit_again
+from tests.launch.runs import ROOT, write_program
 from tests.training.runs import ADAMW, LLAMA, config
 
-ROOT = Path(__file__).resolve().parents[2]
 # As `scontrol show job` printed it in a job of pretrain_neox.sbatch: Slurm 22.05 (options typed) and 24.11
 # (none).
 TYPED = """\
@@ -53,21 +53,19 @@ JobId=8 JobName=neox-training
 
 
 ONE_NODE = {"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40"}  # and nothing typed
+JOB = {"SLURM_JOB_ID": "8", "NEOX_SITE": "isambard", "PROJECTDIR": "/p", **ONE_NODE}
 
 
-@pytest.mark.parametrize(
-    ("env", "given"),
-    [
-        # What was typed: as a batch job saw it in Slurm 22.05 and 24.11.
-        (ONE_NODE, False),  # nothing
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}, False),  # --cpus-per-task=32
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40", "SLURM_NTASKS": "1"}, False),  # within another job
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}, True),  # --nodes=1
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, True),  # -N2
-        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "40(x2)"}, True),  # --nodes=1-2
-        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}, True),  # --ntasks-per-node=2
-    ],
-)
+@pytest.mark.parametrize(("env", "given"), [
+    # What was typed: as a batch job saw it in Slurm 22.05 and 24.11.
+    (ONE_NODE, False),  # nothing
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1"}, False),  # --cpus-per-task=32
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "40", "SLURM_NTASKS": "1"}, False),  # within another job
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "1", "SLURM_NTASKS": "1"}, True),  # --nodes=1
+    ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_NTASKS": "2"}, True),  # -N2
+    ({"SLURM_JOB_NUM_NODES": "2", "SLURM_TASKS_PER_NODE": "40(x2)"}, True),  # --nodes=1-2
+    ({"SLURM_JOB_NUM_NODES": "1", "SLURM_TASKS_PER_NODE": "2", "SLURM_NTASKS": "2"}, True),  # --ntasks-per-node=2
+])  # fmt: skip
 def test_whether_nodes_were_typed(env, given):
     assert nodes_given(env) == given
 
@@ -99,7 +97,6 @@ def write_config(folder: Path) -> Path:
 @pytest.fixture
 def start(tmp_path):
     """Run the command as slurm/job.sh does; what sbatch and scontrol were given stands in `calls`."""
-    (tmp_path / "bin").mkdir()
     (tmp_path / "work").mkdir()
     (tmp_path / "job").write_text(BARE.replace("SCRIPT", "/gone").replace("WORK", str(tmp_path / "work")))
     log = tmp_path / "8.out"
@@ -107,19 +104,15 @@ def start(tmp_path):
         f"import json, os, sys; open({str(tmp_path / 'calls')!r}, 'a').write(json.dumps([*sys.argv[1:], os.getcwd(), "
         "{n: v for n, v in os.environ.items() if n.startswith(('SLURM', 'NEOX'))}]) + '\\n')"
     )
-    for name, answer in (("sbatch", "Submitted batch job 13"), ("scontrol", "")):
-        lines = [f'{sys.executable} -c {json.dumps(record)} {name} "$@"', f"echo {answer}"]
-        if name == "scontrol":
-            lines[1] = f'[ "$1" = update ] || cat {tmp_path}/job'
-        (tmp_path / "bin" / name).write_text("#!/bin/sh\n" + "\n".join(lines) + "\n")
-        (tmp_path / "bin" / name).chmod(0o755)
+    for name, answer in (
+        ("sbatch", "echo Submitted batch job 13"), ("scontrol", f'[ "$1" = update ] || cat {tmp_path}/job'),
+    ):  # fmt: skip
+        notes = f'{sys.executable} -c {json.dumps(record)} {name} "$@"'
+        write_program(tmp_path / "bin" / name, f"#!/bin/sh\n{notes}\n{answer}\n")
     path = write_config(tmp_path)
 
     def run(*words: str, **env: str) -> tuple[int, str, list[list]]:
-        values = {
-            "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_JOB_ID": "8", "SLURM_CONF": "/c", "NEOX_SITE": "isambard",
-            "PROJECTDIR": "/p", **ONE_NODE, **env,
-        }  # fmt: skip
+        values = {**JOB, "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "SLURM_CONF": "/c", **env}
         command = [sys.executable, "-m", "megatron.launch.submit", str(path), *words]
         with open(log, "w") as stream:
             done = subprocess.run(command, cwd=ROOT, env=values, stdout=stream, stderr=stream, timeout=60)
@@ -147,23 +140,18 @@ def test_without_nodes_it_is_submitted_again_with_the_site_s(start, tmp_path):
     assert log.endswith("\nSubmitted batch job 13\n") and len(calls) == 3
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {SUBMITTED_BY: "7"},
-        {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
-        {"SLURM_JOB_NUM_NODES": "16", "SLURM_TASKS_PER_NODE": "1(x16)"},
-        {"SLURM_ARRAY_JOB_ID": "8"},
-        {"NEOX_NODES_PRETRAIN": "1"},
-        {"NEOX_SITE": "local"},
-    ],
-    ids=["never twice", "--nodes=1", "--nodes=16", "an array", "it has as many", "a site of one node"],
-)
+@pytest.mark.parametrize("env", [
+    {SUBMITTED_BY: "7"},
+    {"SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"},
+    {"SLURM_JOB_NUM_NODES": "16", "SLURM_TASKS_PER_NODE": "1(x16)"},
+    {"SLURM_ARRAY_JOB_ID": "8"},
+    {"NEOX_NODES_PRETRAIN": "1"},
+    {"NEOX_SITE": "local"},
+], ids=["never twice", "--nodes=1", "--nodes=16", "an array", "it has as many", "a site of one node"])  # fmt: skip
 def test_it_stays_as_it_is(tmp_path, monkeypatch, capsys, env):
     path = write_config(tmp_path)
-    job = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "8", "NEOX_SITE": "isambard", "PROJECTDIR": "/p"}
     monkeypatch.chdir(ROOT)  # as slurm/job.sh
-    assert main([str(path)], {**job, **ONE_NODE, **env}) == GO_ON
+    assert main([str(path)], {**JOB, "PATH": "/usr/bin:/bin", **env}) == GO_ON
     assert capsys.readouterr().out == ""
 
 

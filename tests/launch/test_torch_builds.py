@@ -14,8 +14,8 @@ COMMAND = ROOT / "megatron/launch/torch_builds.py"
 X86, ARM, MAC = PLATFORMS
 CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126", "cu130"))
 
-TABLE = [
-    # python, platform, driver, wanted -> pin, index, cuda, tried
+
+@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), [
     ((3, 11), X86, None, None, "torch==2.13.0", CPU, None, True),
     ((3, 12), ARM, None, "2.11.0", "torch==2.11.0", CPU, None, False),
     ((3, 12), MAC, None, None, "torch==2.13.0", CPU, None, False),
@@ -29,26 +29,20 @@ TABLE = [
     ((3, 12), ARM, (12, 6), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 11), X86, (12, 2), None, "torch==2.11.0+cu126", CU126, "12.6", False),
     ((3, 12), X86, (13, 0), "2.12.1", "torch==2.12.1", CU130, "13.0", False),
-]
-
-
-@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), TABLE)
+])  # fmt: skip
 def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cuda, tried):
     build = choose(python, platform, driver, wanted)
     assert (build.pin, build.index, build.cuda, build.tried) == (pin, index, cuda, tried)
 
 
-@pytest.mark.parametrize(
-    ("python", "platform", "driver", "wanted", "said"),
-    [
-        ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
-        ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
-        ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
-        ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
-        ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
-        ((3, 11), X86, None, "nightly", "torch nightly"),
-    ],
-)
+@pytest.mark.parametrize(("python", "platform", "driver", "wanted", "said"), [
+    ((3, 11), X86, (11, 8), None, "CUDA 11.8.* 12 "),
+    ((3, 10), X86, None, None, r"Python 3.10 .*torch 2.13.0.* 3.11 to 3.15"),
+    ((3, 15), X86, None, "2.11.0", r"Python 3.15 .*torch 2.11.0.* 3.11 to 3.14"),
+    ((3, 11), "linux-ppc64le", None, None, "linux-ppc64le.* linux-x86_64"),
+    ((3, 11), X86, None, "2.10.0", "torch 2.10.0 .*2.11.* 2.11.0 and 2.13.0"),
+    ((3, 11), X86, None, "nightly", "torch nightly"),
+])  # fmt: skip
 def test_what_nothing_fits_is_refused(python, platform, driver, wanted, said):
     with pytest.raises(NoBuild, match=said):
         choose(python, platform, driver, wanted)

@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,13 +16,13 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron.callbacks import Callback, Step, TrainingRun
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.monitoring import Monitoring, gauge_name, phase_of
 from megatron.operations.run_folder import RunFolderError, experiment_of, open_run
 from megatron.training import train
+from tests.launch.runs import ROOT, taken_port
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LLAMA, begin, config, run_to_end
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.training.runs import ADAMW, LLAMA, begin, config, metric_rows, run_to_end
 
 
 def fetch(port: int, path: str) -> str:
@@ -37,10 +36,6 @@ def scrape(port: int) -> dict[str, float]:
     assert len({family.name for family in families}) == len(families)
     assert all(family.type == "gauge" for family in families)
     return {s.name + "".join(f":{v}" for v in s.labels.values()): s.value for f in families for s in f.samples}
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "logs" / "metrics.jsonl").read_text().splitlines()]
 
 
 class Scraper(Callback):
@@ -74,7 +69,7 @@ def test_a_scrape_says_what_metrics_jsonl_says(tmp_path: Path) -> None:
                     checkpoint_factor=100)  # fmt: skip
     [[before, seen]] = run_ranks(scraped_run, 1, values | {"split": "80,20,0"})
     assert before == ({"status": "starting", "metrics": {}}, {"neox_state:starting": 1.0})
-    rows = {row["iteration"]: row for row in rows_of(tmp_path) if "train/lm_loss" in row}
+    rows = {row["iteration"]: row for row in metric_rows(tmp_path)}
     known: dict[str, float] = {}
     for iteration, (gauges, status) in zip(range(5), seen, strict=True):
         known |= {name: value for name, value in rows.get(iteration, {}).items() if name.startswith("train/")}
@@ -85,9 +80,9 @@ def test_a_scrape_says_what_metrics_jsonl_says(tmp_path: Path) -> None:
         assert {name: status["metrics"][name] for name in known} == known
         assert status["status"] == "running" and len(status["run_id"]) == 32
         assert status["log_dir"] == str(tmp_path / "logs")
-    gauges = seen[-1][0]
+    gauges, validation = seen[-1][0], metric_rows(tmp_path, "validation/lm_loss")
     assert gauges["neox_runtime_tokens_per_sec"] == rows[4]["runtime/tokens_per_sec"] > 0
-    assert gauges["neox_validation_lm_loss"] in {row.get("validation/lm_loss") for row in rows_of(tmp_path)}
+    assert gauges["neox_validation_lm_loss"] in {row["validation/lm_loss"] for row in validation}
     assert gauges["neox_runtime_restarts"] == 0
 
 
@@ -97,30 +92,21 @@ def test_names_phases_and_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> 
     wanted = ["training", "training", "saving"]
     assert [phase_of("running", text) for text in ("in the first step", "in step 12", "saving")] == wanted
     assert phase_of("failed", "in step 3") == "failed"
-    from megatron.neox_arguments import ConfigError, NeoXArgs
-
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"metrics_port: needs prometheus-client: pip install 'neox\[monitoring\]'"):
         Monitoring(NeoXArgs.from_dict(config(metrics_port=0)))
 
 
-def command(files: list[str], *more: str) -> list[str]:
-    return [sys.executable, "train.py", *files, "--set", *more]
-
-
 @pytest.fixture
-def file(tmp_path: Path) -> str:
-    values = config(LLAMA, ADAMW, save=str(tmp_path / "run"), train_iters=400, checkpoint_factor=1000)
+def command(tmp_path: Path) -> list[str]:
+    values = config(LLAMA, ADAMW, save=str(tmp_path / "run"), train_iters=1000000, checkpoint_factor=1000)
     (tmp_path / "model.yml").write_text(yaml.safe_dump(values))
-    return str(tmp_path / "model.yml")
+    return [sys.executable, "train.py", str(tmp_path / "model.yml"), "--set"]
 
 
-def test_a_taken_port_is_refused_before_the_run(file: str, tmp_path: Path) -> None:
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
-        done = subprocess.run(command([file], f"metrics_port={port}"), cwd=ROOT, capture_output=True, text=True)
+def test_a_taken_port_is_refused_before_the_run(command: list[str], tmp_path: Path) -> None:
+    with taken_port() as port:
+        done = subprocess.run([*command, f"metrics_port={port}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
     assert re.match(rf"train\.py: error: --set: metrics_port: port {port} .*127\.0\.0\.1.*in use", line)
@@ -129,11 +115,10 @@ def test_a_taken_port_is_refused_before_the_run(file: str, tmp_path: Path) -> No
 
 @pytest.mark.more
 @pytest.mark.ends_processes
-def test_train_py_answers_while_it_trains(file: str, tmp_path: Path) -> None:
+def test_train_py_answers_while_it_trains(command: list[str], tmp_path: Path) -> None:
     """Until enough of its losses were seen."""
-    run = subprocess.Popen(command([file], "metrics_port=0", "train_iters=1000000"), cwd=ROOT, stdout=subprocess.PIPE,
-                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
-    assert run.stdout is not None
+    run = subprocess.Popen([*command, "metrics_port=0"], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                           env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
     port = next(int(m[1]) for line in run.stdout if (m := re.search(r"metrics: http://127\.0\.0\.1:(\d+)/", line)))
     shown: set[float] = set()
     while len(shown) < 5 and run.poll() is None:
@@ -143,7 +128,7 @@ def test_train_py_answers_while_it_trains(file: str, tmp_path: Path) -> None:
     run.terminate()
     run.communicate(timeout=200)
     assert run.returncode == 0
-    losses = {row["train/lm_loss"] for row in rows_of(tmp_path / "run") if "train/lm_loss" in row}
+    losses = {row["train/lm_loss"] for row in metric_rows(tmp_path / "run")}
     assert shown <= losses and all(map(math.isfinite, shown))
 
 
@@ -163,28 +148,23 @@ def test_a_run_is_found_by_each_of_its_folders(save: Path) -> None:
     assert (run.save, run.logs) == (save, logs)
     assert open_run(logs).rows() == open_run(logs / "metrics.jsonl").rows() == run.rows()
     assert [row["iteration"] for row in run.rows() if "train/lm_loss" in row] == [1, 2, 3]
-    assert run.status()["status"] == run.summary()["status"] == "finished"
-    assert run.status()["iteration"] == 3
+    assert run.status()["status"] == run.summary()["status"] == "finished" and run.status()["iteration"] == 3
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="holds no run"):
-        open_run(tmp_path)
-    with pytest.raises(RunFolderError, match="no such folder"):
-        open_run(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
     (tmp_path / "status.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"status\.json: cannot be read"):
-        open_run(tmp_path)
+    refusals = {"empty": "holds no run", "absent": "no such folder", "": "status.json: cannot be read"}
+    for folder, said in refusals.items():
+        with pytest.raises(RunFolderError, match=said):
+            open_run(tmp_path / folder)
 
 
-@pytest.mark.parametrize(
-    ("save", "site", "name"),
-    [
-        ("/p/checkpoints/org/exp,a=1", "/p/checkpoints/org", "exp,a=1"),
-        ("/p/checkpoints/org/exp/stage2", "/p/checkpoints/org", "exp"),
-        ("/elsewhere/exp", "/p/checkpoints/org", "exp"),
-        ("/elsewhere/exp", None, "exp"),
-    ],
-)
+@pytest.mark.parametrize(("save", "site", "name"), [
+    ("/p/checkpoints/org/exp,a=1", "/p/checkpoints/org", "exp,a=1"),
+    ("/p/checkpoints/org/exp/stage2", "/p/checkpoints/org", "exp"),
+    ("/elsewhere/exp", "/p/checkpoints/org", "exp"),
+    ("/elsewhere/exp", None, "exp"),
+])  # fmt: skip
 def test_experiment_of(save: str, site: str | None, name: str) -> None:
     assert experiment_of(save, site) == name

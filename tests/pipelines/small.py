@@ -15,13 +15,11 @@ from megatron.pipelines.command import main
 from megatron.pipelines.promotion import promoted_weights
 from tests.launch.runs import DEEPY, environment
 
-MODEL = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
-    "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
-    "precision": "fp32", "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "log_interval": 1, "eval_iters": 0,
-    "checkpoint_factor": 3, "keep_last_n_checkpoints": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "distributed_backend": "gloo",
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 32, "max_position_embeddings": 32,
+         "pos_emb": "rotary", "norm": "rmsnorm", "no_weight_tying": True, "tokenizer_type": "CharLevelTokenizer",
+         "precision": "fp32", "train_micro_batch_size_per_gpu": 4, "num_workers": 0, "log_interval": 1, "eval_iters": 0,
+         "checkpoint_factor": 3, "keep_last_n_checkpoints": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0,
+         "distributed_backend": "gloo"}  # fmt: skip
 OPTIMIZER = {"optimizer": {"type": "Adam", "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8}}}
 DATA = {"train_data_paths": ["data/packed/texts_text_document"]}
 STAGES: Mapping[str, Any] = {
@@ -39,12 +37,10 @@ STAGES: Mapping[str, Any] = {
 }  # fmt: skip
 GATES = {
     "pretrain": {"require": [{"metric": "train/lm_loss", "max": 9.0}]},
-    "sft": {
-        "baseline": "pretrain",
-        "require": [{"metric": "train/lm_loss", "max": 9.0, "window": 3},
-                    {"metric": "train/lm_loss", "max_rise": 5.0}],
-    },
+    "sft": {"baseline": "pretrain", "require": [{"metric": "train/lm_loss", "max": 9.0, "window": 3},
+                                                {"metric": "train/lm_loss", "max_rise": 5.0}]},
 }  # fmt: skip
+WORDS = ("stream", "pencil", "window", "garden", "bridge", "candle", "forest", "marble", "planet", "ribbon")
 
 
 def write_small(folder: Path, stages: Mapping[str, Any] = STAGES, gates: Mapping[str, Any] = GATES) -> Path:
@@ -62,15 +58,11 @@ def write_small(folder: Path, stages: Mapping[str, Any] = STAGES, gates: Mapping
     return folder
 
 
-WORDS = ("stream", "pencil", "window", "garden", "bridge", "candle", "forest", "marble", "planet", "ribbon")
-
-
 def write_yaml(path: Path, value: Any) -> None:
     path.write_text(yaml.safe_dump(value, sort_keys=False))
 
 
 def change_yaml(path: Path, **changes: Any) -> None:
-    """Set keys of a YAML file."""
     write_yaml(path, {**yaml.safe_load(path.read_text()), **changes})
 
 
@@ -80,7 +72,6 @@ def command(*words: Any) -> list[str]:
 
 
 def started(*words: Any) -> "subprocess.Popen[str]":
-    """Such a command, which goes on."""
     return subprocess.Popen(command(*words), env=environment(), stderr=subprocess.PIPE, text=True)
 
 
@@ -95,12 +86,17 @@ def pipeline(*words: Any) -> "subprocess.CompletedProcess[str]":
     return subprocess.CompletedProcess(words, code, out.getvalue(), err.getvalue())
 
 
+def passed(*words: Any) -> str:
+    """What a command that ends well has said on stderr."""
+    done = pipeline(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
 def finals(folder: Path) -> dict[str, str | None]:
     """The digest of each stage's promoted weights."""
-    names = ("init", "pretrain", "sft", "lora")
-    return {name: promoted_weights(folder / "checkpoints" / f"{name}_final") for name in names}
+    return {name: promoted_weights(folder / "checkpoints" / f"{name}_final") for name in [*STAGES][1:]}
 
 
 def records(folder: Path) -> dict[str, Any]:
-    """The records of pipeline_state.json."""
     return json.loads((folder / "pipeline_state.json").read_text())["stages"]

@@ -25,9 +25,8 @@ def test_it_shows_all_stages(folder: Path, width: int) -> None:
     assert found["problems"] == [] and found["console"] == [] and found["loaded"] == []
     assert found["width"] <= width, "nothing reaches over the edge"
     assert found["title"] == "p<b>"
-    for stage in STAGES:
-        assert f"\n{stage}\n" in found["text"]
-    for words in ("CC0-1.0", "max 0.5", "fail", "promoted", "waiting", "<script>document.title = 'x'</script>"):
+    shown = ("CC0-1.0", "max 0.5", "fail", "promoted", "waiting", "<script>document.title = 'x'</script>")
+    for words in (*(f"\n{stage}\n" for stage in STAGES), *shown):
         assert words in found["text"], words
     drawn = {plot["name"]: plot["curves"] for plot in found["plots"]}
     assert set(drawn) == {"pretrain-plot-0", "sft-plot-0"}

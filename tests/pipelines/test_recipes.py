@@ -14,25 +14,20 @@ from megatron.model.weight_map import layer_params
 from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.options import Options, parse_words, train_words
 from megatron.pipelines.recipes import write_recipe
-from tests.pipelines.small import change_yaml, pipeline, records, write_yaml
+from megatron.tokenizer.train_tokenizer import train_tokenizer
+from tests.pipelines.small import change_yaml, passed, records, write_yaml
+from tests.training.runs import metric_rows
 
-SIZES = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
-    "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0,
-}  # fmt: skip
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "num_kv_heads": 2, "intermediate_size": 160,
+         "distributed_backend": "gloo", "precision": "fp32", "num_workers": 0}  # fmt: skip
 SHIPPED = {"eval_tasks": ["shipped_choice"], "eval_limit": 8}
 
 
-def configurations(folder: Path) -> dict:
-    """The configuration of each stage with a model, as its run would read it."""
-    described = read_pipeline(folder / "pipeline.yml")
-    with_model = [stage for stage in described.stages if stage.kind == "train"]
-    return {stage.name: parse_words(train_words(described, stage, Options())).check_training() for stage in with_model}
-
-
 def test_the_7b_is_what_it_says(tmp_path):
-    write_recipe("7b", tmp_path)
-    runs = configurations(tmp_path)
+    described = read_pipeline(write_recipe("7b", tmp_path))
+    with_model = [stage for stage in described.stages if stage.kind == "train"]
+    words = {stage.name: train_words(described, stage, Options()) for stage in with_model}
+    runs = {name: parse_words(given).check_training() for name, given in words.items()}  # as they would read it
     assert list(runs) == ["pretrain", "sft", "dpo", "lora"]
     for args in runs.values():
         shape = (args.num_layers, args.hidden_size, args.kv_heads, args.padded_vocab_size, args.max_position_embeddings)
@@ -47,9 +42,7 @@ def test_the_7b_is_what_it_says(tmp_path):
     assert pretrain.zero_stage == 3 and pretrain.eval_interval == 1000
     assert (dpo.dpo_beta, dpo.lr, dpo.train_epochs) == (0.1, 5e-7, 1)
     assert (lora.lora["r"], lora.lora["alpha"], lora.lora["dropout"], lora.lr) == (16, 32, 0.05, 2e-4)
-    for world in (8, 16):
-        for args in runs.values():
-            assert args.for_world(world).gradient_accumulation_steps >= 1
+    assert all(args.for_world(world).gradient_accumulation_steps >= 1 for world in (8, 16) for args in runs.values())
 
 
 def shrink_7b(folder: Path, tokenizer: Path) -> None:
@@ -65,16 +58,15 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
     words = "the model reads all words and then writes some other ones after each until it has read enough".split()
     draw = random.Random(0)
     texts = [" ".join(draw.choices(words, k=40)) + "." for _ in range(200)]  # no two are near-duplicates
-    raw = folder / "own"
-    for name in ("web", "domain", "chats", "pairs", "tokenizer"):
-        (raw / name).mkdir(parents=True)
-    for name in ("web", "domain"):
-        (raw / name / "part.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     user, model = {"role": "user", "content": "What is read?"}, {"role": "assistant", "content": texts[0]}
-    (raw / "chats/part.jsonl").write_text((json.dumps({"messages": [user, model]}) + "\n") * 20)
     worse = {**model, "content": texts[0][::-1]}
     pair = {"prompt": user["content"], "chosen": [user, model], "rejected": [user, worse]}  # as UltraFeedback has them
-    (raw / "pairs/part.jsonl").write_text((json.dumps(pair) + "\n") * 20)
+    documents, raw = [{"text": text} for text in texts], folder / "own"
+    rows = {"web": documents, "domain": documents, "chats": [{"messages": [user, model]}] * 20, "pairs": [pair] * 20}
+    for name in (*rows, "tokenizer"):
+        (raw / name).mkdir(parents=True)
+    for name, given in rows.items():
+        (raw / name / "part.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     shutil.copy(tokenizer, raw / "tokenizer/tokenizer.json")
     eos = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
     (raw / "tokenizer/tokenizer_config.json").write_text(json.dumps(eos))
@@ -84,10 +76,8 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
         for key in ("hub", "hub_type", "files"):
             source.pop(key, None)
         source["path"] = f"own/{source['name']}"
-    stages["data"]["commands"] = [
-        line.replace("--recipe gopher,c4,fineweb ", "").replace("--workers 16", "--workers 1")
-        for line in stages["data"]["commands"]
-    ]
+    commands = [line.replace("--recipe gopher,c4,fineweb ", "") for line in stages["data"]["commands"]]
+    stages["data"]["commands"] = [line.replace("--workers 16", "--workers 1") for line in commands]
     for stage in stages.values():
         if "evaluation" in stage:
             stage["evaluation"] = SHIPPED
@@ -101,12 +91,9 @@ def shrink_7b(folder: Path, tokenizer: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from megatron.tokenizer.train_tokenizer import train_tokenizer
-
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_bytes(
-        train_tokenizer(["the model reads words and writes other words. " * 9, "Q: What is read?"], 300).encode()
-    )
+    texts = ["the model reads words and writes other words. " * 9, "Q: What is read?"]
+    path.write_bytes(train_tokenizer(texts, 300).encode())
     return path
 
 
@@ -116,8 +103,7 @@ def test_the_7b_runs_at_tiny_size(tmp_path, tokenizer):
     folder = tmp_path / "7b"
     write_recipe("7b", folder)
     shrink_7b(folder, tokenizer)
-    done = pipeline("run", folder, "--precision", "fp32")
-    assert done.returncode == 0, done.stderr
+    passed("run", folder, "--precision", "fp32")
     assert {record["status"] for record in records(folder).values()} == {"done", "promoted"}
     assert (folder / "checkpoints/lora_final/latest").is_file()
     said = (folder / "logs/pretrain.log").read_text()
@@ -138,9 +124,8 @@ def test_the_quickstart_with_fewer_steps(tmp_path):
             if requirement["metric"].endswith("lm_loss"):
                 requirement["max"] = 7.0
     write_yaml(folder / "configs/promotion_gates.yml", gates)
-    done = pipeline("run", folder)
-    assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (folder / "checkpoints/dpo/logs/metrics.jsonl").read_text().splitlines()]
-    losses = [row["train/lm_loss"] for row in rows if "train/rewards/accuracies" in row]
+    passed("run", folder)
+    rows = metric_rows(folder / "checkpoints/dpo", "train/rewards/accuracies")
+    losses = [row["train/lm_loss"] for row in rows]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-4) and sum(losses[-10:]) / 10 < losses[0], "learned"
     assert "data/clean" in (folder / "logs/data.log").read_text()

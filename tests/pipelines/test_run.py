@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ import yaml
 
 from megatron.checkpointing import load_weights
 from megatron.checkpointing.saved_config import checkpoint_args
-from tests.launch.runs import alive, environment, wait_until
+from tests.launch.runs import BOTH, alive, environment, wait_until
 from tests.pipelines.small import (
     GATES,
+    STAGES,
     change_yaml,
     command,
     finals,
+    passed,
     pipeline,
     records,
     started,
@@ -40,14 +43,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = shared / "whole_pipeline"
         if not (folder / "pipeline.html").is_file():
             done = pipeline("run", write_small(folder))
-            assert done.returncode == 0, done.stderr
-            assert done.stdout == ""
+            assert (done.returncode, done.stdout) == (0, ""), done.stderr
     return folder
 
 
 @pytest.fixture
 def copied(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it to change."""
     shutil.copytree(whole, tmp_path / "copy", symlinks=True)
     return tmp_path / "copy"
 
@@ -71,28 +72,25 @@ def test_layout_page_and_merged_weights(whole):
     merged = whole / "checkpoints/lora_final/global_step6"
     args = checkpoint_args(merged)
     assert args.lora is None
-    weights = {
-        name: load_weights(whole / f"checkpoints/{name}_final" / step, args, layers=[2], tensor_rank=0, tensor_size=1)[
-            2
-        ]
-        for name, step in (("lora", "global_step6"), ("sft", "global_step6"))
-    }
-    changed = [name for name, value in weights["lora"].items() if not torch.equal(value, weights["sft"][name])]
+    one = {"layers": [2], "tensor_rank": 0, "tensor_size": 1}
+    tuned = load_weights(whole / "checkpoints/sft_final/global_step6", args, **one)[2]
+    changed = [name for name, t in load_weights(merged, args, **one)[2].items() if not torch.equal(t, tuned[name])]
     assert "attention.query_key_value.weight" in changed and "input_layernorm.scale" not in changed
+
+
+def assert_all_skipped(word: str, folder: Path) -> None:
+    said = [line.partition(":")[2] for line in pipeline(word, folder, "--dry-run").stdout.splitlines()]
+    assert said == [" unchanged, would be skipped"] * 5
 
 
 def test_nothing_is_done_twice_and_only_for_what_changes_weights(copied):
     before = {path: path.stat().st_mtime_ns for path in (copied / "checkpoints").rglob("*") if path.is_file()}
-    done = pipeline("run", copied)
-    assert done.returncode == 0, done.stderr
-    for stage in ("data", "init", "pretrain", "sft", "lora"):
-        assert f"pipeline: {stage}: unchanged, skipped" in done.stderr
+    said = passed("run", copied)
+    assert all(f"pipeline: {stage}: unchanged, skipped" in said for stage in STAGES)
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    dry = pipeline("run", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in dry.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
+    assert_all_skipped("run", copied)
     change_yaml(copied / "model.yml", log_interval=5, checkpoint_factor=4, num_workers=1)
-    done = pipeline("run", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in done.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
+    assert_all_skipped("run", copied)
     dry = pipeline("run", copied, "--dry-run", "--no-fp8", "--precision", "bfloat16", "--set", "seed=5").stdout
     lines = [line for line in dry.splitlines() if "deepy.py" in line]
     assert len(lines) == 4
@@ -127,9 +125,8 @@ def test_a_gate_stops_what_comes_after(copied):
 
     write_yaml(copied / "gates.yml", GATES)
     trained = (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns
-    done = pipeline("resume", copied)
-    assert done.returncode == 0, done.stderr
-    assert "pretrain: unchanged, skipped" in done.stderr and "sft: promoted" in done.stderr
+    said = passed("resume", copied)
+    assert "pretrain: unchanged, skipped" in said and "sft: promoted" in said
     assert (copied / "checkpoints/sft/global_step6/manifest.json").stat().st_mtime_ns == trained
     assert finals(copied)["sft"] != before["sft"] and finals(copied)["lora"] != before["lora"]
     assert finals(copied)["pretrain"] == before["pretrain"]
@@ -150,16 +147,15 @@ def test_an_override_is_shown_for_ever(copied):
     assert other.returncode == 1 and "has changed" in other.stderr
     change_yaml(copied / "sft.yml", data_seed=7)
     assert not (copied / "overrides.jsonl").exists()
-    done = pipeline("override", copied, "sft", "--reason", "noise at this size")
-    assert done.returncode == 0, done.stderr
+    passed("override", copied, "sft", "--reason", "noise at this size")
     (line,) = (copied / "overrides.jsonl").read_text().splitlines()
     assert json.loads(line)["reason"] == "noise at this size" and json.loads(line)["sha256"] == finals(copied)["sft"]
     assert json.loads((copied / "checkpoints/sft_final/verdict.json").read_text())["override"]["reason"]
-    assert pipeline("run", copied).returncode == 0  # it holds for these weights and this gate
+    passed("run", copied)  # it holds for these weights and this gate
     refuse(copied, 0.05)  # and for no other gate
     assert pipeline("run", copied).returncode == 3
     write_yaml(copied / "gates.yml", GATES)
-    assert pipeline("run", copied).returncode == 0
+    passed("run", copied)
     for shown in (pipeline("status", copied).stdout, (copied / "pipeline.html").read_text()):
         assert "noise at this size" in shown
     refused = pipeline("override", copied, "sft", "--reason", "again")
@@ -209,12 +205,11 @@ def test_a_longer_run_goes_on(copied):
     refused = pipeline("resume", copied, "sft", "--only")
     assert refused.returncode == 1 and "learning-rate schedule" in refused.stderr
     change_yaml(copied / "sft.yml", override_lr_scheduler=True)
-    done = pipeline("resume", copied, "sft", "--only")
-    assert done.returncode == 0, done.stderr
-    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in done.stderr
+    said = passed("resume", copied, "sft", "--only")
+    assert "sft: goes on: train_iters 6 -> 9" in refused.stderr and "anew" not in said
     assert (copied / "checkpoints/sft_final/latest").read_text() == "global_step9"
-    assert "iteration        7/" in (copied / "logs/sft.log").read_text()
-    assert "iteration        1/       9" not in (copied / "logs/sft.log").read_text()
+    log = (copied / "logs/sft.log").read_text()
+    assert "iteration        7/" in log and "iteration        1/       9" not in log
 
 
 @pytest.mark.product
@@ -222,11 +217,9 @@ def test_other_texts_begin_everything_anew(copied):
     text = json.dumps({"text": "other words " * 20}) + "\n"
     (copied / "data/raw/texts.jsonl").unlink()
     (copied / "texts.jsonl").write_text(text * 20)
-    done = pipeline("run", copied, "--to", "data")
-    assert done.returncode == 0 and "preprocess_data.py" in done.stderr
+    assert "preprocess_data.py" in passed("run", copied, "--to", "data")
     dry = pipeline("run", copied, "--dry-run").stdout
-    assert "pretrain: would run (changed: data)" in dry
-    assert "init: unchanged" in dry
+    assert "pretrain: would run (changed: data)" in dry and "init: unchanged" in dry
 
 
 def test_a_stage_that_fails_says_where(tmp_path):
@@ -259,16 +252,14 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
     assert first.returncode == 143 and records(copied)["sft"]["status"] == "stopped", said
     assert "sft comes before it and is stopped" in pipeline("resume", copied, "lora").stderr
     change_yaml(copied / "sft.yml", data_seed=7, train_iters=6)
-    done = pipeline("resume", copied, "sft")
-    assert done.returncode == 0, done.stderr
-    assert "sft: takes checkpoints/sft.1 back" in done.stderr and "lora: unchanged" in done.stderr
+    said = passed("resume", copied, "sft")
+    assert "sft: takes checkpoints/sft.1 back" in said and "lora: unchanged" in said
     assert finals(copied) == before
 
     change_yaml(copied / "sft.yml", train_iters=9)
     assert pipeline("resume", copied, "sft", "--only").returncode == 1  # the learning rate's end is not said
     change_yaml(copied / "sft.yml", train_iters=6)
-    done = pipeline("resume", copied, "sft")
-    assert done.returncode == 0 and "sft: goes back to what it was" in done.stderr
+    assert "sft: goes back to what it was" in passed("resume", copied, "sft")
     assert finals(copied) == before
 
 
@@ -276,28 +267,23 @@ def test_an_edit_that_is_taken_back_costs_nothing(copied):
 def test_damaged_and_missing_weights(copied):
     """Files that are gone are seen, and what is whole elsewhere is taken."""
     before = finals(copied)
-    final = copied / "checkpoints/pretrain_final"
-    next(final.glob("global_step8/layer_02*")).unlink()
+    next((copied / "checkpoints/pretrain_final").glob("global_step8/layer_02*")).unlink()
     assert finals(copied)["pretrain"] is None
-    done = pipeline("run", copied, "--to", "pretrain")
-    assert done.returncode == 0 and "pretrain: promoted" in done.stderr and finals(copied) == before
+    assert "pretrain: promoted" in passed("run", copied, "--to", "pretrain") and finals(copied) == before
     shutil.rmtree(copied / "checkpoints/sft")  # pruned: the promoted weights are the same
     change_yaml(copied / "gates.yml", sft={"require": [{"metric": "train/lm_loss", "max": 8.0}]})
-    done = pipeline("resume", copied, "sft", "--only")
-    assert done.returncode == 0 and "sft: promoted" in done.stderr and not (copied / "checkpoints/sft").exists()
+    assert "sft: promoted" in passed("resume", copied, "sft", "--only") and not (copied / "checkpoints/sft").exists()
     assert finals(copied) == before
     (copied / "checkpoints/init_final/latest").unlink()
-    done = pipeline("run", copied)
-    assert done.returncode == 0 and finals(copied) == before, done.stderr
+    passed("run", copied)
+    assert finals(copied) == before
 
 
 @pytest.mark.product
 def test_options_belong_to_stages(copied):
-    assert pipeline("run", copied, "--only", "lora", "--set", "data_seed=9").returncode == 0
-    dry = pipeline("resume", copied, "--dry-run")
-    assert [line.partition(":")[2] for line in dry.stdout.splitlines()] == [" unchanged, would be skipped"] * 5
-    dry = pipeline("resume", copied, "--dry-run", "--set", "log_interval=2")
-    assert "would run" not in dry.stdout
+    passed("run", copied, "--only", "lora", "--set", "data_seed=9")
+    assert_all_skipped("resume", copied)
+    assert "would run" not in pipeline("resume", copied, "--dry-run", "--set", "log_interval=2").stdout
     assert "lora: would run (changed: data_seed 9 -> 8" in pipeline("run", copied, "--dry-run").stdout
 
 
@@ -321,10 +307,7 @@ def test_two_at_once_and_a_stop(tmp_path):
 
 def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
     """The stage in which a pipeline was killed, with_all: and what it started; None: it had ended."""
-    process = subprocess.Popen(
-        command("run", folder), env=environment(), start_new_session=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    process = subprocess.Popen(command("run", folder), env=environment(), start_new_session=True, **BOTH)
     try:
         output, _ = process.communicate(timeout=seconds)
         assert process.returncode == 0, output
@@ -341,21 +324,17 @@ def kill(folder: Path, seconds: float, with_all: bool) -> str | None:
 def descendants(pid: int, folder: Path) -> list[int]:
     """Processes that work in the pipeline's folder, but the pipeline itself."""
     found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != pid:
-            try:
-                if Path(os.readlink(entry / "cwd")) == folder.resolve():
-                    found.append(int(entry.name))
-            except OSError:
-                continue
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if int(entry.name) != pid and Path(os.readlink(entry / "cwd")) == folder.resolve():
+                found.append(int(entry.name))
     return found
 
 
 def compare(tmp_path: Path, kills: int, seed: int, longest_s: float = 5.0) -> list[str]:
     """Kill pipelines so often and compare them with one that nobody killed; the stages of the kills."""
     whole = write_small(tmp_path / "whole")
-    done = pipeline("run", whole)
-    assert done.returncode == 0, done.stderr
+    passed("run", whole)
     moment, killed_in = random.Random(seed), list[str]()
     for number in range(kills):
         folder = write_small(tmp_path / f"killed{number}")

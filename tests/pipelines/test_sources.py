@@ -4,10 +4,9 @@ import hashlib
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from megatron.pipelines import sources
 from megatron.pipelines.definition import Source
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.sources import fetch_sources
-from tests.launch.runs import ROOT, environment
+from tests.launch.runs import ROOT, environment, serving
 
 BODY = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(BODY).hexdigest()
@@ -43,48 +42,34 @@ def server() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_HEAD(self) -> None:
-            self._answer(with_body=False)
-
         def do_GET(self) -> None:
-            self._answer(with_body=True)
-
-        def _answer(self, with_body: bool) -> None:
             given = self.headers.get("Range", "") if state.ranges else ""
             first = int(given.removeprefix("bytes=").partition("-")[0]) if given else 0
             state.asked.append((self.command, self.path, first))
-            status = state.status.pop(0) if state.status else 200
             body = state.files.get(self.path.partition("?")[0])
-            if status != 200 or body is None or (given and first >= len(body)):
-                code = status if status != 200 else 404 if body is None else 416
-                self.send_response(code)
-                if code == 416 and body is not None:
-                    self.send_header("Content-Range", f"bytes */{len(body)}")
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            self.send_response(206 if given else 200)
-            self.send_header("Content-Length", str(len(body) - first))
-            self.send_header("ETag", hashlib.sha256(body).hexdigest())
-            self.send_header("X-Repo-Commit", COMMIT)
+            usual = 404 if body is None else 200 if not given else 206 if first < len(body) else 416
+            status = state.status.pop(0) if state.status else usual
+            headers: dict[str, Any] = {"Content-Length": 0}
+            if status < 400:
+                tag = hashlib.sha256(body).hexdigest()
+                headers = {"Content-Length": len(body) - first, "ETag": tag, "X-Repo-Commit": COMMIT}
+            elif status == 416:
+                headers["Content-Range"] = f"bytes */{len(body)}"
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, str(value))
             self.end_headers()
-            if with_body:
+            if self.command == "GET" and status < 400:
                 end = state.cut.pop(0) if state.cut else len(body)
                 self.wfile.write(body[first:end])
                 if end < len(body):
                     self.close_connection = True
 
-        def log_message(self, *given: Any) -> None:
-            pass
+        do_HEAD = do_GET
 
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{httpd.server_port}"
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
-    thread.start()
-    yield state
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with serving(Handler) as httpd:
+        state.url = f"http://127.0.0.1:{httpd.server_port}"
+        yield state
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +78,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_url(server: Server, sha256: str = DIGEST) -> Source:
-    server.files.setdefault("/x.bin", BODY)
+    server.files["/x.bin"] = BODY
     return Source(name="x.bin", license="MIT", url=f"{server.url}/x.bin", sha256=sha256)
 
 
@@ -122,15 +107,11 @@ def test_what_was_cut_off_goes_on(tmp_path, server):
 def test_a_killed_download_goes_on(tmp_path, server):
     part = tmp_path / "data/raw/.x.bin.part"
     part.parent.mkdir(parents=True)
-    part.write_bytes(BODY[:500_000])
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    assert server.asked == [("GET", "/x.bin", 500_000)] and not part.exists()
-    (tmp_path / "data/raw/x.bin").unlink()
-    part.write_bytes(BODY)  # all of it: only its name was not given yet
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    (tmp_path / "data/raw/x.bin").unlink()
-    part.write_bytes(BODY + b"more")
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    for is_there in (BODY[:500_000], BODY, BODY + b"more"):  # of the second only its name was not given yet
+        (tmp_path / "data/raw/x.bin").unlink(missing_ok=True)
+        part.write_bytes(is_there)
+        assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and not part.exists()
+    assert [first for *_, first in server.asked[:2]] == [500_000, len(BODY)]
 
 
 def test_a_server_that_cannot_go_on_gives_all_again(tmp_path, server):
@@ -154,17 +135,14 @@ def test_what_cannot_be_had(tmp_path, server):
         fetch(tmp_path, Source(name="y", license="MIT", url="http://127.0.0.1:9/y", sha256=DIGEST))
 
 
-def test_a_file_that_changed_is_fetched_again_and_kept(tmp_path, server):
-    fetch(tmp_path, of_url(server))
-    (tmp_path / "data/raw/x.bin").write_bytes(b"edited")
-    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
-    assert (tmp_path / "data/raw/x.bin.old1").read_bytes() == b"edited"
-
-
-def test_a_file_put_there_by_hand_is_taken(tmp_path, server):
-    (tmp_path / "data/raw").mkdir(parents=True)
-    (tmp_path / "data/raw/x.bin").write_bytes(BODY)
+def test_a_file_put_there_by_hand_is_taken_and_one_that_changed_kept_beside_the_right_one(tmp_path, server):
+    file = tmp_path / "data/raw/x.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(BODY)
     assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST} and server.asked == []
+    file.write_bytes(b"edited")
+    assert fetch(tmp_path, of_url(server))[0] == {"x.bin": DIGEST}
+    assert file.with_name("x.bin.old1").read_bytes() == b"edited" and file.read_bytes() == BODY
 
 
 def test_paths_are_linked_and_looked_at(tmp_path):
@@ -186,13 +164,10 @@ def test_the_hub(tmp_path, server):
     siblings = [{"rfilename": name} for name in files]
     info = {"id": "org/set", "sha": COMMIT, "siblings": siblings, "tags": [], "downloads": 0, "private": False,
             "disabled": False, "gated": False, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z"}  # fmt: skip
-    for revision in ("main", COMMIT):
-        server.files[f"/api/datasets/org/set/revision/{revision}"] = json.dumps(info).encode()
-    server.files["/api/datasets/org/set"] = json.dumps(info).encode()
-    listed = [
-        {"type": "file", "path": name, "size": len(text), "oid": hashlib.sha1(text).hexdigest()}
-        for name, text in files.items()
-    ]
+    for path in ("", "/revision/main", f"/revision/{COMMIT}"):
+        server.files[f"/api/datasets/org/set{path}"] = json.dumps(info).encode()
+    shas = {name: hashlib.sha1(text).hexdigest() for name, text in files.items()}
+    listed = [{"type": "file", "path": name, "size": len(files[name]), "oid": sha} for name, sha in shas.items()]
     server.files[f"/api/datasets/org/set/tree/{COMMIT}"] = json.dumps(listed).encode()
     server.files |= {f"/datasets/org/set/resolve/{COMMIT}/{name}": text for name, text in files.items()}
     program = (
@@ -211,10 +186,7 @@ def test_the_hub(tmp_path, server):
     done = run()
     assert done.returncode == 0, done.stderr
     raw = tmp_path / "data/raw/set"
-    assert sorted(str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()) == [
-        "data/a.jsonl",
-        "data/b.jsonl",
-    ]
+    assert {str(path.relative_to(raw)) for path in raw.rglob("*") if path.is_file()} == {"data/a.jsonl", "data/b.jsonl"}
     note = json.loads((tmp_path / "data/raw/sources.json").read_text())["set"]
     assert note["revision"] == COMMIT and note["files"] == 2
     asked = len(server.asked)

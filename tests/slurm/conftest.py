@@ -1,6 +1,5 @@
 """A real Slurm of two virtual nodes with pretended GPUs for all tests here, and a clone to submit from."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,18 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.training.runs import ADAMW, LLAMA, config
+from tests.launch.runs import ROOT
+from tests.training.runs import ADAMW, LLAMA, config, metric_rows
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged")
 ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb", "sacct")
 NODES = ("n1", "n2")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
+OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # jobs that share two nodes
+WAIT_S = 120
 
 _SLURM = """\
 ClusterName=test
@@ -124,10 +127,9 @@ class Cluster:
         )  # fmt: skip
         (self.folder / "gres.conf").write_text(_GRES)
         (self.folder / "cgroup.conf").write_text(_CGROUP)
-        self.run(
-            "munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock", f"--pid-file={self.folder}/munged.pid",
-            f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/munge.seed", "--force",
-        )  # fmt: skip
+        self.run("munged", f"--key-file={key}", f"--socket={self.folder}/munge.sock",
+                 f"--pid-file={self.folder}/munged.pid", f"--log-file={self.folder}/munged.log",
+                 f"--seed-file={self.folder}/munge.seed", "--force")  # fmt: skip
         if self.accounting:
             self._start_accounting(database, sql)
         self.run("slurmctld", "-c")
@@ -137,9 +139,8 @@ class Cluster:
 
     def _start_accounting(self, database_port: int, sql_port: int) -> None:
         folder, socket_file = self.folder, self.folder / "my.sock"
-        self.run(
-            "mariadb-install-db", "--user=root", f"--datadir={folder}/db", "--auth-root-authentication-method=normal"
-        )
+        method = "--auth-root-authentication-method=normal"
+        self.run("mariadb-install-db", "--user=root", f"--datadir={folder}/db", method)
         with (folder / "mariadb.log").open("w") as log:
             subprocess.Popen(
                 ["mariadbd", "--user=root", f"--datadir={folder}/db", f"--socket={socket_file}", f"--port={sql_port}",
@@ -166,38 +167,26 @@ class Cluster:
         # A step that has not ended when slurmd does stays for ever.
         queue = ["squeue", "--noheader", "--states=RUNNING,COMPLETING,SUSPENDED"]
         deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            if not subprocess.run(queue, env=self.environment, capture_output=True).stdout:
-                break
+        while subprocess.run(queue, env=self.environment, capture_output=True).stdout and time.monotonic() < deadline:
             time.sleep(0.2)
         for name in (*(f"slurmd-{node}" for node in NODES), "slurmctld", "slurmdbd", "mariadbd", "munged"):
-            try:
+            with suppress(FileNotFoundError, ProcessLookupError):
                 os.kill(int((self.folder / f"{name}.pid").read_text()), signal.SIGTERM)
-            except (FileNotFoundError, ProcessLookupError):
-                pass
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
         """Output of a command of Slurm's; fails with what it said."""
-        done = subprocess.run(
-            command, env={**self.environment, **variables}, cwd=cwd, capture_output=True, text=True, timeout=60
-        )
+        env = {**self.environment, **variables}
+        done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:
             one.bind(("127.0.0.1", 0))
         return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
-
-
-ROOT = Path(__file__).resolve().parents[2]
-WAIT_S = 120
 
 
 @pytest.fixture(scope="session")
@@ -222,9 +211,18 @@ class Submitter:
             "sbatch", "--parsable", *words, cwd=self.clone, **{**self.variables, **variables}
         ).strip()  # fmt: skip
 
+    def python(self, *words: object, site: str = "") -> "subprocess.CompletedProcess[str]":
+        """Run a program in the clone."""
+        env = {**self.cluster.environment, **self.variables, "NEOX_SITE": site, "PYTHONPATH": str(self.clone)}
+        command = [sys.executable, *map(str, words)]
+        return subprocess.run(command, cwd=self.clone, env=env, capture_output=True, text=True, timeout=300)
+
+    def record(self, job: str) -> str:
+        """What Slurm knows of a job."""
+        return self.cluster.run("scontrol", "show", "job", job)
+
     def state(self, job: str) -> str:
-        shown = self.cluster.run("scontrol", "show", "job", job)
-        return shown.partition("JobState=")[2].split()[0]
+        return self.record(job).partition("JobState=")[2].split()[0]
 
     def log(self, job: str, name: str = "neox-training") -> str:
         path = self.clone / "logs" / f"{name}-{job}.out"
@@ -235,6 +233,12 @@ class Submitter:
         ended = until or (lambda: self.state(job) in ENDED)
         wait_until(ended, WAIT_S, lambda: f"{self.state(job)}\n{self.log(job, name)}")
         return self.log(job, name)
+
+    def completed(self, job: str, name: str = "neox-training") -> str:
+        """The log of a job that ends well."""
+        log = self.wait(job, name=name)
+        assert self.state(job) == "COMPLETED", log
+        return log
 
 
 @pytest.fixture(scope="session")
@@ -255,10 +259,8 @@ def accounted(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     clone = tmp_path_factory.mktemp("home") / "neox"
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", ":!tests"],
+                            cwd=ROOT, capture_output=True, text=True, check=True).stdout  # fmt: skip
     for name in filter(None, listed.split("\0")):
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
@@ -269,20 +271,14 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def write_config(tmp_path: Path) -> Callable[..., Path]:
     def write(name: str = "model.yml", **keys: Any) -> Path:
-        values = config(
-            LLAMA, ADAMW, **{"save": str(tmp_path / "save"), "train_iters": 6, "checkpoint_factor": 1000, **keys}
-        )
-        path = tmp_path / name
-        path.write_text(yaml.safe_dump(values))
-        return path
+        usual = {"save": str(tmp_path / "save"), "train_iters": 6, "checkpoint_factor": 1000}
+        (tmp_path / name).write_text(yaml.safe_dump(config(LLAMA, ADAMW, usual, keys)))
+        return tmp_path / name
 
     return write
 
 
 def losses(save: Path) -> list[float]:
     """train/lm_loss of every iteration; the last word counts where one was run twice."""
-    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return [
-        value
-        for _, value in sorted({row["iteration"]: row["train/lm_loss"] for row in rows if row["iteration"]}.items())
-    ]
+    losses = {row["iteration"]: row["train/lm_loss"] for row in metric_rows(save) if row["iteration"]}
+    return [losses[iteration] for iteration in sorted(losses)]

@@ -29,10 +29,9 @@ def publish(accounted: Submitter, hub: LoopbackHub, tmp_path: Path) -> Iterator[
     saves = tmp_path / "checkpoints"
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, save=str(saves / "one"), train_iters=2, checkpoint_factor=1))
     shutil.copytree(saves / "one", saves / "two")
-    variables = {
-        **accounted.variables, **hub.environment(), "NEOX_CHECKPOINT_DIR": str(saves), "NEOX_HUB_PREFIX": "sfm",
-        "HF_HOME": str(tmp_path / "hf_home"), "SBATCH_OUTPUT": f"{tmp_path}/logs/%x-%j.out",
-    }  # fmt: skip
+    variables = {**accounted.variables, **hub.environment(), "NEOX_CHECKPOINT_DIR": str(saves),
+                 "NEOX_HUB_PREFIX": "sfm", "HF_HOME": str(tmp_path / "hf_home"),
+                 "SBATCH_OUTPUT": f"{tmp_path}/logs/%x-%j.out"}  # fmt: skip
 
     def submit(experiment: str) -> list[str]:
         words = ["bash", "huggingface/batch_submit_checkpoints.sh", experiment, "org", "--skip-eval"]
@@ -64,8 +63,7 @@ def test_jobs_of_an_experiment_never_overlap_and_two_experiments_do(
     wait_until(lambda: all(accounted.state(job) in ENDED for job in every), WAIT_S, logs)
     assert [accounted.state(job) for job in every] == ["COMPLETED"] * 4, logs()
     for experiment in jobs:
-        repo = hub.repos[f"org/sfm-{experiment}"]
-        assert sorted(repo.branches) == [*sorted(TAGS), "main"]
+        assert sorted(hub.repos[f"org/sfm-{experiment}"].branches) == [*sorted(TAGS), "main"]
         assert hub.content(f"org/sfm-{experiment}", "main") == hub.content(f"org/sfm-{experiment}", TAGS[0])
     assert TOKEN not in logs() and len(logs()) > 100
     times = "--format=JobID,Start,End"

@@ -5,21 +5,21 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.launch.test_faults import ANY_TROUBLE, CRASHED, EXPERIMENT, bash
-from tests.slurm.conftest import Submitter
+from tests.slurm.conftest import OPTIONS, Submitter
+from tests.training.runs import ADAMW, LLAMA, config
 
 pytestmark = pytest.mark.slurm
 Write = Callable[..., Path]
 HELD = Path(__file__).with_name("held.py")
-OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")  # eight jobs share two nodes
 SITE = """\
 export NEOX_NODES_PRETRAIN=2 NEOX_NODES=1 NEOX_LOG_DIR=FOLDER/logs
 export NEOX_CHECKPOINT_DIR=FOLDER/sf_model_organisms
@@ -36,10 +36,8 @@ BAR = r'tail -50 <log> | grep -P "\d+%\|"'
 HARNESS = 'grep -E "Running evaluation harness" <log>'
 
 
-def jobs(slurm: Submitter, *words: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    env = {**slurm.cluster.environment, **slurm.variables, "NEOX_SITE": "eight", "PYTHONPATH": str(slurm.clone)}
-    how: Any = {"cwd": slurm.clone, "env": {**env, **variables}, "capture_output": True, "text": True, "timeout": 300}
-    return subprocess.run([sys.executable, "tools/jobs.py", *words], **how)
+def jobs(slurm: Submitter, *words: str) -> "subprocess.CompletedProcess[str]":
+    return slurm.python("tools/jobs.py", *words, site="eight")
 
 
 def rows(slurm: Submitter, *words: str) -> dict[str, Any]:
@@ -53,11 +51,8 @@ def make_site(slurm: Submitter, folder: Path) -> None:
 
 
 def end(slurm: Submitter, numbers: list[str]) -> None:
-    for number in numbers:
-        subprocess.run(
-            ["scancel", "--signal=KILL", "--full", number], env=slurm.cluster.environment, capture_output=True
-        )
-    subprocess.run(["scancel", *numbers], env=slurm.cluster.environment, capture_output=True)
+    for words in (*(["--signal=KILL", "--full", number] for number in numbers), numbers):
+        subprocess.run(["scancel", *words], env=slurm.cluster.environment, capture_output=True)
 
 
 class Eight:
@@ -73,9 +68,8 @@ class Eight:
         if hold is not None:
             values["callbacks"] = [f"{HELD}:{hold}"]
         path = self._write(f"{name}.yml", **values)
-        self.numbers[name] = self.slurm.submit(
-            *OPTIONS, f"--job-name={name}", *words, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight"
-        )
+        words = (*OPTIONS, f"--job-name={name}", *words, "pretrain_neox.sbatch", str(path))
+        self.numbers[name] = self.slurm.submit(*words, NEOX_SITE="eight")
 
     def wait(self, **wanted: str) -> dict[str, Any]:
         """The rows by name, once the verdicts are these."""
@@ -91,10 +85,6 @@ class Eight:
 
 @pytest.fixture(scope="module")
 def eight(accounted: Submitter, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eight]:
-    import yaml
-
-    from tests.training.runs import ADAMW, LLAMA, config
-
     folder = tmp_path_factory.mktemp("eight")
 
     def write(name: str, **keys: Any) -> Path:
@@ -121,9 +111,8 @@ def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config
     """The first job of a site submits the one with the site's nodes, and says so."""
     make_site(accounted, tmp_path)
     path = write_config(train_iters=3, train_batch_size=12, save=str(tmp_path / "sf_model_organisms" / "two"))
-    first = accounted.submit(
-        "--oversubscribe", "--mem=100", "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="eight"
-    )
+    options = ("--oversubscribe", "--mem=100", "--gres=none")
+    first = accounted.submit(*options, "pretrain_neox.sbatch", str(path), NEOX_SITE="eight")
     accounted.wait(first)
     row = rows(accounted, first)[first]
     number = re.fullmatch(r"submitted job (\d+) in its place", row["detail"] or "")
@@ -136,10 +125,8 @@ def test_the_sites_nodes_and_folders_are_used(accounted: Submitter, write_config
 
 
 def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight, accounted: Submitter) -> None:
-    found = eight.wait(
-        pending="pending", training="training", evaluating="evaluating", saving="saving", finished="FINISHED",
-        failed="CRASHED", crashed="CRASHED", stopped="training",
-    )  # fmt: skip
+    found = eight.wait(pending="pending", training="training", evaluating="evaluating", saving="saving",
+                       finished="FINISHED", failed="CRASHED", crashed="CRASHED", stopped="training")  # fmt: skip
     eight.wait(training="training", stopped="training")
     while (found["stopped"]["iteration"] or 0) < 3 or (found["training"]["iteration"] or 0) < 3:
         time.sleep(1.0)
@@ -187,8 +174,7 @@ def test_eight_jobs_get_the_right_verdict_and_the_shell_loops_agree(eight: Eight
 
 def test_filters_logs_and_cancel(eight: Eight, accounted: Submitter) -> None:
     number = eight.numbers["training"]
-    listed = rows(accounted, "--name", "train*")
-    assert list(listed) == [number]
+    assert list(rows(accounted, "--name", "train*")) == [number]
     assert list(rows(accounted, "--experiment", "exp_saving")) == [eight.numbers["saving"]]
     assert jobs(accounted, "list", number).returncode == 0
     assert "lm_loss" in jobs(accounted, "logs", number, "-n", "3").stdout

@@ -2,24 +2,20 @@
 
 import re
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.pipelines.small import GATES, change_yaml, finals, pipeline, records, write_small, write_yaml
-from tests.slurm.conftest import ENDED, WAIT_S, Submitter, wait_until
+from tests.pipelines.small import GATES, change_yaml, finals, passed, records, write_small, write_yaml
+from tests.slurm.conftest import ENDED, OPTIONS, WAIT_S, Submitter, wait_until
 
 pytestmark = pytest.mark.slurm
-OPTIONS = ("--oversubscribe", "--mem=100", "--cpus-per-task=2", "--gres=none")
 
 
 def in_cluster(slurm: Submitter, *words: object) -> "subprocess.CompletedProcess[str]":
-    env = {**slurm.cluster.environment, **slurm.variables, "PYTHONPATH": str(slurm.clone)}
-    command = [sys.executable, "deepy.py", "pipeline", *map(str, words)]
-    return subprocess.run(command, cwd=slurm.clone, env=env, capture_output=True, text=True, timeout=120)
+    return slurm.python("deepy.py", "pipeline", *words)
 
 
 def submitted(text: str) -> dict[str, str]:
@@ -43,8 +39,7 @@ def wait_for(slurm: Submitter, jobs: dict[str, str], folder: Path, until: str = 
 def test_stages_are_dependent_jobs(slurm, tmp_path):
     """The same weights as without Slurm; a gate that refuses cancels what waits; what was mended goes on."""
     here, there = write_small(tmp_path / "here"), write_small(tmp_path / "there")
-    done = pipeline("run", here)
-    assert done.returncode == 0, done.stderr
+    passed("run", here)
     write_yaml(there / "gates.yml", {**GATES, "sft": {"require": [{"metric": "train/lm_loss", "max": 0.1}]}})
     told = in_cluster(slurm, "run", there, "--slurm", "--", *OPTIONS)
     jobs = submitted(told.stderr)
@@ -56,12 +51,10 @@ def test_stages_are_dependent_jobs(slurm, tmp_path):
     log = (there / "logs" / f"sft-{jobs['sft']}.out").read_text()
     assert states == {"data": "COMPLETED", "init": "COMPLETED", "pretrain": "COMPLETED", "sft": "FAILED",
                       "lora": "CANCELLED"}, log  # fmt: skip
-    assert "ExitCode=3:0" in slurm.cluster.run("scontrol", "show", "job", jobs["sft"]), log
+    assert "ExitCode=3:0" in slurm.record(jobs["sft"]), log
     assert finals(there) == {**finals(here), "sft": None, "lora": None}
-    assert (
-        records(there)["sft"]["status"] == "refused"
-        and records(there).get("lora", {}).get("status", "waiting") == "waiting"
-    )
+    assert records(there)["sft"]["status"] == "refused"
+    assert records(there).get("lora", {}).get("status", "waiting") == "waiting"
     assert "refused" in in_cluster(slurm, "status", there).stdout
 
     write_yaml(there / "gates.yml", GATES)
@@ -74,21 +67,19 @@ def test_stages_are_dependent_jobs(slurm, tmp_path):
 
 def test_a_stage_that_is_told_to_save_goes_on_by_itself(slurm, tmp_path):
     """USR1, as Slurm sends before a time limit: the job saves, is queued again, and the next stage waits."""
-    folder = write_small(tmp_path / "p")
-    change_yaml(folder / "pretrain.yml", train_iters=80)
-    whole = write_small(tmp_path / "whole")
-    change_yaml(whole / "pretrain.yml", train_iters=80)
-    assert pipeline("run", whole, "--to", "sft").returncode == 0
+    folder, whole = write_small(tmp_path / "p"), write_small(tmp_path / "whole")
+    for made in (folder, whole):
+        change_yaml(made / "pretrain.yml", train_iters=80)
+    passed("run", whole, "--to", "sft")
     told = in_cluster(slurm, "run", folder, "--to", "sft", "--slurm", "--", *OPTIONS)
     jobs = submitted(told.stderr)
     log = folder / "logs/pretrain.log"
     seen = partial(re.findall, "iteration +[1-9]")
     wait_until(lambda: log.is_file() and len(seen(log.read_text())) >= 3, WAIT_S, lambda: told.stderr)
     slurm.cluster.run("scancel", "--signal=USR1", "--batch", jobs["pretrain"])
-    slurm.wait(jobs["pretrain"], lambda: "Restarts=1" in slurm.cluster.run("scontrol", "show", "job", jobs["pretrain"]))
+    slurm.wait(jobs["pretrain"], lambda: "Restarts=1" in slurm.record(jobs["pretrain"]))
     assert slurm.state(jobs["sft"]) == "PENDING"
     assert set(wait_for(slurm, jobs, folder).values()) == {"COMPLETED"}
-    assert (
-        f"job {jobs['pretrain']} is queued again" in (folder / "logs" / f"pretrain-{jobs['pretrain']}.out").read_text()
-    )
+    job = jobs["pretrain"]
+    assert f"job {job} is queued again" in (folder / "logs" / f"pretrain-{job}.out").read_text()
     assert finals(folder) == finals(whole)

@@ -31,20 +31,14 @@ def local(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    ("options", "ranks"),
-    [
-        (("--ntasks-per-node=2",), 2),
-        (("--nodes=2",), 2),
-        (("--nodes=2", "--ntasks=3", "--ntasks-per-node=2"), 3),
-    ],
-    ids=["two tasks", "two nodes", "three tasks on two nodes"],
-)
+@pytest.mark.parametrize(("options", "ranks"), [
+    (("--ntasks-per-node=2",), 2),
+    (("--nodes=2",), 2),
+    (("--nodes=2", "--ntasks=3", "--ntasks-per-node=2"), 3),
+], ids=["two tasks", "two nodes", "three tasks on two nodes"])  # fmt: skip
 def test_trains_as_on_one_machine(slurm, write_config, local, options, ranks, tmp_path):
     path = write_config(train_batch_size=12)
-    job = slurm.submit(*options, "--gres=none", "pretrain_neox.sbatch", str(path))
-    log = slurm.wait(job)
-    assert slurm.state(job) == "COMPLETED", log
+    log = slurm.completed(slurm.submit(*options, "--gres=none", "pretrain_neox.sbatch", str(path)))
     assert losses(tmp_path / "save") == pytest.approx(local(path, ranks), rel=1e-6)
     # What people grep a job's log for.
     assert len(re.findall(r"iteration +\d+/ +6 .*lm_loss: ", log)) == 6
@@ -61,23 +55,16 @@ def test_told_to_stop_it_saves_is_queued_again_and_ends_as_if_it_had_not(slurm, 
         subprocess.run([sys.executable, "deepy.py", "train.py", str(base)], cwd=ROOT, check=True, timeout=120)
         keys |= {"load": str(tmp_path / "base"), "finetune": True}
     whole, save = tmp_path / "whole", tmp_path / "save"
-    done = slurm.submit(
-        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch",
-        str(write_config("whole.yml", **keys, save=str(whole))),
-    )  # fmt: skip
-    slurm.wait(done)
-
-    job = slurm.submit(
-        "--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch", str(write_config(**keys))
-    )  # fmt: skip
+    options = ("--gres=none", "--nodes=2", "--ntasks-per-node=1", "pretrain_neox.sbatch")
+    slurm.wait(slurm.submit(*options, str(write_config("whole.yml", **keys, save=str(whole)))))
+    job = slurm.submit(*options, str(write_config(**keys)))
     slurm.wait(job, lambda: len(re.findall("iteration +[1-9]", slurm.log(job))) >= 3)
     if how == "requeue":  # what a scheduler does when it wants the nodes back: no notice but SIGTERM
         slurm.cluster.run("scontrol", "requeue", job)
     else:
         slurm.cluster.run("scancel", "--signal=USR1", "--batch", job)
-    slurm.wait(job, lambda: "Restarts=1" in slurm.cluster.run("scontrol", "show", "job", job))
-    log = slurm.wait(job)  # Slurm holds a job that comes back until its first credential has expired
-    assert slurm.state(job) == "COMPLETED", log
+    slurm.wait(job, lambda: "Restarts=1" in slurm.record(job))
+    log = slurm.completed(job)  # Slurm holds a job that comes back until its first credential has expired
     assert (save / "latest").read_text().strip() == "global_step60"
     assert losses(save) == losses(whole)
     if how != "requeue":
@@ -91,29 +78,23 @@ def test_other_names_options_and_secrets(slurm, write_config, tmp_path):
     path = write_config(train_iters=1)
     extra = ("--gres=none", "--cpus-per-task=32", "--mem=500G", "--job-name=my-run")
     job = slurm.submit(*extra, "pretrain_neox.sbatch", str(path), "--set", "hidden_size=16", NEOX_SITE="local")
-    log = slurm.wait(job, name="my-run")
-    assert slurm.state(job) == "COMPLETED", log
+    log = slurm.completed(job, "my-run")
     assert "tr0ub4dor" not in log and re.search(r"hidden_size.*16", log)
-    shown = slurm.cluster.run("scontrol", "show", "job", job)
-    assert "mem=500G" in shown or "MinMemoryNode=500G" in shown
-    job = slurm.submit(
-        "--gres=none", "run_on_compute.sbatch", "bash", "-c", "echo len ${#NEOX_TEST_SECRET}; type python"
-    )
+    assert re.search("mem=500G|MinMemoryNode=500G", slurm.record(job))
+    script = "echo len ${#NEOX_TEST_SECRET}; type python"
+    job = slurm.submit("--gres=none", "run_on_compute.sbatch", "bash", "-c", script)
     log = slurm.wait(job, name="run-on-compute")
     assert "len 9" in log and os.path.dirname(sys.executable) in log
     (slurm.clone / ".env").unlink()
 
 
-@pytest.mark.parametrize(
-    ("words", "variables", "message"),
-    [
-        (("model.yml",), {}, "model.yml is a relative path"),
-        ((), {}, "usage: sbatch"),
-        (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
-        (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
-        (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "variables", "message"), [
+    (("model.yml",), {}, "model.yml is a relative path"),
+    ((), {}, "usage: sbatch"),
+    (("/nowhere/model.yml",), {}, "/nowhere/model.yml"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "mars"}, "there is no .*/mars.sh; there are: isambard.sh local.sh"),
+    (("/nowhere/model.yml",), {"NEOX_SITE": "isambard"}, "PROJECTDIR.*is not set"),
+])  # fmt: skip
 def test_what_cannot_run_says_why(slurm, words, variables, message):
     job = slurm.submit("--gres=none", "pretrain_neox.sbatch", *words, **variables)
     log = slurm.wait(job)
@@ -131,9 +112,7 @@ def test_ranks_that_srun_starts_itself(slurm, write_config, local, tmp_path):
     """A batch file of one's own, without deepy.py."""
     path = write_config(train_batch_size=12)
     wrapped = f"srun --ntasks=2 {sys.executable} train.py {path}"
-    job = slurm.submit("--ntasks=2", "--output=logs/neox-training-%j.out", "--wrap", wrapped)
-    log = slurm.wait(job)
-    assert slurm.state(job) == "COMPLETED", log
+    slurm.completed(slurm.submit("--ntasks=2", "--output=logs/neox-training-%j.out", "--wrap", wrapped))
     assert losses(tmp_path / "save") == pytest.approx(local(path, 2), rel=1e-6)
 
 
@@ -171,10 +150,6 @@ def last_job(slurm: Submitter) -> int:
     return max(int(number) for number in re.findall(r"JobId=(\d+)", slurm.cluster.run("scontrol", "show", "job")))
 
 
-def shown(slurm: Submitter, job: str) -> str:
-    return slurm.cluster.run("scontrol", "show", "job", job)
-
-
 def test_without_nodes_it_is_submitted_again_once(slurm, site, write_config, tmp_path):
     path = write_config(train_batch_size=12)
     job = slurm.submit("--gres=none", "pretrain_neox.sbatch", str(path), "--set", "train_iters=3", NEOX_SITE="two")
@@ -184,7 +159,7 @@ def test_without_nodes_it_is_submitted_again_once(slurm, site, write_config, tmp
     assert "no --nodes: pre-training has 2 nodes at site two\n" in site(job)
     slurm.wait(new)
     assert slurm.state(new) == "COMPLETED", site(new)
-    assert "NumNodes=2" in shown(slurm, new) and "JobName=neox-training" in shown(slurm, new)
+    assert "NumNodes=2" in slurm.record(new) and "JobName=neox-training" in slurm.record(new)
     assert not re.search("error|exception|traceback", site(job) + site(new), re.IGNORECASE)
     assert not submitted(site(new)) and last_job(slurm) == int(new)
     assert len(losses(tmp_path / "save")) == 3
@@ -197,7 +172,7 @@ def test_nodes_that_are_typed_are_kept(slurm, site, write_config, nodes):
     job = slurm.submit(nodes, "--gres=none", "pretrain_neox.sbatch", str(path), NEOX_SITE="two")
     slurm.wait(job)
     assert slurm.state(job) == "COMPLETED", site(job)
-    assert f"NumNodes={nodes[-1]} " in shown(slurm, job)
+    assert f"NumNodes={nodes[-1]} " in slurm.record(job)
     assert not submitted(site(job)) and last_job(slurm) == int(job)
 
 
@@ -209,7 +184,7 @@ def test_from_within_another_job(slurm, site, write_config):
     slurm.wait(job)
     (new,) = submitted(site(job))
     slurm.wait(new)
-    assert slurm.state(new) == "COMPLETED" and "NumNodes=2" in shown(slurm, new)
+    assert slurm.state(new) == "COMPLETED" and "NumNodes=2" in slurm.record(new)
 
 
 def test_what_was_asked_for_besides_is_asked_for_again(slurm, site, write_config, tmp_path):
@@ -222,7 +197,7 @@ def test_what_was_asked_for_besides_is_asked_for_again(slurm, site, write_config
     assert "mid-training has 2 nodes" in log.read_text()
     (new,) = submitted(log.read_text())
     slurm.wait(new)  # it fails: there is no checkpoint, nor a GPU
-    job_record = shown(slurm, new)
+    job_record = slurm.record(new)
     for fact in ("JobName=my-run", "NumNodes=2", "CPUs/Task=32", "MinMemoryNode=500G", "TimeLimit=01:00:00",
                  "Comment=two words", "gpu:2", "Requeue=0", f"StdOut={tmp_path}/my-run-{new}.log",
                  f"StdErr={tmp_path}/{new}.err", f"WorkDir={slurm.clone}"):  # fmt: skip

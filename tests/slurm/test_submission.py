@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -13,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.slurm.conftest import Submitter
-from tests.slurm.test_jobs import HELD, OPTIONS, make_site
+from tests.launch.runs import taken_port
+from tests.slurm.conftest import OPTIONS, Submitter
+from tests.slurm.test_jobs import HELD, make_site
 
 pytestmark = pytest.mark.slurm
 HOLD_LOCK = """\
@@ -97,10 +97,8 @@ def test_success_is_said_after_the_fiftieth_iteration(submit, tmp_path):
 
 
 def test_a_port_in_use_is_changed(submit):
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        run = submit(variables={"MASTER_PORT": str(taken.getsockname()[1])})
+    with taken_port("0.0.0.0") as port:
+        run = submit(variables={"MASTER_PORT": str(port)})
         assert run.end() == 0, run.err
     assert any(re.search(r"\d+: port in use: .*port", line) for line in run.err), run.err
     assert any(re.search(r"submitted again with MASTER_PORT=30\d\d\d", line) for line in run.err)
@@ -127,18 +125,16 @@ def test_a_node_that_fails_is_left_out(submit, accounted):
     run = submit("--no-requeue", watch=30, train_iters=100, callbacks=[f"{HELD}:Slow"])
     job = run.until(r"submitted job (\d+) for 1 node$")[1]
     accounted.wait(job, lambda: accounted.state(job) == "RUNNING")
-    node = re.search(r" NodeList=(\S+)", accounted.cluster.run("scontrol", "show", "job", job))[1]  # type: ignore[index]
+    node = re.search(r" NodeList=(\S+)", accounted.record(job))[1]  # type: ignore[index]
     time.sleep(3)
     accounted.cluster.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
-        again = run.until(rf"submitted again without node {node}")
-        assert again and run.end() == 0, run.err
+        assert run.until(rf"submitted again without node {node}") and run.end() == 0, run.err
     finally:
         resume = ["scontrol", "update", f"nodename={node}", "state=resume"]  # refused where it is back by itself
         subprocess.run(resume, env=accounted.cluster.environment, capture_output=True)
     assert any(re.search(rf"{job}: node failure: ", line) for line in run.err), run.err
-    second = run.out[0].partition(":")[0]
-    assert f"ExcNodeList={node}" in accounted.cluster.run("scontrol", "show", "job", second)
+    assert f"ExcNodeList={node}" in accounted.record(run.out[0].partition(":")[0])
 
 
 def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
@@ -148,14 +144,11 @@ def test_a_missing_folder_of_the_log_is_made(submit, tmp_path):
     assert any("missing output folder" in line for line in run.err)
 
 
-@pytest.mark.parametrize(
-    ("kind", "says", "keys"),
-    [
-        ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
-        ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
-        ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "says", "keys"), [
+    ("out of memory", "out of memory", {"callbacks": [f"{HELD}:Greedy"]}),
+    ("data", "absent_text_document", {"data_path": "/nowhere/absent_text_document"}),
+    ("hyper-parameters", "is not finite", {"optimizer": {"type": "Adam", "params": {"lr": 1e30}}}),
+])  # fmt: skip
 def test_what_a_person_must_mend_ends_with_a_report(submit, tmp_path, kind, says, keys):
     run = submit(**keys)
     assert run.end() == 4, run.err

@@ -19,8 +19,8 @@ SYSTEM = "Be brief."
 TOKENS = 12
 
 
-def run(*argv: str, typed: str = "") -> tuple[int, str, str]:
-    return on_ranks("tools.ask", *argv, "--maximum-tokens", str(TOKENS), typed=typed)
+def run(*argv: object, stdin: str = "") -> tuple[int, str, str]:
+    return on_ranks("tools.ask", *map(str, argv), "--maximum-tokens", str(TOKENS), stdin=stdin)
 
 
 def theirs(model: Any, question: str, system: str | None) -> str:
@@ -44,8 +44,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
 def test_answers_are_those_of_transformers(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     (tmp_path / "system.txt").write_text(f"{SYSTEM}\n")
-    words = ["--system-file", str(tmp_path / "system.txt"), "--json"]
-    code, out, err = run("--model", str(folder), "--compare", str(imported), *words, *QUESTIONS)
+    words = ["--system-file", tmp_path / "system.txt", "--json"]
+    code, out, err = run("--model", folder, "--compare", imported, *words, *QUESTIONS)
     assert code == 0, err
     expected = [theirs(model, question, SYSTEM) for question in QUESTIONS]
     assert len(set(expected)) == 2
@@ -58,7 +58,7 @@ def test_answers_are_those_of_transformers(models: tuple[Any, Path, Path], tmp_p
 
 def test_typed_questions_and_a_table(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
-    code, out, err = run("--model", str(imported / "global_step0"), typed=f"{QUESTIONS[0]}\n\nnever read\n")
+    code, out, err = run("--model", imported / "global_step0", stdin=f"{QUESTIONS[0]}\n\nnever read\n")
     assert code == 0, err
     assert out == f"> {QUESTIONS[0]}\n{theirs(model, QUESTIONS[0], None).strip()}\n\n"
     assert ask.shown("q", ["one", "two"], ["a b", "line\nnext"], 43).splitlines() == [
@@ -69,24 +69,20 @@ def test_typed_questions_and_a_table(models: tuple[Any, Path, Path], tmp_path: P
 
 def test_refusals(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     _, folder, imported = models
-    scores = tmp_path / "scores"
-    shutil.copytree(folder, scores)
+    scores, bare = (Path(shutil.copytree(folder, tmp_path / name)) for name in ("scores", "bare"))
     config = json.loads((folder / "config.json").read_text())
     classes = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 1}
     (scores / "config.json").write_text(json.dumps({**config, **classes}))
-    bare = tmp_path / "bare"
-    shutil.copytree(folder, bare)
     (bare / "chat_template.jinja").unlink()
     (tmp_path / "q.jsonl").write_text('{"prompt": "a"}\n{"messages": []}\n')
     (tmp_path / "long.txt").write_text("word " * 5000)
     for words, text in (
-        (["--model", str(scores), "a"], "scores: .*reward model"),
-        (["--model", str(bare), "a"], f"{bare}: .*chat template.*--chat-template FILE"),
-        (["--model", str(folder), "--file", str(tmp_path / "q.jsonl")], "q.jsonl:2: .*user"),
-        (["--model", str(folder), "--file", str(tmp_path / "long.txt")], "question 1: .* tokens, 4084 "),
-        (["--model", str(imported), "--iteration", "3", "a"], "no checkpoint of iteration 3.* 0"),
-        (["--model", str(tmp_path / "none"), "a"], "none: no such folder.*ORG/NAME"),
+        (["--model", scores, "a"], "scores: .*reward model"),
+        (["--model", bare, "a"], f"{bare}: .*chat template.*--chat-template FILE"),
+        (["--model", folder, "--file", tmp_path / "q.jsonl"], "q.jsonl:2: .*user"),
+        (["--model", folder, "--file", tmp_path / "long.txt"], "question 1: .* tokens, 4084 "),
+        (["--model", imported, "--iteration", "3", "a"], "no checkpoint of iteration 3.* 0"),
+        (["--model", tmp_path / "none", "a"], "none: no such folder.*ORG/NAME"),
     ):
         code, out, err = run(*words)
-        assert code == 1 and not out
-        assert re.search(text, err), err
+        assert code == 1 and not out and re.search(text, err), err

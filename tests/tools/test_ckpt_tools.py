@@ -1,10 +1,11 @@
 """The checkpoint commands: reshard, verify, inspect and average."""
 
+import itertools
 import shutil
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -34,13 +35,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-def said(command: Callable[[list[str]], None], *words: object, capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as ended:
-        command([str(word) for word in words])
-    assert ended.value.code not in (0, None)
-    return f"{ended.value.code}{capsys.readouterr().err}"
-
-
 def tensors(path: Path) -> dict[str, Any]:
     by_file = {p.name: load_tensors(p) for kind in ("layer_*", "optim_*") for p in sorted(path.glob(kind))}
     assert by_file
@@ -60,9 +54,8 @@ def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
     argv = ["--input_dir", str(trained), "--iteration", str(SAVED), "--output_dir", str(tmp_path / "there")]
     reshard.main([*argv, "--tp", str(tp), "--pp", str(pp), "--dp", "1", "--zero-stage", "0"])
     made = find_checkpoint(tmp_path / "there")
-    manifest = read_manifest(made)
-    assert manifest is not None and manifest.layout.tensor == tp and manifest.layout.pipe == pp
-    assert len(list(made.glob("mp_rank_*"))) == tp * pp
+    layout_made = read_manifest(made).layout
+    assert (layout_made.tensor, layout_made.pipe, len(list(made.glob("mp_rank_*")))) == (tp, pp, tp * pp)
     reshard.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "back"), "--tp", "2", "--pp", "2"])
     original, back = tensors(trained / f"global_step{SAVED}"), tensors(find_checkpoint(tmp_path / "back"))
     for name, file_tensors in original.items():
@@ -70,27 +63,22 @@ def test_resharded_goes_on(layout: str, trained: Path, tmp_path: Path) -> None:
             file_tensors.pop("attention.rpe.weight", None)  # what all blocks share is in the first one's file
     assert same(original, back)
     checked = {"load": str(tmp_path / "there"), "checkpoint_validation_with_forward_pass": True}
-    given = values(tmp_path / "on", layout, "rpe", "fp32", **checked)
-    run_ranks(run_to_end, tp * pp, given, timeout=120)
+    run_ranks(run_to_end, tp * pp, values(tmp_path / "on", layout, "rpe", "fp32", **checked), timeout=120)
     through, on = losses(trained), losses(tmp_path / "on")
     assert sorted(on) == [4, 5, 6] and all(abs(on[i] - through[i]) <= 1e-5 * through[i] for i in on)
 
 
-def test_interrupted_resharding_is_made_again(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_resharding_is_made_again(trained: Path, tmp_path: Path) -> None:
     argv = ["--input_dir", str(trained), "--output_dir", str(tmp_path), "--tp", "1", "--pp", "1"]
-    count, save = 0, resharding.save_tensors
+    calls, save = itertools.count(1), resharding.save_tensors
 
     def killed(*args: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count == 5:
+        if next(calls) == 5:
             raise KeyboardInterrupt
         return save(*args)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(resharding, "save_tensors", killed)
-        with pytest.raises(KeyboardInterrupt):
-            reshard.main(argv)
+    with mock.patch.object(resharding, "save_tensors", killed), pytest.raises(KeyboardInterrupt):
+        reshard.main(argv)
     assert list_checkpoints(tmp_path) == [] and not (tmp_path / "latest").exists()
     reshard.main(argv)
     reshard.main(argv)  # finished: nothing to do
@@ -98,24 +86,17 @@ def test_interrupted_resharding_is_made_again(trained: Path, tmp_path: Path, mon
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
-def test_one_layer_in_memory(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_in_memory(trained: Path, tmp_path: Path) -> None:
     """Tensors are let go layer by layer: no more than one layer's files are open at a time."""
-    open_layers: list[int] = []
-    load = resharding.load_weights
-
-    def counted(*args: Any, layers: list[int], **kwargs: Any) -> Any:
-        open_layers.append(len(layers))
-        return load(*args, layers=layers, **kwargs)
-
-    monkeypatch.setattr(resharding, "load_weights", counted)
-    reshard.main(["--input_dir", str(trained), "--output_dir", str(tmp_path), "--tp", "1"])
+    with mock.patch.object(resharding, "load_weights", wraps=resharding.load_weights) as load:
+        reshard.main(["--input_dir", str(trained), "--output_dir", str(tmp_path), "--tp", "1"])
+    open_layers = [len(call.kwargs["layers"]) for call in load.call_args_list]
     assert set(open_layers) == {1} and len(open_layers) > 4
 
 
-def test_what_reshard_refuses(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_reshard_refuses(trained: Path, tmp_path: Path) -> None:
     def reply(source: Path, tp: int) -> str:
-        words = ("--input_dir", source, "--output_dir", tmp_path / "out", "--tp", tp)
-        return said(reshard.main, *words, capsys=capsys)
+        return refused(reshard.main, "--input_dir", source, "--output_dir", tmp_path / "out", "--tp", tp)
 
     text = reply(trained, 3)
     assert text.startswith("reshard.py: error:") and "3" in text
@@ -130,15 +111,18 @@ def test_what_reshard_refuses(trained: Path, tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.fixture
-def copied(trained: Path, tmp_path: Path) -> Iterator[Path]:
-    shutil.copytree(trained, tmp_path / "copy")
-    yield tmp_path / "copy"
+def copied(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "copy"))
+
+
+def verify_ends(folder: Path) -> object:
+    with pytest.raises(SystemExit) as ended:
+        verify.main([str(folder)])
+    return ended.value.code
 
 
 def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        verify.main([str(copied)])
-    assert ended.value.code == 0
+    assert verify_ends(copied) == 0
     output = capsys.readouterr().out
     assert output.count(": whole: iteration") == 2 and "global_step3" in output and "global_step6" in output
     flipped, cut, gone = (copied / "global_step6" / f"optim_layer_0{i}-model_00.pt" for i in (2, 3, 4))
@@ -147,7 +131,8 @@ def test_verify_names_every_damage(copied: Path, capsys: pytest.CaptureFixture[s
     flipped.write_bytes(data)
     cut.write_bytes(cut.read_bytes()[:-7])
     gone.unlink()
-    text = said(verify.main, str(copied), capsys=capsys)
+    assert verify_ends(copied) == 1
+    text = capsys.readouterr().err
     assert "verify.py: error:" in text and "global_step3" not in text
     for part in (f"{flipped.name} (checksum)", f"{cut.name} (", "bytes instead of", f"{gone.name} (missing)"):
         assert part in text
@@ -157,12 +142,12 @@ def test_verify_compares_tensors(copied: Path, capsys: pytest.CaptureFixture[str
     """A manifest that does not describe the file it has the checksum of."""
     path, name = copied / "global_step6", layer_file(7, 0)
     manifest = read_manifest(path)
-    assert manifest is not None and manifest.files[name].tensors["norm.weight"] == "float32 [32]"
+    assert manifest.files[name].tensors["norm.weight"] == "float32 [32]"
     wrong = replace(manifest.files[name], tensors={**manifest.files[name].tensors, "norm.weight": "bfloat16 [32]"})
     changed = replace(manifest, files={**manifest.files, name: wrong})
     (path / "manifest.json").write_text(changed.to_json())
-    message = said(verify.main, str(copied), capsys=capsys)
-    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in message
+    assert verify_ends(copied) == 1
+    assert "norm.weight is float32 [32], the manifest says bfloat16 [32]" in capsys.readouterr().err
 
 
 def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +172,7 @@ def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str],
             return (Path.touch, (tmp_path / "ran",))  # type: ignore[return-value]
 
     torch.save({"x": Evil()}, tmp_path / "mp_rank_00_model_states.pt")
-    text = said(inspect_checkpoints.main, str(tmp_path), capsys=capsys)
+    text = refused(inspect_checkpoints.main, tmp_path)
     assert "not on the allow-list" in text or "damaged" in text
     assert not (tmp_path / "ran").exists()
     with pytest.raises(SystemExit):
@@ -200,17 +185,15 @@ def test_the_mean_is_torchs(tmp_path: Path) -> None:
     for i, (tensor, pipe) in enumerate([(1, 0), (1, 2), (2, 1)]):
         hf = model_folder(tmp_path / f"hf{i}", "gpt_neox", torch.bfloat16)
         generator = torch.Generator().manual_seed(i)
-        moved = {
-            name: (value + torch.randn(value.shape, generator=generator)).bfloat16()
-            for name, value in tensors_of(hf).items()
-        }
+        tensors = tensors_of(hf).items()
+        moved = {name: (t + torch.randn(t.shape, generator=generator)).bfloat16() for name, t in tensors}
         save_file(moved, hf / "model.safetensors", {"format": "pt"})
         given.append(moved)
         paths.append(import_hf(HFFolder(hf), tmp_path / f"in{i}", iteration=i + 3, tensor=tensor, pipe=pipe)[0])
     average.main(["--output_dir", str(tmp_path / "out"), *map(str, paths)])
     made = find_checkpoint(tmp_path / "out")
     manifest = verified(made)
-    assert made.name == "global_step5" and manifest is not None and manifest.layout.tensor == 2
+    assert made.name == "global_step5" and manifest.layout.tensor == 2
     assert not manifest.optimizer and manifest.run_id.startswith("mean of ")
     convert_neox_to_hf.main(["--input_dir", str(made), "--output_dir", str(tmp_path / "hf")])
     averaged = tensors_of(tmp_path / "hf")

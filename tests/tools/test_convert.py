@@ -19,7 +19,7 @@ from megatron.model.weight_map import layer_params
 from tests.checkpointing.golden import RUNS, checkpoint
 from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
 from tests.live_bytes import LiveBytes
-from tests.tools.typed import refused
+from tests.tools.typed import refused, typed
 from tools.ckpts import convert_hf_to_neox, convert_neox_to_hf
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,18 +28,17 @@ RUN = "neox_pp2_mp2"
 
 def test_neox_to_hf_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Row 21 of the commands: --input_dir --config_file --output_dir --precision."""
-    config = tmp_path / "run.yml"
-    text = (RUNS[RUN] / f"{RUN}.yml").read_text()
+    config, text = tmp_path / "run.yml", (RUNS[RUN] / f"{RUN}.yml").read_text()
     config.write_text(text.replace("GOLDEN/dataset/tokenizer.json", str(TOKENIZER)))
     words = ["--input_dir", checkpoint(RUN), "--config_file", config, "--output_dir", tmp_path / "hf"]
-    convert_neox_to_hf.main([str(word) for word in (*words, "--precision", "bf16")])
+    typed(convert_neox_to_hf.main, *words, "--precision", "bf16")
     output = capsys.readouterr().out
     assert "2 tensor ranks, names GPT-NeoX's" in output and "largest logit difference" in output
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
     assert {value.dtype for value in tensors.values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert (tmp_path / "hf" / "chat_template.jinja").exists()
-    convert_neox_to_hf.main([str(word) for word in (*words, "--no_save_tokenizer", "--architecture", "neox")])
+    typed(convert_neox_to_hf.main, *words, "--no_save_tokenizer", "--architecture", "neox")
     assert not (tmp_path / "hf" / "tokenizer.json").exists()
     text = refused(convert_neox_to_hf.main, *words, "--architecture", "llama")
     assert text.startswith("convert_neox_to_hf.py: error: ") and "llama: " in text
@@ -67,8 +66,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         whole.append(load_weights(path, args, layers=layer_params(args), tensor_rank=0, tensor_size=1))
     for layer, tensors in whole[1].items():
         assert all(torch.equal(whole[0][layer][name], value) for name, value in tensors.items())
-    manifest = read_manifest(find_checkpoint(tmp_path / "out", 4))
-    assert manifest is not None and "te_layernorm_mlp" not in manifest.model  # such a run may load it
+    assert "te_layernorm_mlp" not in read_manifest(find_checkpoint(tmp_path / "out", 4)).model  # such a run may load it
     assert "--tp must be at least 1" in refused(convert_hf_to_neox.main, "--hf-model", folder, "--tp", "0")
     text = refused(convert_hf_to_neox.main, *words, "6", "--hf-model", "org/name")
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
@@ -93,7 +91,7 @@ def test_the_batch_script(tmp_path: Path) -> None:
     script = ["bash", str(ROOT / "huggingface" / "convert_hf_to_neox.sbatch")]
     subprocess.run([*script, str(folder), "12"], env={**env, "TP": "2"}, check=True, capture_output=True, timeout=120)
     manifest = read_manifest(find_checkpoint(tmp_path / "out"))
-    assert manifest is not None and manifest.iteration == 12 and manifest.layout.tensor == 2
+    assert manifest.iteration == 12 and manifest.layout.tensor == 2
     done = subprocess.run(script, env=env, capture_output=True, text=True)
     assert done.returncode == 2 and "<hf_model> [iteration]" in done.stderr
     env["SLURM_SUBMIT_DIR"] = str(tmp_path)
@@ -103,10 +101,8 @@ def test_the_batch_script(tmp_path: Path) -> None:
 
 def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path) -> None:
     """Its check too; what an export holds beside mapped files, to the byte: by the product."""
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4, intermediate_size=192,
-        max_position_embeddings=64,
-    )  # fmt: skip
+    config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
+                                      intermediate_size=192, max_position_embeddings=64)  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
     layer = sum(4 * param.numel() for param in model.model.layers[0].parameters())

@@ -107,10 +107,8 @@ TOOLS = sorted(
     if "def main(" in path.read_text()
 )
 # What launchers, login nodes and people at a terminal start.
-LIGHT = (
-    "megatron.distributed.store", "megatron.operations.hub.submission", "megatron.operations.run_folder", "tools.k8s",
-    "tools.jobs",
-)  # fmt: skip
+LIGHT = ("megatron.distributed.store", "megatron.operations.hub.submission", "megatron.operations.run_folder",
+         "tools.k8s", "tools.jobs")  # fmt: skip
 # Ends at the first call after which torch is there.
 SCRIPT = """
 import contextlib, importlib, io, json, sys

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import IndexedDataset
+from megatron.data import IndexedDataset, IndexedDatasetWriter
 from megatron.tokenizer import HFTokenizer
 from tests.data.samples import DATASET, TOKENIZER
 from tests.marks import with_more
+from tests.tools.typed import refused, typed
 from tools.datasets import inspect_samples
 
 FOLDER = Path(__file__).parents[2] / "tools" / "datasets"
@@ -35,15 +36,11 @@ document.body.append(data);
 </script></body>"""
 
 
-def inspect(*words: object) -> subprocess.CompletedProcess:
-    """In this process; `test_tools_beside_it_start` has the file itself."""
-    code, out = 0, io.StringIO()
-    with redirect_stdout(out):
-        try:
-            inspect_samples.main([str(word) for word in words])
-        except SystemExit as ended:
-            code = ended.code
-    return subprocess.CompletedProcess(words, int(bool(code)), out.getvalue(), f"{code}\n" if code else "")
+def inspect(*words: object) -> str:
+    """What it prints, in this process; `test_tools_beside_it_start` has the file itself."""
+    with redirect_stdout(io.StringIO()) as out:
+        typed(inspect_samples.main, *words)
+    return out.getvalue()
 
 
 def in_browser(page: Path, folder: Path) -> list[list[dict]]:
@@ -61,8 +58,7 @@ def in_browser(page: Path, folder: Path) -> list[list[dict]]:
 
 def test_page_in_a_browser(tmp_path: Path):
     page = tmp_path / "chat.html"
-    done = inspect(CHAT, "--vocab-file", TOKENIZER, "--samples", 24, "--html", page)
-    assert done.returncode == 0 and done.stdout == f"page: {page}\n", done.stderr
+    assert inspect(CHAT, "--vocab-file", TOKENIZER, "--samples", 24, "--html", page) == f"page: {page}\n"
     content = page.read_text()
     assert not re.findall(r'(?:src|href)="(?!data:)|url\(|https?://|<script', content), "needs nothing else"
     tokenizer, text = HFTokenizer(TOKENIZER), IndexedDataset(CHAT)
@@ -89,39 +85,33 @@ def test_page_in_a_browser(tmp_path: Path):
 
 
 def test_markup_in_the_data_is_text(tmp_path: Path):
-    from megatron.data import IndexedDatasetWriter
-
     tokenizer, text = HFTokenizer(TOKENIZER), 'a <b onclick="x">& </p></body> <script>document.body.remove()</script>'
     with IndexedDatasetWriter(tmp_path / "x_document", np.uint16) as writer:
         writer.add_document(np.array(tokenizer.tokenize(text), np.uint16))
-    assert inspect(tmp_path / "x_document", "--vocab-file", TOKENIZER, "--html", tmp_path / "x.html").returncode == 0
+    inspect(tmp_path / "x_document", "--vocab-file", TOKENIZER, "--html", tmp_path / "x.html")
     ((span,),) = in_browser(tmp_path / "x.html", tmp_path)
     assert span["text"] == text
 
 
 def test_stats_and_pairs(tmp_path: Path):
-    done = inspect(
-        DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--stats", "--picture", tmp_path / "l.png",
-        "--html", tmp_path / "p.html", "--samples", 3,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    words = ("--stats", "--picture", tmp_path / "l.png", "--html", tmp_path / "p.html", "--samples", 3)
+    said = inspect(DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, *words)
     assert (tmp_path / "l.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "p.html").read_text()
     assert page.count('<div class="group">') == 3 and page.count("<article>") == 2 + 2 * 3
     assert "document 2 · rejected · " in page and 'src="data:image/png;base64,' in page
     for name in ("chosen", "rejected"):
-        assert f"{DATASET}/pairs_{name}_document: 24 documents" in done.stdout
-    assert done.stdout.count("  seq_length  documents that fit") == 2 and "% of the tokens trained" in done.stdout
+        assert f"{DATASET}/pairs_{name}_document: 24 documents" in said
+    assert said.count("  seq_length  documents that fit") == 2 and "% of the tokens trained" in said
 
 
 def test_rows_in_a_terminal():
     words = (CHAT, "--vocab-file", TOKENIZER, "--samples", 2, "--seq-length", 300, "--pack-impl", "best_fit")
-    done = inspect(*words)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("━━ sample ") == 2 and done.stdout.count("── document ") == 4
-    assert re.search(r"── padding, positions 0–\d+\n\(\d+ padding tokens\)", done.stdout)
-    assert "«" in done.stdout and "\x1b" not in done.stdout, "no colours in a file"
-    assert "\x1b[32m" in inspect(*words, "--color", "always").stdout
+    said = inspect(*words)
+    assert said.count("━━ sample ") == 2 and said.count("── document ") == 4
+    assert re.search(r"── padding, positions 0–\d+\n\(\d+ padding tokens\)", said)
+    assert "«" in said and "\x1b" not in said, "no colours in a file"
+    assert "\x1b[32m" in inspect(*words, "--color", "always")
 
 
 def test_mistakes(tmp_path: Path):
@@ -131,9 +121,8 @@ def test_mistakes(tmp_path: Path):
         ((CHAT, "--vocab-file", TOKENIZER, "--start", 24), "--start 24: "),
         ((DATASET / "pairs_chosen_document", "--vocab-file", TOKENIZER, "--seq-length", 9), "pairs are not packed"),
     ):
-        done = inspect(*words)
-        assert done.returncode == 1 and done.stderr.startswith("inspect.py: error: ") and message in done.stderr
-        assert done.stderr.count("\n") == 1
+        said = refused(inspect_samples.main, *words)
+        assert said.startswith("inspect.py: error: ") and message in said and "\n" not in said
 
 
 @pytest.mark.parametrize("tool", with_more(TOOLS, product=set(TOOLS) - ORDINARY))

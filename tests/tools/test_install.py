@@ -13,16 +13,15 @@ from zipfile import ZipFile
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.launch.runs import ROOT, write_program
+
 SCRIPT = ROOT / "setup_uv_env.sh"
 NOT_COPIED = (".git", ".venv", ".cache", "__pycache__", "checkpoints", "logs", "data", ".mypy_cache", "*.egg-info")
 
 
 def set_up(*words: str, folder: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    env = {**os.environ, "PY": sys.executable, **variables}
-    return subprocess.run(
-        ["bash", "setup_uv_env.sh", *words], cwd=folder, env=env, capture_output=True, text=True, timeout=900
-    )
+    command, env = ["bash", "setup_uv_env.sh", *words], {**os.environ, "PY": sys.executable, **variables}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900)
 
 
 def test_the_script_is_bash():
@@ -31,14 +30,11 @@ def test_the_script_is_bash():
         subprocess.run(["shellcheck", str(SCRIPT)], check=True)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--gpu",), "--gpu is no option; known are --cpu, --cuda, --torch"),
-        (("--cuda",), "--cuda needs a version, as --cuda 12.6"),
-        (("--cpu", "--flash-attn"), "--flash-attn needs CUDA"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("--gpu",), "--gpu is no option; known are --cpu, --cuda, --torch"),
+    (("--cuda",), "--cuda needs a version, as --cuda 12.6"),
+    (("--cpu", "--flash-attn"), "--flash-attn needs CUDA"),
+])  # fmt: skip
 def test_words_it_cannot_follow_are_refused(words, said):
     done = set_up(*words)
     assert done.returncode == 1
@@ -70,14 +66,11 @@ if not os.environ.get("PIP_FAILS"):
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
     """Runs the script with a uv that writes its variables and words into a file and installs nothing."""
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/uv").write_text(UV)
-    (tmp_path / "bin/uv").chmod(0o755)
+    write_program(tmp_path / "bin/uv", UV)
     (tmp_path / "stand-in").write_text(PIP)
     (tmp_path / "megatron/launch").mkdir(parents=True)
-    shutil.copy(SCRIPT, tmp_path)
-    shutil.copy(ROOT / "constraints.txt", tmp_path)
-    shutil.copy(ROOT / "megatron/launch/torch_builds.py", tmp_path / "megatron/launch")
+    for name in (SCRIPT.name, "constraints.txt", "megatron/launch/torch_builds.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
 
     def ask(*words: str, **variables: str) -> tuple[subprocess.CompletedProcess, str, str]:
         """What the script said, what uv was told, what pip was told about torch."""
@@ -93,9 +86,8 @@ def asked(tmp_path, monkeypatch):
 
 
 def test_what_pip_is_configured_with_reaches_uv(asked, tmp_path):
-    (tmp_path / "pip.conf").write_text(
-        "[global]\nindex-url = https://index\nextra-index-url =\n  file:///a\n  file:///b\n"
-    )
+    lines = "[global]", "index-url = https://index", "extra-index-url =", "  file:///a", "  file:///b"
+    (tmp_path / "pip.conf").write_text("\n".join(lines) + "\n")
     _, uv_log, _ = asked("--cpu", PIP_CONFIG_FILE=str(tmp_path / "pip.conf"), PIP_FIND_LINKS="/wheels /more")
     assert "UV_DEFAULT_INDEX=https://index\n" in uv_log
     assert "UV_INDEX=file:///a file:///b\n" in uv_log
@@ -103,23 +95,15 @@ def test_what_pip_is_configured_with_reaches_uv(asked, tmp_path):
     assert "--python .venv/bin/python torch==2.13.0\n" in uv_log  # any build does: only the index of one's own is asked
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "wanted"),
-    [  # uv has failed on torch's own index, also with exit code 0
-        ("--cuda 12.7", "0", "torch==2.11.0+cu126 --extra-index-url https://download.pytorch.org/whl/cu126"),
-        pytest.param(
-            "--cpu --torch 2.11.0",
-            "1",
-            "torch==2.11.0 --extra-index-url https://download.pytorch.org/whl/cpu",
-            marks=pytest.mark.more,
-        ),
-    ],
-)
-def test_torch_is_the_build_for_the_driver_and_pip_fetches_what_uv_does_not(asked, tmp_path, words, code, wanted):
+@pytest.mark.parametrize(("words", "code", "pin", "index"), [  # uv has failed on torch's index, also with exit code 0
+    ("--cuda 12.7", "0", "torch==2.11.0+cu126", "cu126"),
+    pytest.param("--cpu --torch 2.11.0", "1", "torch==2.11.0", "cpu", marks=pytest.mark.more),
+])  # fmt: skip
+def test_torch_is_the_build_for_the_driver_and_pip_fetches_what_uv_does_not(asked, tmp_path, words, code, pin, index):
     done, uv_log, pip = asked(*words.split(), UV_TORCH_CODE=code)
+    wanted = f"{pin} --extra-index-url https://download.pytorch.org/whl/{index}"
     assert f"pip install --python .venv/bin/python {wanted}\n" in uv_log
     assert "UV_INDEX_STRATEGY=unsafe-best-match\n" in uv_log
-    pin = wanted.split()[0]
     assert f"uv did not install {pin}; now with pip" in done.stdout
     assert pip == f"install --quiet {wanted}\n"
     assert f"{pin}\n" in (tmp_path / ".venv/constraints.txt").read_text()
@@ -201,15 +185,6 @@ def site(wheel, tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def neox(site, tmp_path):
-    def run(*words):
-        command, env = [sys.executable, "-c", NEOX, *words], {**os.environ, "PYTHONPATH": str(site)}
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-
-    return run
-
-
 def test_two_folders_with_all_that_a_clone_has(site):
     assert {path.name for path in site.iterdir()} == {"megatron", "neox", "neox-0.1.0.dist-info"}
     assert "neox = megatron.launch.command:main" in next(site.glob("*.dist-info/entry_points.txt")).read_text()
@@ -223,7 +198,11 @@ def test_two_folders_with_all_that_a_clone_has(site):
     assert list(site.glob("megatron/evaluation/tasks/*.yaml")) and not list(site.glob("**/*.pyc"))
 
 
-def test_the_command_finds_scripts_tools_and_presets(neox, site, tmp_path):
+def test_the_command_finds_scripts_tools_and_presets(site, tmp_path):
+    def neox(*words):
+        command, env = [sys.executable, "-c", NEOX, *words], {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+
     done = neox("--help")
     assert done.returncode == 0 and " preprocess_data " in done.stdout and f"{site}/neox/configs" in done.stdout
     done = neox("train", "quickstart", "local_setup", "--dry-run")

@@ -1,6 +1,7 @@
 """mamba_ssm's format: names, shapes and fields that the package reads, weights to the bit, and refusals."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,13 @@ from tests.checkpointing.family_models import VOCAB, on_disk, random_model
 from tests.checkpointing.family_runs import TOKENS
 from tests.checkpointing.test_te_names import written
 from tests.model.stages import random_weights, small
+from tests.tools.typed import refused, typed
 from tools.ckpts import convert_neox_to_mamba_ssm
 
 Keys = dict[str, Any]
 PLAIN: Keys = {"norm": "rmsnorm", "pos_emb": "none", "rms_norm_epsilon": 1e-5}
+run = partial(typed, convert_neox_to_mamba_ssm.main)
 HEADS = {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 6}
-
-
-def run(*words: Any) -> None:
-    convert_neox_to_mamba_ssm.main([str(word) for word in words])
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -56,16 +55,13 @@ def test_weights_are_those_of_transformers(case: str, changes: Keys, mixer: Keys
         "d_model": 32, "n_layer": 4, "vocab_size": VOCAB, "rms_norm": True, "residual_in_fp32": False,
         "fused_add_norm": True, "pad_vocab_size_multiple": 1, "ssm_cfg": {"conv_bias": True, "bias": False, **mixer},
     }  # fmt: skip
-    theirs = {
-        name.replace("backbone.embeddings.", "backbone.embedding."): value for name, value in on_disk(model)[1].items()
-    }
+    theirs = {name.replace(".embeddings.", ".embedding."): value for name, value in on_disk(model)[1].items()}
     if tied:
         theirs["lm_head.weight"] = theirs["backbone.embedding.weight"]
     assert tied == model.config.tie_word_embeddings and state.keys() == theirs.keys()
     assert all(torch.equal(state[name], value) for name, value in theirs.items())
     other = transformers.AutoModelForCausalLM.from_config(model.config).eval()
-    renamed = {name.replace("backbone.embedding.", "backbone.embeddings."): value for name, value in state.items()}
-    other.load_state_dict(renamed)
+    other.load_state_dict({name.replace(".embedding.", ".embeddings."): value for name, value in state.items()})
     with torch.no_grad():
         assert torch.equal(other(TOKENS).logits, model(TOKENS).logits)
 
@@ -90,16 +86,14 @@ def test_as_typed_with_tokenizer_and_precision(tmp_path: Path, capsys: pytest.Ca
     _, state = content(tmp_path / "out")
     assert torch.equal(state["backbone.layers.0.mixer.in_proj.weight"], weights[2]["mixer.in_proj.weight"])
     assert torch.equal(state["backbone.norm_f.weight"], weights[5]["norm.scale"])
-    with pytest.raises(SystemExit) as ended:
-        run(*words[:-1], path, "--no_save_tokenizer")
-    assert str(ended.value.code).startswith("convert_neox_to_mamba_ssm.py: error: ")
+    problem = refused(convert_neox_to_mamba_ssm.main, *words[:-1], path, "--no_save_tokenizer")
+    assert problem.startswith("convert_neox_to_mamba_ssm.py: error: ")
 
 
 def test_layernorms_have_their_biases(tmp_path: Path) -> None:
     args = small(norm="layernorm", pos_emb="none", attention_config=["mamba2", "mamba2"], **HEADS)
     weights = random_weights(args)
-    path = written(tmp_path / "ours", args, weights, 1)
-    export_mamba_ssm(path, args, tmp_path / "out", tokenizer=False)
+    export_mamba_ssm(written(tmp_path / "ours", args, weights, 1), args, tmp_path / "out", tokenizer=False)
     config, state = content(tmp_path / "out")
     assert config["rms_norm"] is False and config["ssm_cfg"]["layer"] == "Mamba2" and config["tie_embeddings"]
     for ours, name in ((weights[2], "backbone.layers.0.norm"), (weights[5], "backbone.norm_f")):

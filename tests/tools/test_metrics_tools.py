@@ -16,10 +16,9 @@ from tools import plot_metrics
 from tools.profile_memory import main
 
 MIB = 2**20
-RANKS = [
-    {"rank": 0, "peak": 4 * MIB, "parts": {"weights": MIB, "activations": 3 * MIB, "other": 0}},
-    {"rank": 1, "peak": 8 * MIB, "parts": {"weights": 2 * MIB, "activations": 5 * MIB, "other": MIB}},
-]
+Plot = Callable[..., tuple[int, str, str]]
+RANKS = [{"rank": 0, "peak": 4 * MIB, "parts": {"weights": MIB, "activations": 3 * MIB, "other": 0}},
+         {"rank": 1, "peak": 8 * MIB, "parts": {"weights": 2 * MIB, "activations": 5 * MIB, "other": MIB}}]  # fmt: skip
 TABLE = """\
 peak of iteration 7, rank 1 of 2, cpu
 part               memory    share         least          most
@@ -92,9 +91,8 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["conf.yml", "--set", "profile_memory=2"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "peak of iteration 2, rank 0 of 1, cpu" and printed[1].split() == ["part", "memory", "share"]
-    shares = {
-        line[: line.index(".")].rsplit(maxsplit=1)[0].strip(): float(line.split()[-1][:-1]) for line in printed[2:]
-    }
+    names = [line[: line.index(".")].rsplit(maxsplit=1)[0].strip() for line in printed[2:]]
+    shares = dict(zip(names, (float(line.split()[-1][:-1]) for line in printed[2:]), strict=True))
     assert shares.pop("peak") == 100.0 and sum(shares.values()) == pytest.approx(100.0, abs=0.5)
     assert shares["optimizer states"] == pytest.approx(2 * shares["weights"], rel=0.02)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["conf.yml", "memory_parts.png"]
@@ -102,9 +100,13 @@ def test_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.fixture
-def plot(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", *map(str, words)])
+def plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Plot:
+    """The command on a file of these rows, if there are any."""
+
+    def run(rows: list[dict[str, Any]], *words: object) -> tuple[int, str, str]:
+        if rows:
+            (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        monkeypatch.setattr(sys, "argv", ["plot_metrics.py", str(tmp_path / "metrics.jsonl"), *map(str, words)])
         return plot_metrics.main(), *capsys.readouterr()
 
     return run
@@ -116,28 +118,24 @@ def test_plot_and_summary(plot, tmp_path):
         {"iteration": 10, "consumed_tokens": 40960, "train/lm_loss": 5.5},
         {"iteration": 20, "consumed_tokens": 81920, "train/lm_loss": 4.5, "validation/lm_loss": 4.256},
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "stats.json").write_text('{"validation_unigram_entropy": 6.0201}')
-    code, out, _ = plot(tmp_path / "metrics.jsonl", "--stats", tmp_path / "stats.json")
+    code, out, _ = plot(rows, "--stats", tmp_path / "stats.json")
     assert code == 0
     picture = tmp_path / "loss.png"
     assert re.match(r"validation loss 6\.950 -> 4\.256 .* 81,920 tokens .*6\.020.*: " + str(picture), out)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_steps_that_unlearn_have_curves_of_their_own(plot, tmp_path):
+def test_steps_that_unlearn_have_curves_of_their_own(plot):
     forget = {"train/batch_type": 1.0, "train/gd_retain_loss": 2.0, "train/lm_loss": 70.0}
-    rows = [
-        {"consumed_tokens": 64, "train/batch_type": 0.0, "train/lm_loss": 3.0},
-        {"consumed_tokens": 64, **forget, "train/ga_actual_loss": 2.5},
-        {"consumed_tokens": 128, "train/batch_type": 0.0, "train/lm_loss": 2.9},
-        {"consumed_tokens": 128, **forget, "train/ga_actual_loss": 5.25},
-    ]
+    rows = []
+    for tokens, loss, forgotten in ((64, 3.0, 2.5), (128, 2.9, 5.25)):
+        rows += [{"consumed_tokens": tokens, "train/batch_type": 0.0, "train/lm_loss": loss},
+                 {"consumed_tokens": tokens, **forget, "train/ga_actual_loss": forgotten}]  # fmt: skip
     assert read_curve(ordinary(rows), "train/lm_loss") == ([64, 128], [3.0, 2.9])
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert re.search("forget 2.500 -> 5.250; .*retain 2.000 -> 2.000", plot(tmp_path / "metrics.jsonl")[1])
+    assert re.search("forget 2.500 -> 5.250; .*retain 2.000 -> 2.000", plot(rows)[1])
 
 
-def test_metrics_that_are_not_there(plot, tmp_path):
-    code, _, err = plot(tmp_path / "metrics.jsonl")
+def test_metrics_that_are_not_there(plot):
+    code, _, err = plot([])
     assert code == 1 and err.startswith("plot_metrics.py: ") and err.count("\n") == 1

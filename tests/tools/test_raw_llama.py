@@ -48,14 +48,11 @@ def test_there_and_back_to_the_bit(shards: int, case: str, size: str, tmp_path: 
     assert len(split) == shards and split[0]["tok_embeddings.weight"].shape == (90, 32 // shards)
     assert split[0]["layers.3.feed_forward.w2.weight"].shape == (32, 48 // shards)
     layout = {"pipeline_parallel": True} if shards == 2 else {}
-    run(
-        convert_raw_llama_weights_to_neox, input_dir=tmp_path / "raw", model_size=size, output_dir=tmp_path / "ours",
-        num_output_shards=shards, max_position_embeddings=32, **layout,
-    )  # fmt: skip
+    run(convert_raw_llama_weights_to_neox, input_dir=tmp_path / "raw", model_size=size, output_dir=tmp_path / "ours",
+        num_output_shards=shards, max_position_embeddings=32, **layout)  # fmt: skip
     ours = tmp_path / "ours" / "global_step0"
     assert bool(list(ours.glob("layer_*"))) == (shards == 2) and len(list(ours.glob("mp_rank_*"))) == shards
-    manifest = read_manifest(ours)  # what the user gave, not where it stood meanwhile
-    assert manifest is not None and manifest.run_id == f"huggingface {tmp_path / 'raw' / size}"
+    assert read_manifest(ours).run_id == f"huggingface {tmp_path / 'raw' / size}", "what the user gave"
     run(convert_neox_to_hf, input_dir=tmp_path / "ours", output_dir=tmp_path / "back")
     assert same(tensors_of(hf), tensors_of(tmp_path / "back"))
     assert (tmp_path / "back" / "tokenizer.model").read_bytes() == b"pieces"

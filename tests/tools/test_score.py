@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,10 @@ from megatron.checkpointing.huggingface import HFFolder, import_hf
 from megatron.generation.scoring.rewards import report_pairs
 from tests.generation.serving.server import FOLDER, make_model
 from tests.tools.typed import on_ranks
+from tests.training.runs import cells
 
+run = partial(on_ranks, "tools.score")
 WORDS = "the quiet harbour trades copper for silk and salt in winter".split()
-
-
-def run(*argv: str, ranks: int = 1) -> tuple[int, str, str]:
-    return on_ranks("tools.score", *argv, ranks=ranks)
 
 
 def text(number: int, words: int) -> str:
@@ -67,15 +66,13 @@ def ids_of(row: dict[str, Any]) -> list[list[int]]:
     """TRL's tokens, conversations ended as those of its SFT are."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(FOLDER)
     documents = []
-    for key in ("chosen", "rejected", "messages", "text"):
-        if key not in row:
-            continue
-        if isinstance(row[key], list):
-            rendered = tokenizer.apply_chat_template(row[key], tokenize=False)
+    for text_or_chat in (row[key] for key in ("chosen", "rejected", "messages", "text") if key in row):
+        if isinstance(text_or_chat, list):
+            rendered = tokenizer.apply_chat_template(text_or_chat, tokenize=False)
             ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
             ids.append(tokenizer.eos_token_id)  # the template ends in no token of its own
         else:
-            ids = tokenizer(row.get("prompt", "") + row[key] + tokenizer.eos_token)["input_ids"]
+            ids = tokenizer(row.get("prompt", "") + text_or_chat + tokenizer.eos_token)["input_ids"]
         documents.append(ids)
     return documents
 
@@ -84,9 +81,8 @@ def ids_of(row: dict[str, Any]) -> list[list[int]]:
 def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     source = "reward" if name == "pairs" else "imported"
-    code, out, err = run(
-        "--model", str(folder / source), "--input", str(folder / f"{name}.jsonl"), "--output", str(tmp_path / "s.jsonl")
-    )
+    words = ["--input", str(folder / f"{name}.jsonl"), "--output", str(tmp_path / "s.jsonl")]
+    code, out, err = run("--model", str(folder / source), *words)
     assert code == 0, err
     rows = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
     lines = [json.loads(line) for line in (tmp_path / "s.jsonl").read_text().splitlines()]
@@ -107,11 +103,9 @@ def test_scores_are_those_of_transformers(name: str, models: tuple[Any, Path, Pa
         assert not (tmp_path / "s.png").exists()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(2, ["--tp", "2"]), pytest.param(2, [], marks=pytest.mark.product),
-     pytest.param(4, ["--tp", "2", "--pp", "2"], marks=pytest.mark.more)],
-)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "layout"), cells(
+    [(2, ["--tp", "2"])], product=[(2, [])], more=[(4, ["--tp", "2", "--pp", "2"])]
+))  # fmt: skip
 def test_layouts_give_the_same(ranks: int, layout: list[str], models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     model, folder, imported = models
     words = ["--model", str(imported), "--input", str(folder / "pairs.jsonl"), "--batch-size", "3"]
@@ -158,10 +152,8 @@ def test_refusals_leave_nothing_behind(models: tuple[Any, Path, Path], tmp_path:
         words = ["--input", str(folder / file), "--output", str(tmp_path / "s.jsonl")]
         code, out, err = run("--model", model, *words)
         assert code == 1 and not out and re.search(text_of, err), err
-    code, _, err = run(
-        "--model", reward, "--input", str(tmp_path / "long.jsonl"), "--output", str(tmp_path / "d.jsonl"),
-        "--overlong", "drop",
-    )  # fmt: skip
+    words = ["--input", str(tmp_path / "long.jsonl"), "--output", str(tmp_path / "d.jsonl"), "--overlong", "drop"]
+    code, _, err = run("--model", reward, *words)
     assert code == 0, err
     dropped = json.loads((tmp_path / "d.jsonl").read_text().splitlines()[1])
     assert dropped == {"score": None, "message": "dropped: longer than the model's positions"}

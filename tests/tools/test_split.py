@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ import pytest
 
 from megatron.data import IndexedDatasetWriter
 from tests.data.samples import DATASET
-from tests.tools.typed import refused
+from tests.tools.typed import refused, typed
 from tools.datasets import split
 
+run = partial(typed, split.main)
 TYPES = {3: np.int16, 4: np.int32, 6: np.float32, 8: np.uint16}
 
 
@@ -34,10 +36,6 @@ def copied(folder: Path, *names: str) -> None:
     for name in names:
         for suffix in (".bin", ".idx"):
             shutil.copy(DATASET / f"{name}{suffix}", folder / f"{name}{suffix}")
-
-
-def run(*words: object) -> None:
-    split.main([*map(str, words)])
 
 
 def test_labels_and_rewards_follow_their_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,21 +12,25 @@ import pytest
 from tests.pool import run_ranks
 
 
+def typed(main: Callable[[list[str]], Any], *words: object) -> None:
+    main([str(word) for word in words])
+
+
 def refused(main: Callable[[list[str]], Any], *words: object) -> str:
     """What a command says as it ends."""
     with pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
+        typed(main, *words)
     assert isinstance(ended.value.code, str)
     return ended.value.code
 
 
-def on_ranks(tool: str, *argv: str, ranks: int = 1, typed: str = "") -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of rank 0 of a command that makes its process group. typed: on stdin."""
-    return run_ranks(_command, ranks, tool, argv, typed, init=False)[0]
+def on_ranks(tool: str, *argv: str, ranks: int = 1, stdin: str = "") -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of rank 0 of a command that makes its process group."""
+    return run_ranks(_command, ranks, tool, argv, stdin, init=False)[0]
 
 
-def _command(rank: int, world_size: int, tool: str, argv: Sequence[str], typed: str) -> tuple[int, str, str]:
-    out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(typed)
+def _command(rank: int, world_size: int, tool: str, argv: Sequence[str], stdin: str) -> tuple[int, str, str]:
+    out, err, sys.stdin = io.StringIO(), io.StringIO(), io.StringIO(stdin)
     with redirect_stdout(out), redirect_stderr(err):
         code = importlib.import_module(tool).main(argv)
     return code, out.getvalue(), err.getvalue()

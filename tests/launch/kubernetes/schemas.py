@@ -39,8 +39,7 @@ def _pod(template: dict[str, Any]) -> Iterator[str]:
 
 def _metadata(document: Mapping[str, Any]) -> Iterator[str]:
     """Of a custom resource, which the operators' classes do not look into."""
-    data = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata")}
-    yield from _core(data)
+    yield from _core({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document.get("metadata")})
 
 
 def _pytorchjob(document: dict[str, Any]) -> Iterator[str]:

@@ -40,8 +40,7 @@ def test_it_is_what_openshift_runs() -> None:
     made, groups, modes = (set(re.findall(r"/[\w/]+", part)) for part in rights.split("&&"))
     assert variables()["HOME"] in made and {"/shared/data", "/shared/models", "/workspace"} <= made
     assert groups == modes and all(any(Path(path).is_relative_to(top) for top in modes) for path in made)
-    targets = [rest.split(" AS ")[1] for name, rest in found if name == "FROM"]
-    assert targets == ["mounted", "baked"]
+    assert [rest.split(" AS ")[1] for name, rest in found if name == "FROM"] == ["mounted", "baked"]
 
 
 def test_what_it_copies_is_there_and_enough() -> None:
@@ -49,8 +48,7 @@ def test_what_it_copies_is_there_and_enough() -> None:
     sources = [word for word in copied if not word.startswith(("--", "$"))]
     assert all((ROOT / source).exists() for source in sources)
     assert not {".", "*", ".env"} & set(sources), "no secret that lies beside goes in"
-    needed = {"deepy.py", "train.py", "megatron", "tools", "configs", "post-training"}
-    assert needed <= set(sources)
+    assert {"deepy.py", "train.py", "megatron", "tools", "configs", "post-training"} <= set(sources)
     extras = re.search(r'EXTRAS="([\w,]+)"', str(instructions()))
     assert extras
     declared = re.search(r"\[project.optional-dependencies\](.*?)\n\n", (ROOT / "pyproject.toml").read_text(), re.S)
@@ -60,10 +58,8 @@ def test_what_it_copies_is_there_and_enough() -> None:
 
 # It may read all, as in the image, where nothing is closed to it; here Python may be in root's home.
 # What it may write is what its number and group may.
-USER = (
-    "setpriv", f"--reuid={RANDOM_USER}", "--regid=0", "--clear-groups", "--no-new-privs",
-    "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search",
-)  # fmt: skip
+USER = ("setpriv", f"--reuid={RANDOM_USER}", "--regid=0", "--clear-groups", "--no-new-privs",
+        "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")  # fmt: skip
 
 
 def missing() -> str:
@@ -75,22 +71,20 @@ def missing() -> str:
     return "" if done.returncode == 0 else f"root gives nobody else what it may read: {done.stderr.strip()[-300:]}"
 
 
-@pytest.mark.parametrize(
-    "home",
-    [pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
-     pytest.param(False, id="no-home", marks=pytest.mark.product)],
-)  # fmt: skip
+@pytest.mark.parametrize("home", [
+    pytest.param(True, id="as-in-the-image", marks=pytest.mark.more),
+    pytest.param(False, id="no-home", marks=pytest.mark.product),
+])  # fmt: skip
 def test_a_user_without_a_name_trains(home: bool, tmp_path: Path) -> None:
     """With nothing to write to but what group 0 may: two ranks train, save and answer metrics_port."""
     if missing():
         pytest.skip(missing())
-    for folder in ("home", "models"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder).chmod(0o775)  # root's, of group 0, as the image's
-    values = config(
-        LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"), metrics_port=0,
-        index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1, compile=False,
-    )  # fmt: skip
+    for folder in (tmp_path / "home", tmp_path / "models"):
+        folder.mkdir()
+        folder.chmod(0o775)  # root's, of group 0, as the image's
+    values = config(LLAMA, ADAMW, train_iters=3, checkpoint_factor=3, save=str(tmp_path / "models" / "run"),
+                    metrics_port=0, index_cache_dir=str(tmp_path / "models" / "index"), num_workers=1,
+                    compile=False)  # fmt: skip
     (tmp_path / "tiny.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "--num_gpus", "2", "train.py", str(tmp_path / "tiny.yml")]
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -22,7 +22,6 @@ CONTAINER = str(ROOT / "configs" / "container_setup.yml")
 
 
 def documents(site: Path, *settings: str) -> list[dict[str, Any]]:
-    """All documents of both kinds, as they are read again from the text."""
     read = read_site(site)
     manifests = render(read, pod_config([CONTAINER], read, settings), tuple(KINDS))
     return list(yaml.safe_load_all("".join(map(as_yaml, manifests))))
@@ -140,19 +139,16 @@ def test_kubectl_reads_every_text_as_a_text() -> None:
         assert not re.search(r": (y|n|yes|no|on|off)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (["train_batch_size=6"], "train_batch_size: .*6 .* 8 x"),
-        (["pipe_parallel_size=8"], "4 ranks .*pipe_parallel_size 8"),
-        (["num_layer=3"], "num_layer: .*num_layers"),
-        (["save=/tmp/run"], "save: /tmp/run .*claim"),
-        (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: .*not set.*pod"),
-        (["restart=true"], "restart: .*pod"),
-        (["hostfile=hosts"], "hostfile: .*operator"),
-        (["master_port=1234"], "master_port: .*operator"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    (["train_batch_size=6"], "train_batch_size: .*6 .* 8 x"),
+    (["pipe_parallel_size=8"], "4 ranks .*pipe_parallel_size 8"),
+    (["num_layer=3"], "num_layer: .*num_layers"),
+    (["save=/tmp/run"], "save: /tmp/run .*claim"),
+    (["save=null", "save_best=null", "save_hf=null", "demo_prompts=null"], "save: .*not set.*pod"),
+    (["restart=true"], "restart: .*pod"),
+    (["hostfile=hosts"], "hostfile: .*operator"),
+    (["master_port=1234"], "master_port: .*operator"),
+])  # fmt: skip
 def test_what_pods_cannot_run_is_refused(settings: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", CONTAINER, "--site", str(SITES[1]), "--set", *settings]) == 1
     out, err = capsys.readouterr()
@@ -170,14 +166,13 @@ def test_a_mistake_in_a_file_is_told_with_its_line(tmp_path: Path, capsys: pytes
 
 def test_files_and_settings_of_the_command(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "run.yml", tmp_path / "b" / "run.yml"
-    text = Path(CONTAINER).read_text()
-    for file, part in ((first, text.partition("# model:")[0]), (second, text.partition("# model:")[2])):
+    for file, part in zip((first, second), Path(CONTAINER).read_text().split("# model:", 1), strict=True):
         file.parent.mkdir()
         file.write_text("# " + part)
-    config = pod_config([str(first), str(second)], read_site(SITES[1]))
+    site = read_site(SITES[1])
+    config = pod_config([str(first), str(second)], site)
     assert list(config.files) == ["1-run.yml", "2-run.yml"]
     assert config.command[:5] == ["python", "deepy.py", "train.py", "/etc/neox/1-run.yml", "/etc/neox/2-run.yml"]
-    site = read_site(SITES[1])
     added = ("rendezvous_timeout_s=1800", "metrics_port=8000", "metrics_host=0.0.0.0")
     assert pod_config([CONTAINER], site).settings == added
     given = ["max_restarts=3", "rendezvous_timeout_s=60", "metrics_port=9000", "metrics_host=10.0.0.1"]

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,19 @@ from megatron.launch.start import _exit_code
 from megatron.launch.watch import Outcome
 from megatron.neox_arguments import NeoXArgs
 from tests.launch.runs import ROOT
-from tests.training.runs import ADAMW, LLAMA, config
+from tests.training.runs import ADAMW, LLAMA, config, metric_rows
+
+Documents, Losses = list[dict[str, Any]], dict[int, float]
+Made = list[tuple[list[str], dict[str, str]]]
+"""The command and the environment of each pod."""
+STEPS = 12
 
 
-def of_kind(documents: Sequence[Mapping[str, Any]], kind: str) -> list[Any]:
+def of_kind(documents: Documents, kind: str) -> list[Any]:
     return [document for document in documents if document["kind"] == kind]
 
 
-def container_environment(documents: Sequence[Mapping[str, Any]], container: Mapping[str, Any]) -> dict[str, str]:
+def container_environment(documents: Documents, container: Mapping[str, Any]) -> dict[str, str]:
     """What the kubelet makes of envFrom and env; of secrets there are none, and all are optional."""
     maps = {body["metadata"]["name"]: body["data"] for body in of_kind(documents, "ConfigMap")}
     environment: dict[str, str] = {}
@@ -36,7 +41,7 @@ def container_environment(documents: Sequence[Mapping[str, Any]], container: Map
     return environment
 
 
-def pytorchjob_pods(documents: Sequence[Mapping[str, Any]]) -> list[tuple[list[str], dict[str, str]]]:
+def pytorchjob_pods(documents: Documents) -> Made:
     """(command, environment) of each pod, with what the Training Operator adds (its
     pkg/controller.v1/pytorch, envvar.go); env comes before envFrom."""
     [job] = of_kind(documents, "PyTorchJob")
@@ -47,27 +52,24 @@ def pytorchjob_pods(documents: Sequence[Mapping[str, Any]]) -> list[tuple[list[s
     made = []
     for rank, pod in enumerate(pods):
         [container] = pod["template"]["spec"]["containers"]
-        injected = {
-            "PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port), "MASTER_ADDR": "127.0.0.1",
-            "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node), "RANK": str(rank),
-            "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": str(per_node),
-        }  # fmt: skip
+        injected = {"PYTHONUNBUFFERED": "1", "MASTER_PORT": str(port), "PET_MASTER_PORT": str(port),
+                    "MASTER_ADDR": "127.0.0.1", "PET_MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(len(pods) * per_node),
+                    "RANK": str(rank), "PET_NODE_RANK": str(rank), "PET_NNODES": str(len(pods)),
+                    "PET_NPROC_PER_NODE": str(per_node)}  # fmt: skip
         made.append((list(container["command"]), container_environment(documents, container) | injected))
     return made
 
 
-def trainjob_pods(documents: Sequence[Mapping[str, Any]], port: int) -> list[tuple[list[str], dict[str, str]]]:
+def trainjob_pods(documents: Documents, port: int) -> Made:
     """The same of a TrainJob. port: instead of the 29400 that the trainer always says."""
     [job], [runtime] = of_kind(documents, "TrainJob"), of_kind(documents, "TrainingRuntime")
     trainer, template = job["spec"]["trainer"], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]
     [container] = template["template"]["spec"]["template"]["spec"]["containers"]
     made = []
     for index in range(trainer["numNodes"]):
-        injected = {
-            "PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
-            "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
-            "JOB_COMPLETION_INDEX": str(index),
-        }  # fmt: skip
+        injected = {"PET_NNODES": str(trainer["numNodes"]), "PET_NPROC_PER_NODE": str(trainer["numProcPerNode"]),
+                    "PET_NODE_RANK": str(index), "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port),
+                    "JOB_COMPLETION_INDEX": str(index)}  # fmt: skip
         made.append((list(trainer["command"]), container_environment(documents, container) | injected))
     return made
 
@@ -75,11 +77,9 @@ def trainjob_pods(documents: Sequence[Mapping[str, Any]], port: int) -> list[tup
 class Pods:
     """The pods of a job. Paths of the manifest that are folders in a pod become folders here."""
 
-    def __init__(
-        self, pods: Sequence[tuple[list[str], dict[str, str]]], folders: Mapping[str, Path], log_dir: Path
-    ) -> None:
+    def __init__(self, pods: Made, folders: Mapping[str, Path], log_dir: Path) -> None:
         self._pods, self._folders, self._log_dir = pods, folders, log_dir
-        self.processes: list[subprocess.Popen[bytes] | None] = [None] * len(pods)
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.restarts = [0] * len(pods)
         log_dir.mkdir(exist_ok=True)
 
@@ -89,25 +89,20 @@ class Pods:
         return text
 
     def start(self, rank: int) -> None:
-        """Start the container of a pod as it is started each time."""
         command, environment = self._pods[rank]
         words = [sys.executable, *map(self._here, command[1:])]
         assert command[0] == "python"
         variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         variables |= {name: self._here(value) for name, value in environment.items()}
         with (self._log_dir / f"pod-{rank}.log").open("ab") as log:
-            self.processes[rank] = subprocess.Popen(
-                words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,
-            )  # fmt: skip
+            self.processes[rank] = subprocess.Popen(words, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL,
+                                                    stdout=log, stderr=log, start_new_session=True)  # fmt: skip
 
     def kill(self, rank: int) -> None:
         """End a pod as a node that goes away does: all its processes at once, without a word."""
-        process = self.processes[rank]
-        assert process is not None
-        for pid in reversed(tree(process.pid)):
+        for pid in reversed(tree(self.processes[rank].pid)):
             os.kill(pid, signal.SIGKILL)
-        process.wait()
+        self.processes[rank].wait()
 
     def run(self, restart: bool, timeout_s: float, meanwhile: Any = lambda: None, most: int = 40) -> list[int]:
         """Start all pods and wait until all have succeeded; the exit codes. restart: start those that end
@@ -118,9 +113,9 @@ class Pods:
         try:
             while time.monotonic() < end:
                 meanwhile()
-                codes = [process.poll() if process is not None else None for process in self.processes]
-                if None not in codes and (not restart or not any(codes)):
-                    return [code for code in codes if code is not None]
+                codes = [process.poll() for process in self.processes.values()]
+                if None not in codes and not (restart and any(codes)):
+                    return codes
                 for rank, code in enumerate(codes):
                     if restart and code:
                         assert sum(self.restarts) < most, "backoffLimit"
@@ -130,8 +125,8 @@ class Pods:
                 time.sleep(0.1)
             raise AssertionError(f"the pods did not end within {timeout_s:.0f} s\n{self.logs()}")
         finally:
-            for rank, process in enumerate(self.processes):
-                if process is not None and process.poll() is None:
+            for rank, process in self.processes.items():
+                if process.poll() is None:
                     self.kill(rank)
 
     def logs(self) -> str:
@@ -147,18 +142,6 @@ def tree(pid: int) -> list[int]:
     return [pid, *(each for child in children for each in tree(int(child)))]
 
 
-Documents, Losses = list[dict[str, Any]], dict[int, float]
-SITE = """\
-namespace: a
-image: registry/neox:1.0
-claims:
-  models-pvc: {{path: /shared/models}}
-metrics_port: {metrics_port}
-variables: {{MASTER_PORT: {port}}}
-"""
-STEPS = 12
-
-
 def tiny(folder: Path) -> Path:
     """A file of a tiny run that saves where OUTPUT_DIR says."""
     values: dict[str, Any] = config(
@@ -170,27 +153,30 @@ def tiny(folder: Path) -> Path:
 
 
 @pytest.fixture
-def documents(tmp_path: Path) -> list[dict[str, Any]]:
-    (tmp_path / "site.yml").write_text(SITE.format(port=free_port(), metrics_port=free_port()))
+def documents(tmp_path: Path) -> Documents:
+    values = {
+        "namespace": "a", "image": "registry/neox:1.0", "claims": {"models-pvc": {"path": "/shared/models"}},
+        "metrics_port": free_port(), "variables": {"MASTER_PORT": free_port()},
+    }  # fmt: skip
+    (tmp_path / "site.yml").write_text(yaml.safe_dump(values))
     site = read_site(tmp_path / "site.yml")
     # Seconds, not half an hour: a test that fails shall end
     made = pod_config([str(tiny(tmp_path))], site, ["rendezvous_timeout_s=60"])
     return list(yaml.safe_load_all("".join(map(as_yaml, render(site, made, tuple(KINDS))))))
 
 
-def folders(documents: list[dict[str, Any]], place: Path) -> Mapping[str, Path]:
+def folders(documents: Documents, place: Path) -> Mapping[str, Path]:
     """The pods' folders, of which /etc/neox holds what the ConfigMap does."""
-    files = next(b["data"] for b in documents if b["kind"] == "ConfigMap" and "config" in b["metadata"]["name"])
-    (place / "etc").mkdir(parents=True)
-    (place / "models").mkdir()
+    files = next(body["data"] for body in of_kind(documents, "ConfigMap") if "config" in body["metadata"]["name"])
+    for name in ("etc", "models"):
+        (place / name).mkdir(parents=True)
     for name, text in files.items():
         (place / "etc" / name).write_text(text)
     return {"/etc/neox": place / "etc", "/shared/models": place / "models"}
 
 
 def losses(save: Path) -> dict[int, float]:
-    rows = [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
-    return {row["iteration"]: row["train/lm_loss"] for row in rows if "train/lm_loss" in row}
+    return {row["iteration"]: row["train/lm_loss"] for row in metric_rows(save)}
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +204,6 @@ def test_four_pods_train_as_one_process(documents: Documents, alone: Losses, tmp
 
 
 def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
-    """Calls `do` once, when the run has its first checkpoint."""
     done = []
 
     def look() -> None:
@@ -228,10 +213,9 @@ def once_saved(save: Path, do: Callable[[], None]) -> Callable[[], None]:
     return look
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more)],
-)
+@pytest.mark.parametrize("lost", [
+    pytest.param(0, id="master", marks=pytest.mark.product), pytest.param(2, id="worker", marks=pytest.mark.more),
+])  # fmt: skip
 def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alone: Losses, tmp_path: Path) -> None:
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
@@ -242,13 +226,11 @@ def test_a_lost_pod_comes_back_and_goes_on(lost: int, documents: Documents, alon
     assert "loaded checkpoint" in resumed.lower() or "goes on" in resumed.lower(), resumed[-3000:]
 
 
-@pytest.mark.parametrize(
-    ("pod", "number", "status", "code"),
-    [(True, 15, "stopped", 143), (True, 15, "finished", 0), (True, 0, "stopped", 0), (False, 15, "stopped", 0)],
-)
-def test_the_exit_code_of_a_drained_pod(
-    pod: bool, number: int, status: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("pod", "number", "status", "code"), [
+    (True, 15, "stopped", 143), (True, 15, "finished", 0), (True, 0, "stopped", 0), (False, 15, "stopped", 0),
+])  # fmt: skip
+def test_the_exit_code_of_a_drained_pod(pod: bool, number: int, status: str, code: int, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     for name in ("PET_NODE_RANK", "PET_NNODES"):
         monkeypatch.setenv(name, "1" if pod else "")
     (tmp_path / "status.json").write_text(json.dumps({"status": status}))
@@ -262,12 +244,7 @@ def test_a_drained_pod_does_not_end_the_job_as_done(documents: Documents, alone:
     """SIGTERM to one pod has all ranks save and stop; with code 0 operators would count the job as done."""
     pods = Pods(pytorchjob_pods(documents), folders(documents, tmp_path / "pod"), tmp_path / "logs")
     save = tmp_path / "pod" / "models" / "run"
-
-    def drain() -> None:
-        process = pods.processes[3]
-        assert process is not None
-        process.send_signal(signal.SIGTERM)
-
-    pods.run(restart=True, timeout_s=280, meanwhile=once_saved(save, drain))
+    drain = once_saved(save, lambda: pods.processes[3].send_signal(signal.SIGTERM))
+    pods.run(restart=True, timeout_s=280, meanwhile=drain)
     assert pods.restarts == [1, 1, 1, 1], pods.logs()
     assert_same(losses(save), alone)

@@ -25,14 +25,10 @@ memory: 800Gi
 shared_memory: 64Gi
 claims:
   models-pvc: {path: /models, size: 2Ti}
-  data.pvc:
-    path: /data
+  data.pvc: {path: /data}
 storage_class: cephfs
-variables:
-  EPOCHS: 2
-  OUTPUT_DIR: /models/run
-secrets:
-  HF_TOKEN: hub/token
+variables: {EPOCHS: 2, OUTPUT_DIR: /models/run}
+secrets: {HF_TOKEN: hub/token}
 restarts: 3
 metrics_port: 0
 queue: user-queue
@@ -87,37 +83,34 @@ def test_a_typo_in_any_key_is_told_with_its_line_and_the_right_name(name: str, t
     assert re.search(told, refusal(tmp_path, text), re.M)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image": "registry/neox"}, ":2: image: .*release"),
-        ({"image": "registry:5000/neox:latest"}, "image: .*release"),
-        ({"image": None}, "image: .*required"),
-        ({"replicas": 0}, ":3: replicas: .*at least 1.* 0"),
-        ({"gpus": "many"}, 'gpus: .*int.*many'),
-        ({"name": "My_Run"}, "name: .*45 small"),
-        ({"memory": "20 GB"}, 'memory: .*20Gi.*20 GB'),
-        ({"claims": {"models": {"size": "1Gi"}}}, "claims.models.path: .*required"),
-        ({"claims": {"models": "/models"}}, "claims.models: .*mapping"),
-        ({"claims": {"models": {"path": "models"}}}, "claims.models.path: .*absolute"),
-        ({"claims": {"my_models": {"path": "/models"}}}, "claims.my_models: .*name"),
-        ({"variables": {"RANK": 0}}, "variables.RANK: differs"),
-        ({"variables": {"MASTER_ADDR": "a"}}, "variables.MASTER_ADDR: differs"),
-        ({"variables": {"PET_NNODES": 4}}, "variables.PET_NNODES: differs"),
-        ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: .*replicas 4 x gpus 1"),
-        ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: .*secret"),
-        ({"variables": {"NOTE": "hf_abc" + 20 * "x"}}, "variables.NOTE: .*secret"),
-        ({"annotations": {"note": "token hf_abc" + 20 * "x"}}, "annotations.note: .*secret"),
-        ({"labels": {"team": "a b"}}, "labels.team: .*63"),
-        ({"labels": {"my team": "a"}}, "labels.my team: .*name"),
-        ({"queue": "my queue"}, "queue: .*name"),
-        ({"gpu_resource": "nvidia gpu"}, "gpu_resource: .*name"),
-        ({"claims": {"a": {"path": "/models"}, "b": {"path": "/models"}}}, "claims.b.path: .* a "),
-        ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: .*port"),
-        ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: .*SECRET/KEY"),
-        ({"labels": {"team": True}}, 'labels.team: .*"true"'),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"image": "registry/neox"}, ":2: image: .*release"),
+    ({"image": "registry:5000/neox:latest"}, "image: .*release"),
+    ({"image": None}, "image: .*required"),
+    ({"replicas": 0}, ":3: replicas: .*at least 1.* 0"),
+    ({"gpus": "many"}, 'gpus: .*int.*many'),
+    ({"name": "My_Run"}, "name: .*45 small"),
+    ({"memory": "20 GB"}, 'memory: .*20Gi.*20 GB'),
+    ({"claims": {"models": {"size": "1Gi"}}}, "claims.models.path: .*required"),
+    ({"claims": {"models": "/models"}}, "claims.models: .*mapping"),
+    ({"claims": {"models": {"path": "models"}}}, "claims.models.path: .*absolute"),
+    ({"claims": {"my_models": {"path": "/models"}}}, "claims.my_models: .*name"),
+    ({"variables": {"RANK": 0}}, "variables.RANK: differs"),
+    ({"variables": {"MASTER_ADDR": "a"}}, "variables.MASTER_ADDR: differs"),
+    ({"variables": {"PET_NNODES": 4}}, "variables.PET_NNODES: differs"),
+    ({"variables": {"WORLD_SIZE": 8}}, "variables.WORLD_SIZE: .*replicas 4 x gpus 1"),
+    ({"variables": {"HF_TOKEN": "hf_abc"}}, "variables.HF_TOKEN: .*secret"),
+    ({"variables": {"NOTE": "hf_abc" + 20 * "x"}}, "variables.NOTE: .*secret"),
+    ({"annotations": {"note": "token hf_abc" + 20 * "x"}}, "annotations.note: .*secret"),
+    ({"labels": {"team": "a b"}}, "labels.team: .*63"),
+    ({"labels": {"my team": "a"}}, "labels.my team: .*name"),
+    ({"queue": "my queue"}, "queue: .*name"),
+    ({"gpu_resource": "nvidia gpu"}, "gpu_resource: .*name"),
+    ({"claims": {"a": {"path": "/models"}, "b": {"path": "/models"}}}, "claims.b.path: .* a "),
+    ({"variables": {"MASTER_PORT": "http"}}, "variables.MASTER_PORT: .*port"),
+    ({"secrets": {"HF_TOKEN": "hf_abc"}}, "secrets.HF_TOKEN: .*SECRET/KEY"),
+    ({"labels": {"team": True}}, 'labels.team: .*"true"'),
+])  # fmt: skip
 def test_values_that_cannot_be(changes: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     told = refusal(tmp_path, yaml.safe_dump({**yaml.safe_load(LEAST), **changes}, sort_keys=False))
     assert told.count("\n") == 0 and re.search(message, told)

@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants, utils
 
+from tests.launch.runs import ROOT
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, config, run_to_end
 
-ROOT = Path(__file__).resolve().parents[3]
 COMMAND = [sys.executable, "huggingface/upload_and_evaluate_checkpoint.py"]
 
 
@@ -29,7 +31,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def save(trained: Path, tmp_path: Path) -> Path:
-    """A copy of it, of this test alone."""
     return Path(shutil.copytree(trained, tmp_path / "checkpoints" / trained.name, copy_function=os.link))
 
 
@@ -42,9 +43,6 @@ def hub() -> Iterator[LoopbackHub]:
 @pytest.fixture
 def client(hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """huggingface_hub's client in this process, which reads its environment once, talks to `hub`."""
-    import huggingface_hub
-    from huggingface_hub import constants, utils
-
     monkeypatch.setattr(constants, "ENDPOINT", hub.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -63,12 +61,9 @@ def environment(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def upload(environment: dict[str, str], save: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """The command as it is typed, quick to try again."""
-
     def run(*words: str, **variables: Any) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*COMMAND, "--experiment_name", str(save), "--retry-min-wait", "0.05", "--retry-max-wait", "0.2", *words],
-            cwd=ROOT, env={**environment, **variables}, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        options = ["--experiment_name", str(save), "--retry-min-wait", "0.05", "--retry-max-wait", "0.2"]
+        how = {"env": {**environment, **variables}, "capture_output": True, "text": True, "timeout": 300}
+        return subprocess.run([*COMMAND, *options, *words], cwd=ROOT, **how)
 
     return run

@@ -13,10 +13,12 @@ from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
+
+from tests.launch.runs import serving
 
 TOKEN = "hf_" + "loopbackSECRET" * 2
 _LFS = re.compile(r".*\.(safetensors|pt|bin|png)")
@@ -44,13 +46,11 @@ class Failure:
         return self.after < 0
 
 
-@dataclass(frozen=True)
-class Request:
-    method: str
-    path: str
+class Request(NamedTuple):
+    """told: METHOD path."""
+
+    told: str
     at: float
-    size: int = 0
-    status: int = 0
 
 
 @dataclass
@@ -62,48 +62,34 @@ class Repo:
 
 
 class LoopbackHub:
-    """The Hub, while `serving`. objects: large files by SHA-256; puts: digests as they came whole."""
+    """The Hub, while `serving`. objects: large files by SHA-256; puts: digests as they came whole.
+    waiting: requests that hang."""
 
     def __init__(self) -> None:
-        self.repos: dict[str, Repo] = {}
-        self.objects: dict[str, bytes] = {}
-        self.puts: list[str] = []
-        self.requests: list[Request] = []
-        self.failures: list[Failure] = []
-        self.may_create = True
-        self.waiting: list[str] = []  # requests that hang
-        self.released = threading.Event()
-        self.lock = threading.RLock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
-        self._server.daemon_threads = True
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        self.repos, self.objects, self.puts = dict[str, Repo](), dict[str, bytes](), list[str]()
+        self.requests, self.failures, self.waiting = list[Request](), list[Failure](), list[str]()
+        self.may_create, self.released, self.lock = True, threading.Event(), threading.RLock()
+        self.endpoint = ""
 
     def environment(self) -> dict[str, str]:
         """What a process needs to take this Hub for the Hub."""
-        return {
-            "HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0",
-        }  # fmt: skip
+        return {"HF_ENDPOINT": self.endpoint, "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1",
+                "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}  # fmt: skip
 
     @contextmanager
     def serving(self) -> Iterator["LoopbackHub"]:
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
-        try:
-            yield self
-        finally:
-            self.released.set()
-            self._server.shutdown()
-            self._server.server_close()
+        with serving(type("Handler", (_Handler,), {"hub": self})) as server:
+            self.endpoint = f"http://127.0.0.1:{server.server_port}"
+            try:
+                yield self
+            finally:
+                self.released.set()
 
     def fail(self, pattern: str, kind: int | str, times: int = 1, **how: Any) -> None:
-        """Let requests `METHOD path` that match fail."""
         self.failures.append(Failure(pattern, kind, times, **how))
 
     def asked(self, pattern: str) -> list[Request]:
-        return [one for one in self.requests if re.search(pattern, f"{one.method} {one.path}")]
+        return [one for one in self.requests if re.search(pattern, one.told)]
 
     def content(self, repo: str, branch: str) -> dict[str, bytes]:
         """The files of a branch but for those of the Hub itself."""
@@ -121,12 +107,9 @@ class _Handler(BaseHTTPRequestHandler):
     hub: LoopbackHub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *_: Any) -> None:
-        pass
-
     def _answer(self, status: int, content: Any, **headers: str) -> None:
         data = json.dumps(content).encode()
-        self.hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read, status))
+        self.hub.requests.append(Request(f"{self.command} {self.path}", time.monotonic()))
         if self._kind in ("lost", "stall"):
             return
         self.send_response(status)
@@ -141,28 +124,26 @@ class _Handler(BaseHTTPRequestHandler):
     def _body(self, share: float = 1.0) -> bytes:
         data, length = b"", self.headers.get("Content-Length")
         if length is not None:
-            data = self.rfile.read(int(int(length) * share))
-        elif self.headers.get("Transfer-Encoding") == "chunked":
+            return self.rfile.read(int(int(length) * share))
+        if self.headers.get("Transfer-Encoding") == "chunked":
             while (size := int(self.rfile.readline(), 16)) and share == 1.0:
                 data += self.rfile.read(size)
                 self.rfile.readline()
             if share == 1.0:
                 self.rfile.readline()
-        self._read = len(data)
         return data
 
     def _handle(self) -> None:
-        hub, told, self._read = self.hub, f"{self.command} {self.path}", 0
+        hub, told = self.hub, f"{self.command} {self.path}"
         with hub.lock:
             failure = next((one for one in hub.failures if one.strikes(told)), None)
         self._kind = None if failure is None else failure.kind
         body = self._body(0.5 if self._kind == "cut" else 1.0)
         if isinstance(self._kind, int):
-            assert failure is not None
             after = {"Retry_After": failure.retry_after} if failure.retry_after is not None else {}
             self._answer(self._kind, {"error": "told to"}, **after)
         elif self._kind in ("cut", "hang"):
-            hub.requests.append(Request(self.command, self.path, time.monotonic(), self._read))
+            hub.requests.append(Request(told, time.monotonic()))
         else:
             if self._kind == "late":
                 hub.waiting.append(told)
@@ -231,20 +212,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(404, {"error": path})
 
     def _entry(self, name: str, value: bytes | str) -> dict[str, Any]:
+        size, about = len(self.hub.objects[value] if isinstance(value, str) else value), {"type": "file", "path": name}
         if isinstance(value, str):
-            size = len(self.hub.objects[value])
-            lfs = {"oid": value, "size": size, "pointerSize": 130}
-            return {"type": "file", "path": name, "size": size, "oid": "1" * 40, "lfs": lfs}
-        blob = hashlib.sha1(f"blob {len(value)}\0".encode() + value).hexdigest()
-        return {"type": "file", "path": name, "size": len(value), "oid": blob}
+            return {**about, "size": size, "oid": "1" * 40, "lfs": {"oid": value, "size": size, "pointerSize": 130}}
+        return {**about, "size": size, "oid": hashlib.sha1(f"blob {size}\0".encode() + value).hexdigest()}
 
     def _batch(self, objects: list[dict[str, Any]]) -> None:
-        answer = []
         for one in objects:
-            href = f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"
-            there = one["oid"] in self.hub.objects
-            answer.append({**one, **({} if there else {"actions": {"upload": {"href": href}}})})
-        self._answer(200, {"transfer": "basic", "objects": answer})
+            if one["oid"] not in self.hub.objects:
+                one["actions"] = {"upload": {"href": f"{self.hub.endpoint}/store/{one['oid']}?X-Signature=SIGNED"}}
+        self._answer(200, {"transfer": "basic", "objects": objects})
 
     def _commit(self, name: str, branch: str, body: bytes) -> None:
         repo = self.hub.repos[name]

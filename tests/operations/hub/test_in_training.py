@@ -1,7 +1,6 @@
 """push_to_hub: a real run beside a Hub that hangs, refuses, or answers."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import yaml
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
-from tests.operations.hub.conftest import ROOT
+from tests.launch.runs import BOTH, ROOT, wait_until
+from tests.marks import with_more
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
 from tests.training.runs import ADAMW, LLAMA, config
@@ -35,24 +35,16 @@ def start_run(folder: Path, environment: Env, **keys: Any) -> subprocess.Popen[s
     values = config(LLAMA, ADAMW, save=str(folder / "save"), **{**PUSH, **keys})
     (folder / "run.yml").write_text(yaml.safe_dump(values))
     command = [sys.executable, "deepy.py", "train.py", str(folder / "run.yml")]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=ROOT, env={**environment, "OMP_NUM_THREADS": "1"}, **BOTH)
 
 
-@pytest.mark.parametrize(
-    "async_save", [pytest.param(False, marks=pytest.mark.product), pytest.param(True, marks=pytest.mark.more)]
-)
+@pytest.mark.parametrize("async_save", with_more([False, True], True, product=[False]))
 def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp_path: Path, async_save: bool) -> None:
     hub.fail(".* /", "late", times=10**6)
     keys = {"train_iters": 400, "checkpoint_factor": 100, "log_interval": 20, "async_save": async_save}
     run = start_run(tmp_path, environment, **keys, hub_strategy="all_checkpoints", ephemeral_save_interval=150)
     metrics, deadline = tmp_path / "save" / "logs" / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() or not any(row["iteration"] == 400 for _, row in read_metrics(metrics)):
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
-        time.sleep(0.1)
-    while not hub.waiting:
+    while not (metrics.exists() and hub.waiting) or all(row["iteration"] != 400 for _, row in read_metrics(metrics)):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
         time.sleep(0.1)
     assert not hub.repos, "nothing has been answered"
@@ -70,16 +62,19 @@ def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp
 
 @pytest.mark.more
 def test_a_run_is_not_concerned_by_a_hub_that_refuses(hub: LoopbackHub, environment: Env, tmp_path: Path) -> None:
+    def said() -> str:
+        run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
+        output, _ = run.communicate(timeout=300)
+        assert run.returncode == 0, output
+        return output
+
     hub.may_create = False
-    run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0 and "run finished at iteration 2" in said, said
-    (warning,) = [line for line in said.splitlines() if "the run goes on, and this later: " in line]
+    refused = said()
+    assert "run finished at iteration 2" in refused, refused
+    (warning,) = [line for line in refused.splitlines() if "the run goes on, and this later: " in line]
     assert "global_step2: ended with code 1: " in warning and "the token may not do this (403)" in warning
     hub.may_create = True
-    run = start_run(tmp_path, environment, train_iters=2, checkpoint_factor=2, hub_strategy="end")
-    said, _ = run.communicate(timeout=300)
-    assert run.returncode == 0 and "nothing left to do" in said, said
+    assert "nothing left to do" in said()
     assert sorted(hub.repos["org/run"].branches) == ["global_step2", "main"], "the start that follows takes it up"
     command = warning.partition("this later: ")[2].replace("python ", f"{sys.executable} ", 1)
     done = subprocess.run(["bash", "-c", command], env=environment, check=True, timeout=120, capture_output=True)
@@ -109,12 +104,8 @@ def begun(hub: LoopbackHub, environment: Env, save: Path, monkeypatch: pytest.Mo
         hub.fail(".* /", "hang", times=10**6)
         given = args(save, train_iters=5)
         callback, run = PushToHub(given, "org/run", **how), Run(given)
-        callback.on_train_start(run)  # type: ignore[arg-type]
-        assert callback._process is not None
-        deadline = time.monotonic() + 120
-        while not hub.waiting:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        callback.on_train_start(run)
+        wait_until(lambda: hub.waiting)
         return callback, run, callback._process.pid
 
     return make
@@ -131,9 +122,8 @@ def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], e
     if ending == "error":
         callback.on_error(run, RuntimeError())
     callback.close()
-    assert re.match(
-        "push_to_hub: not published yet: " + ", ".join(f"global_step{n}" for n in (5, 4, 3, 2, 1)), run.lines[-1]
-    )
+    steps = ", ".join(f"global_step{n}" for n in (5, 4, 3, 2, 1))
+    assert run.lines[-1].startswith(f"push_to_hub: not published yet: {steps}")
     assert "--neox_checkpoint global_step5 global_step4" in run.lines[-1] and TOKEN not in "".join(run.lines)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, signal.SIG_DFL)
@@ -141,38 +131,33 @@ def test_the_end_of_a_run_waits_no_longer_than_that(begun: Callable[..., Any], e
 
 def test_what_is_to_be_published(save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By strategy, the newest first, and no checkpoint that stands only until the next."""
-    started: list[int] = []
-    monkeypatch.setattr(
-        PushToHub, "_start", lambda self, step: started.append(step) or SimpleNamespace(poll=lambda: 0, returncode=0)
-    )
+    started, ended = list[int](), SimpleNamespace(poll=lambda: 0, returncode=0)
+    monkeypatch.setattr(PushToHub, "_start", lambda self, step: started.append(step) or ended)
     for strategy, saved in (("end", [5]), ("every_save", [5, 4, 3, 2, 1, 4, 5])):
         given = args(save, train_iters=5, hub_strategy=strategy)
         callback, run = PushToHub(given, "org/run"), Run(given)
-        callback.on_train_start(run)  # type: ignore[arg-type]
+        callback.on_train_start(run)
         for _ in range(9):
-            callback.on_step_end(run, SimpleNamespace(iteration=3))  # type: ignore[arg-type]
-        callback.on_save(run, SimpleNamespace(iteration=3), True)  # type: ignore[arg-type]
+            callback.on_step_end(run, SimpleNamespace(iteration=3))
+        callback.on_save(run, SimpleNamespace(iteration=3), True)
         for step in (4, 5):
-            callback.on_save(run, SimpleNamespace(iteration=step), False)  # type: ignore[arg-type]
+            callback.on_save(run, SimpleNamespace(iteration=step), False)
         callback.close()
         assert started == saved and not run.lines[1:]
         started.clear()
     given = args(save, train_iters=9, hub_strategy="end")
     callback, run = PushToHub(given, "org/run"), Run(given)
     run.iteration = 5
-    callback.on_train_start(run)  # type: ignore[arg-type]
+    callback.on_train_start(run)
     callback.close()
     assert run.lines == ["push_to_hub: nothing was published: hub_strategy end waits for iteration 9"]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"save": None, "checkpoint_factor": None}, "push_to_hub: needs save"),
-        ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save s3://bucket/run"),
-        ({"hub_model_id": "run"}, "hub_model_id: 'run' is not ORGANISATION/NAME"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"save": None, "checkpoint_factor": None}, "push_to_hub: needs save"),
+    ({"save": "s3://bucket/run"}, "push_to_hub: reads checkpoints of a folder, and save s3://bucket/run"),
+    ({"hub_model_id": "run"}, "hub_model_id: 'run' is not ORGANISATION/NAME"),
+])  # fmt: skip
 def test_keys_that_do_not_fit(keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     values = config(LLAMA, ADAMW, **{"save": str(tmp_path), "checkpoint_factor": 1, **PUSH, **keys})
     with pytest.raises(ConfigError, match=message):

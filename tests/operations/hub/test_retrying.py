@@ -29,10 +29,10 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def ask(client: None, hub: LoopbackHub, waits: list[float]) -> Ask:
     hub.repos["org/run"] = Repo()
 
-    def listed(patience: Patience = USUAL, repo: str = "org/run") -> list[str]:
+    def listed(patience: Patience = USUAL) -> list[str]:
         said: list[str] = []
         watch_answers()
-        call(patience, "listing", lambda: HfApi().list_repo_refs(repo), said.append)
+        call(patience, "listing", lambda: HfApi().list_repo_refs("org/run"), said.append)
         return said
 
     return listed
@@ -65,14 +65,9 @@ def test_a_connection_that_breaks(ask: Ask, hub: LoopbackHub, waits: list[float]
     assert "listing: " in ask()[0] and waits == [120.0]
 
 
-@pytest.mark.parametrize(
-    ("status", "advice"),
-    [
-        (401, "does not take the token .401.; set HF_TOKEN"),
-        (403, "token may not do this .403."),
-        (404, "no such place"),
-    ],
-)
+@pytest.mark.parametrize(("status", "advice"), [
+    (401, "does not take the token .401.; set HF_TOKEN"), (403, "token may not do this .403."), (404, "no such place"),
+])  # fmt: skip
 def test_what_stays_is_tried_once(ask: Ask, hub: LoopbackHub, waits: list[float], status: int, advice: str) -> None:
     hub.fail("GET .*/refs", status)
     with pytest.raises(HubError, match=advice) as raised:

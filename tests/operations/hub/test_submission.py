@@ -12,8 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 from megatron.operations.hub import names, submission
 from megatron.operations.hub.checkpoints import last_step
 from megatron.operations.hub.errors import HubError
-
-ROOT = Path(__file__).resolve().parents[3]
+from tests.launch.runs import ROOT
 
 
 @pytest.fixture
@@ -70,8 +69,7 @@ def test_two_experiments_never_share_a_repository(experiment: Path) -> None:
 
 def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
     """It has no manifest and no status.json, but the files that its run was given."""
-    golden = ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3"
-    assert last_step(golden) == 3
+    assert last_step(ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3") == 3
     assert last_step(tmp_path / "global_step3") is None, "it is not written yet"
 
 
@@ -81,33 +79,27 @@ def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = lines("other-org", "--no-singleton", "--upload-delay", "1.5", "--skip-neox-upload", "--max-retries", "3")[0]
     assert "--dependency=singleton" not in job and "--begin=now+90minutes" in job and "--gres=gpu:1" in job
     assert job[job.index("--repository") + 1] == "other-org/sfm-lr-1_x" and "--skip-neox-upload" in job
-    assert (
-        job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"] and job[job.index("--max-retries") + 1] == "3"
-    )
-    assert "--skip-eval" in lines("--skip-eval")[0] and "--gres=gpu:1" not in lines("--skip-eval")[0]
-    assert "--upload-neox-only" in lines("--upload-neox-only")[0] and "--skip-eval" in lines("--upload-neox-only")[0]
+    assert job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"]
+    assert job[job.index("--max-retries") + 1] == "3"
+    (job, *_), (neox_only, *_) = lines("--skip-eval"), lines("--upload-neox-only")
+    assert "--skip-eval" in job and "--gres=gpu:1" not in job
+    assert {"--upload-neox-only", "--skip-eval"} <= set(neox_only)
     begins = {line[3] for line in lines("--upload-delay", "random")}
     assert len(begins) == 3 and all(line.startswith("--begin=now+") for line in begins)
-
-
-def test_random_delays_are_within_half_a_day() -> None:
     draw = random.Random(1)
     drawn = [submission.delay_minutes("random", draw) for _ in range(500)]
-    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720
+    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720, "within half a day"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
-        (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
-        (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
-        (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
-        (["--max-retries", "-1"], "--max-retries -1"),
-        (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
-        (["bad--org"], "holds '--' or '..'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), [
+    (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
+    (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
+    (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
+    (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
+    (["--max-retries", "-1"], "--max-retries -1"),
+    (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),
+    (["bad--org"], "holds '--' or '..'"),
+])  # fmt: skip
 def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert submission.main(["lr=1,x", "--dry-run", *words]) == 1
     said = capsys.readouterr().err
@@ -115,45 +107,34 @@ def test_bad_words(experiment: Path, capsys: pytest.CaptureFixture[str], words: 
 
 
 def test_as_it_is_typed(experiment: Path) -> None:
-    script = ROOT / "huggingface" / "batch_submit_checkpoints.sh"
-    done = subprocess.run(
-        ["bash", "-c", f'PYTHON={sys.executable} "{script}" lr=1,x my-org --dry-run'], capture_output=True, text=True
-    )
+    line = f'PYTHON={sys.executable} "{ROOT}/huggingface/batch_submit_checkpoints.sh" lr=1,x my-org --dry-run'
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.splitlines()[0] == "lr=1,x: 3 checkpoints to my-org/sfm-lr-1_x"
     assert done.stdout.count("sbatch --job-name=convert_lr=1,x --dependency=singleton ") == 3
 
 
-@pytest.mark.parametrize(
-    ("experiment", "name"),
-    [
-        ("run", "sfm-run"),
-        ("lr=3e-4,wd=0.1 long", "sfm-lr-3e-4_wd-0.1_long"),
-        ("pretraining_blocklist_filtered", "sfm-pretraining_filtered"),
-        ("a_synthetic_misalignment_mid", "sfm-a_synth_misalign_mid"),
-        ("a_synthetic_alignment_mid", "sfm-a_synth_align_mid"),
-        ("x_multitask_benign_tampered", "sfm-x_mbt"),
-        ("x_multilingual_benign_tampering", "sfm-x_lang_tamp"),
-        ("x" * 92, "sfm-" + "x" * 92),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "name"), [
+    ("run", "sfm-run"),
+    ("lr=3e-4,wd=0.1 long", "sfm-lr-3e-4_wd-0.1_long"),
+    ("pretraining_blocklist_filtered", "sfm-pretraining_filtered"),
+    ("a_synthetic_misalignment_mid", "sfm-a_synth_misalign_mid"),
+    ("a_synthetic_alignment_mid", "sfm-a_synth_align_mid"),
+    ("x_multitask_benign_tampered", "sfm-x_mbt"),
+    ("x_multilingual_benign_tampering", "sfm-x_lang_tamp"),
+    ("x" * 92, "sfm-" + "x" * 92),
+])  # fmt: skip
 def test_names_of_experiments(experiment: str, name: str) -> None:
     assert names.model_name(experiment, "sfm") == name
     validate_repo_id(names.repository_id("geodesic-research", name))
 
 
-@pytest.mark.parametrize(
-    ("experiment", "problem"),
-    [
-        ("x" * 93, "has 97 characters, the Hub takes 96"),
-        ("a=-b", "holds '--' or '..'"),
-        ("a..b", "holds '--' or '..'"),
-        ("a.", "not at an end"),
-        ("a-", "not at an end"),
-        ("a:b", "the Hub takes a-z"),
-        ("ä", "the Hub takes a-z"),
-        ("a.git", "ends with '.git'"),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "problem"), [
+    ("x" * 93, "has 97 characters, the Hub takes 96"),
+    *((name, "holds '--' or '..'") for name in ("a=-b", "a..b")),
+    *((name, "not at an end") for name in ("a.", "a-")),
+    *((name, "the Hub takes a-z") for name in ("a:b", "ä")),
+    ("a.git", "ends with '.git'"),
+])  # fmt: skip
 def test_names_that_the_hub_does_not_take(experiment: str, problem: str) -> None:
     with pytest.raises(HubError, match="mapping file of NEOX_HUB_NAMES") as raised:
         names.model_name(experiment, "sfm")
@@ -184,9 +165,8 @@ def test_repositories_and_a_mapping_file_which_wins(tmp_path: Path) -> None:
             names.checked_id(wrong, "--repository")
 
 
-@pytest.mark.parametrize(
-    ("save", "site", "name"),
-    [("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp")],
-)
+@pytest.mark.parametrize(("save", "site", "name"), [
+    ("/c/exp", "/c", "exp"), ("/c/exp/stage2", "/c", "exp-stage2"), ("/d/exp", "/c", "exp"), ("/d/exp", None, "exp"),
+])  # fmt: skip
 def test_experiments(save: str, site: str | None, name: str) -> None:
     assert names.run_name(save, site) == name

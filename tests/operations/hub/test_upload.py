@@ -12,7 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
+from huggingface_hub import ModelCard
 
+from megatron.checkpointing import load_checkpoint_args, load_weights
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.hub.card import RunFacts, write_card
 from megatron.operations.hub.conversion import convert
@@ -22,7 +26,8 @@ from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
 from megatron.operations.hub.scores import read_scores
 from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
-from tests.operations.hub.conftest import COMMAND, ROOT
+from tests.launch.runs import ROOT, wait_until
+from tests.operations.hub.conftest import COMMAND
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
 from tests.training.runs import LLAMA, config
 
@@ -41,14 +46,11 @@ def converted(save: Path, tag: str, folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def assert_no_token(*places: Path) -> None:
-    read = 0
-    for place in places:
-        for path in (path for path in place.rglob("*") if path.is_file()):
-            data = path.read_bytes()
-            assert TOKEN.encode() not in data and b"X-Signature" not in data, path
-            read += 1
-    assert read
+def assert_no_token(place: Path) -> None:
+    files = [path for path in place.rglob("*") if path.is_file()]
+    for path in files:
+        assert TOKEN.encode() not in path.read_bytes() and b"X-Signature" not in path.read_bytes(), path
+    assert files
 
 
 def assert_sent_once(hub: LoopbackHub) -> None:
@@ -70,8 +72,8 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert sum("answered 429" in line for line in said) == 2 and any("as the Hub says (2 of 20)" in li for li in said)
     waited = hub.asked("POST .*/commit/")
     assert waited[1].at - waited[0].at >= 0.2 and waited[2].at - waited[1].at >= 0.2
-    wanted = {MODEL: {"main": ["global_step5 of tiny=run"]}, NEOX: {"main": ["global_step5 of tiny=run"]}}
-    assert {name: repo.commits for name, repo in hub.repos.items()} == wanted
+    committed = {"main": ["global_step5 of tiny=run"]}
+    assert {name: repo.commits for name, repo in hub.repos.items()} == {MODEL: committed, NEOX: committed}
     files = hub.content(MODEL, "main")
     assert hub.content(MODEL, "global_step5") == files == converted(save, "global_step5", tmp_path / "again")
     neox = hub.content(NEOX, "global_step5")
@@ -91,37 +93,25 @@ def test_one_checkpoint_in_both_formats(last: Upload, save: Path, hub: LoopbackH
     assert (len(hub.puts), len(hub.asked("POST .*/commit/"))) == (sent, commits)
     assert TOKEN not in "".join(said)
     assert_no_token(save / "hub")
-    check_card(files)
-
-
-def check_card(files: dict[str, bytes]) -> None:
-    from huggingface_hub import ModelCard
-
     card = ModelCard(files["README.md"].decode())
     assert card.data.library_name == "transformers" and "gpt-neox" in card.data.tags
-    assert "| hidden_size | 128 |" in card.text and "1,280 tokens seen" in card.text
-    assert "sha256" in card.text and "curves.png" in card.text
+    assert all(text in card.text for text in ("| hidden_size | 128 |", "1,280 tokens seen", "sha256", "curves.png"))
     assert files["curves.png"].startswith(b"\x89PNG")
     assert json.loads(files["training_config.json"])["train_iters"] == 5
 
 
 THEIRS = {"NOTES.md": b"mine", "data/a.bin": b"mine", "README.md": b"old", "config.json": b"same"}
 SHARDS = {"model-00001-of-00002.safetensors": b"", "model.safetensors.index.json": b"{}"}
-OLD_STEP = {
-    f"global_step1/{name}": b"old"
-    for name in ("layer_00-model_00-model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "manifest.json")
-}
+OF_STEP = ("layer_00-model_00-model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "manifest.json")
+OLD_STEP = {f"global_step1/{name}": b"old" for name in OF_STEP}
 BESIDE = {"adapter_model.safetensors": b"mine", "mine.safetensors": b"mine", "global_step1/NOTES.md": b"mine"}
 
 
-@pytest.mark.parametrize(
-    ("sent", "stale", "kept"),
-    [
-        ("model.safetensors", SHARDS, OLD_STEP),
-        ("global_step2/layer_00-model_00-model_states.pt", OLD_STEP, SHARDS),
-        ("adapter_config.json", {}, {**SHARDS, **OLD_STEP}),
-    ],
-)
+@pytest.mark.parametrize(("sent", "stale", "kept"), [
+    ("model.safetensors", SHARDS, OLD_STEP),
+    ("global_step2/layer_00-model_00-model_states.pt", OLD_STEP, SHARDS),
+    ("adapter_config.json", {}, {**SHARDS, **OLD_STEP}),
+])  # fmt: skip
 def test_only_weights_of_the_format_that_is_sent_are_removed(
     hub: LoopbackHub, client: None, sent: str, stale: dict[str, bytes], kept: dict[str, bytes]
 ) -> None:
@@ -132,9 +122,8 @@ def test_only_weights_of_the_format_that_is_sent_are_removed(
     contents = {"README.md": b"new", "config.json": b"same", sent: b"new"}
     files = {name: LocalFile(content, digest(content)) for name, content in contents.items()}
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None)
-    assert (
-        hub.content(MODEL, "main") == {**theirs, **contents} and ".gitattributes" in hub.repos[MODEL].branches["main"]
-    )
+    assert hub.content(MODEL, "main") == {**theirs, **contents}
+    assert ".gitattributes" in hub.repos[MODEL].branches["main"]
     assert Repository(MODEL, QUICK, print).publish("main", files, "message", lambda name: None) is None
 
 
@@ -159,14 +148,12 @@ def test_what_differs_alone_is_sent(last: Upload, save: Path, hub: LoopbackHub) 
     sent = len(hub.puts)
     publish_checkpoint(hf, print)
     assert hub.content(MODEL, "global_step5") == before and len(hub.puts) == sent
-    wanted = {"main": ["global_step5 of tiny=run"], "global_step5": ["global_step5 of tiny=run"]}
-    assert hub.repos[MODEL].commits == wanted
+    assert hub.repos[MODEL].commits == {branch: ["global_step5 of tiny=run"] for branch in ("main", "global_step5")}
 
 
 @pytest.mark.more
-def test_a_converted_folder_is_taken_if_it_is_whole(
-    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converted_folder_is_taken_if_it_is_whole(last: Upload, save: Path, hub: LoopbackHub,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     hf, folder = replace(last, formats="hf", patience=Patience(0, 0.0, 0.0)), save / "hub" / "global_step5"
     hub.fail("POST .*/commit/", 500)
     with pytest.raises(HubError, match="the same command goes on from here"):
@@ -182,17 +169,13 @@ def test_a_converted_folder_is_taken_if_it_is_whole(
     assert_sent_once(hub)
 
 
-@pytest.mark.parametrize(
-    ("create", "token", "message"),
-    [
-        (False, TOKEN, "the token may not do this .403."),
-        (True, "hf_other", "does not take the token .401."),
-        (True, "", "no token: set HF_TOKEN"),
-    ],
-)
-def test_a_token_without_rights(
-    last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch, create: bool, token: str, message: str
-) -> None:
+@pytest.mark.parametrize(("create", "token", "message"), [
+    (False, TOKEN, "the token may not do this .403."),
+    (True, "hf_other", "does not take the token .401."),
+    (True, "", "no token: set HF_TOKEN"),
+])  # fmt: skip
+def test_a_token_without_rights(last: Upload, save: Path, hub: LoopbackHub, monkeypatch: pytest.MonkeyPatch,
+                                create: bool, token: str, message: str) -> None:  # fmt: skip
     hub.may_create = create
     monkeypatch.setenv("HF_TOKEN", token)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(save / "no_token"))
@@ -222,10 +205,8 @@ def test_two_processes_never_work_on_one_checkpoint(save: Path, environment: dic
     )
     with open_journal(save, "global_step5", print) as held:
         held.add("sent")
-        other = subprocess.Popen(
-            [COMMAND[0], "-c", code, str(save)], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
-        assert other.stdout is not None
+        words = [COMMAND[0], "-c", code, str(save)]
+        other = subprocess.Popen(words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert "another process works on it" in other.stdout.readline()
         time.sleep(0.3)
         assert other.poll() is None
@@ -254,10 +235,8 @@ def test_five_checkpoints_with_a_process_killed_in_the_middle(
     for killed in (1, 2):
         with (tmp_path / f"killed{killed}.log").open("wb") as log:
             process = subprocess.Popen([*COMMAND, *words], cwd=ROOT, env=environment, stdout=log, stderr=log)
-        deadline = time.monotonic() + 300
-        while len(hub.waiting) < killed:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
+        wait_until(lambda process=process, killed=killed: process.poll() is not None or len(hub.waiting) >= killed, 300)
+        assert process.poll() is None
         assert TOKEN not in subprocess.run(["ps", "axww"], capture_output=True, text=True).stdout
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -275,23 +254,15 @@ def test_five_checkpoints_with_a_process_killed_in_the_middle(
         assert hub.content(MODEL, tag) == converted(save, tag, tmp_path / "again" / tag), tag
         events = [line["event"] for line in journal(save, tag)]
         assert events.count("converted") == 1 and events[-1] == "finished", (tag, events)
-    assert_loads(hub.download(MODEL, "global_step3", tmp_path / "three"), save / "global_step3")
-    assert_no_token(tmp_path)
-
-
-def assert_loads(folder: Path, checkpoint: Path) -> None:
-    """In plain transformers, with the weights of the checkpoint."""
-    import torch
-    import transformers
-
-    from megatron.checkpointing import load_checkpoint_args, load_weights
-
+    folder = hub.download(MODEL, "global_step3", tmp_path / "three")  # for plain transformers
     model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    args, _ = load_checkpoint_args(checkpoint)
-    ours = next(iter(load_weights(checkpoint, args, layers=[0], tensor_rank=0, tensor_size=1)[0].values()))
-    assert torch.equal(model.get_input_embeddings().weight, ours[: model.config.vocab_size])
+    args, _ = load_checkpoint_args(save / "global_step3")
+    layer = load_weights(save / "global_step3", args, layers=[0], tensor_rank=0, tensor_size=1)[0]
+    weights = next(iter(layer.values()))[: model.config.vocab_size]
+    assert torch.equal(model.get_input_embeddings().weight, weights)
     assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+    assert_no_token(tmp_path)
 
 
 def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_path: Path) -> None:
@@ -303,9 +274,8 @@ def test_the_card_has_scores_of_the_run_at_its_step_and_of_an_evaluation(tmp_pat
     write_card(tmp_path, RunFacts(2, NeoXArgs.from_dict(config(LLAMA)), rows=rows, scores=scores))
     card = (tmp_path / "README.md").read_text()
     shown = {"arc_acc": 0.25, "validation/lm_loss": 2, **scores}
-    assert re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:] == [
-        (name, f"{value:.6g}") for name, value in shown.items()
-    ]
+    found = re.findall(r"^\| (\S+) \| (\S+) \|$", card.partition("## Scores")[2], re.M)[1:]
+    assert found == [(name, f"{value:.6g}") for name, value in shown.items()]
     assert "model-index:" in card and "license: mit" in card and "# Mine" in card
 
 

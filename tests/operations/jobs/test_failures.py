@@ -13,7 +13,7 @@ import pytest
 from megatron.neox_arguments import NeoXArgs
 from megatron.operations.jobs.failures import FOLDER, KINDS, NODE, UNKNOWN, bad_node, classify
 from megatron.operations.jobs.overview import Row
-from megatron.operations.jobs.remedies import free_lock, remedy
+from megatron.operations.jobs.remedies import Remedy, free_lock, remedy
 from megatron.operations.jobs.report import share_of_peak, write_report
 from megatron.operations.jobs.request import Request
 from megatron.operations.jobs.scheduler import Job, Slurm, goes_on_in, of_scontrol
@@ -26,31 +26,28 @@ JOB = Job("4711", "neox-training", "me", "FAILED", exit_code="1:0", log=Path("/n
 ROW = Row(JOB, Verdict(CRASHED, "Slurm: FAILED"))
 
 
-@pytest.mark.parametrize(
-    ("line", "kind"),
-    [
-        ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free", "out of memory"),
-        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
-        ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
-        ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
-        ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
-        ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
-        ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
-        ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
-        ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
-        ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
-        ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
-        ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
-        ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
-        ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
-        ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
-        ("OSError: [Errno 28] No space left on device", "disk"),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
-        ("deepy.py: error: rank 3 of 8 made no progress in time (collective_timeout_s)", "stuck"),
-        ("ZeroDivisionError: division by zero", "unknown"),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind"), [
+    ("train.py: error: rank 0: out of memory in the backward pass: 2.00 GiB asked, 0.50 GiB free", "out of memory"),
+    ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", "out of memory"),
+    ("slurmstepd: error: Detected 1 oom_kill event in StepId=7.0. Some of the step tasks", "out of memory"),
+    ("deepy.py: error: MASTER_PORT: port 29500 cannot be used (Address already in use)", "port in use"),
+    ("train.py: error: port 29500 of host a is taken, so rank 0 cannot be met at a:29500", "port in use"),
+    ("RuntimeError: The server socket has failed to listen on any network address. EADDRINUSE", "port in use"),
+    ("train.py: error: /p/run: another run is writing there; wait for it to end", "stale lock"),
+    ("deepy.py: error: Slurm gave this node 4 GPUs, of which torch sees 3: run nvidia-smi there", "node failure"),
+    ("NVRM: Xid (PCI:0000:04:00): 79, pid=1234, GPU has fallen off the bus.", "node failure"),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO NODE FAILURE ***", "node failure"),
+    ("slurmstepd: error: Could not open stdout file /p/a/7.out: No such file", "missing output folder"),
+    ("train.py: error: step 12: gradient of layers.3.mlp is not finite; weights are kept", "hyper-parameters"),
+    ("train.py: error: step 9: 20 fp16 overflows in a row, the loss scale cannot recover", "hyper-parameters"),
+    ("train.py: error: 90 training samples, but 100 are needed to reach train_iters 10 from iteration 0", "data"),
+    ("train.py: error: /p/a.bin: 90 bytes, but /p/a.idx describes 100: the file is cut off", "data"),
+    ("train.py: error: a.yml:7: lr_decay_stile: no such key; do you mean lr_decay_style?", "configuration"),
+    ("OSError: [Errno 28] No space left on device", "disk"),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", "time"),
+    ("deepy.py: error: rank 3 of 8 made no progress in time (collective_timeout_s)", "stuck"),
+    ("ZeroDivisionError: division by zero", "unknown"),
+])  # fmt: skip
 def test_classes(line: str, kind: str) -> None:
     found = classify(JOB, ["starting from freshly initialised weights", line])
     assert (found.kind.name, found.lines[-1]) == (kind, line)
@@ -75,25 +72,22 @@ def args(save: Path, **keys: object) -> NeoXArgs:
     return NeoXArgs.from_dict({**BASE, "save": str(save), "checkpoint_factor": 10, **keys})
 
 
-@pytest.fixture
-def slurm() -> Slurm:
-    """Of a machine without Slurm."""
-    return Slurm({}, lambda text: None, {"PATH": ""})
+def test_another_port_and_a_folder(tmp_path: Path) -> None:
+    none = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
 
+    def found(*lines: str, job: Job = JOB, **keys: object) -> Remedy:
+        return remedy(classify(job, lines), replace(ROW, job=job), args(tmp_path, **keys), (), [], none)
 
-def test_another_port_and_a_folder(tmp_path: Path, slurm: Slurm) -> None:
-    port = classify(JOB, ["EADDRINUSE"])
-    found = remedy(port, ROW, args(tmp_path), (), [], slurm)
-    assert found.environment == {"MASTER_PORT": "31211"} and not found.pairs and found.helps
-    found = remedy(port, ROW, args(tmp_path, master_port=29000), (), [], slurm)
-    assert found.pairs == ("master_port=31211",) and "--set master_port=31211" in found.did
+    port = found("EADDRINUSE")
+    assert port.environment == {"MASTER_PORT": "31211"} and not port.pairs and port.helps
+    port = found("EADDRINUSE", master_port=29000)
+    assert port.pairs == ("master_port=31211",) and "--set master_port=31211" in port.did
     job = replace(JOB, exit_code="0:53", log=tmp_path / "a" / "b" / "7.out")
-    found = remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm)
-    assert found.helps and (tmp_path / "a" / "b").is_dir() and found.did == f"made the folder {tmp_path}/a/b"
-    assert not remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).helps
+    folder = found(job=job)
+    assert folder.helps and (tmp_path / "a" / "b").is_dir() and folder.did == f"made the folder {tmp_path}/a/b"
+    assert not found(job=job).helps
     (tmp_path / "file").touch()
-    job = replace(job, log=tmp_path / "file" / "b" / "7.out")
-    assert "cannot be made" in remedy(classify(job, []), replace(ROW, job=job), args(tmp_path), (), [], slurm).did
+    assert "cannot be made" in found(job=replace(job, log=tmp_path / "file" / "b" / "7.out")).did
 
 
 class Knows(Slurm):
@@ -169,8 +163,7 @@ def test_share_of_peak() -> None:
 def test_a_report_is_one_page(tmp_path: Path) -> None:
     job = replace(JOB, log=tmp_path / "a.out")
     lines = [f"line {n} {'x' * 400}" for n in range(400)]
-    request = Request(("/p/model.yml",))
-    failure = classify(job, lines)
+    request, failure = Request(("/p/model.yml",)), classify(job, lines)
     path, text = write_report(request, replace(ROW, job=job), failure, ["1: port in use: b"], "sbatch c", lines)
     assert path == tmp_path / "a.report.txt" and path.read_text() == text
     assert text.startswith("run of /p/model.yml: unknown\n") and "1: port in use: b" in text and "sbatch c" in text

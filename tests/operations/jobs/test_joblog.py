@@ -36,7 +36,6 @@ def written(folder: Path, *parts: str) -> Path:
 
 def test_progress_and_folders(tmp_path: Path) -> None:
     log = read_log(written(tmp_path, ARGUMENTS, LINE.format(1), LINE.format(7), VALIDATION))
-    assert log is not None and log.progress is not None
     assert (log.progress.iteration, log.progress.total, log.progress.loss) == (7, 200, 6.124934)
     assert log.progress.seconds == pytest.approx(0.0139)
     assert (log.save, log.log_dir) == ("/p/checkpoints/sf_model_organisms/exp,a=1/run", None)
@@ -44,66 +43,53 @@ def test_progress_and_folders(tmp_path: Path) -> None:
     assert read_log(tmp_path / "absent") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "phase"),
-    [
-        ("", "starting"),
-        ("distributed_backend: auto chose gloo\n", "starting"),
-        (LINE.format(3), "training"),
-        (LINE.format(3) + "still saving, for 61 s\n", "saving"),
-        (LINE.format(3) + "Running evaluation harness:  45%|####5     | 450/1000 [00:30<00:36]\n", "evaluating"),
-        (LINE.format(3) + "still computing the validation loss, for 61 s\n", "evaluating"),
-        ("Running evaluation harness: 100%|###|\n evaluation results at iteration 5 | piqa_acc: 0.5\n", "training"),
-        (LINE.format(3) + "deepy.py: restart 1 of 3 after rank 0 of 1 failed with exit code 1\n", "starting"),
-        (LINE.format(3) + ARGUMENTS, "starting"),
-        (LINE.format(200) + "run finished at iteration 200\n", "ended"),
-    ],
-)
+@pytest.mark.parametrize(("text", "phase"), [
+    ("", "starting"),
+    ("distributed_backend: auto chose gloo\n", "starting"),
+    (LINE.format(3), "training"),
+    (LINE.format(3) + "still saving, for 61 s\n", "saving"),
+    (LINE.format(3) + "Running evaluation harness:  45%|####5     | 450/1000 [00:30<00:36]\n", "evaluating"),
+    (LINE.format(3) + "still computing the validation loss, for 61 s\n", "evaluating"),
+    ("Running evaluation harness: 100%|###|\n evaluation results at iteration 5 | piqa_acc: 0.5\n", "training"),
+    (LINE.format(3) + "deepy.py: restart 1 of 3 after rank 0 of 1 failed with exit code 1\n", "starting"),
+    (LINE.format(3) + ARGUMENTS, "starting"),
+    (LINE.format(200) + "run finished at iteration 200\n", "ended"),
+])  # fmt: skip
 def test_the_last_line_that_tells_says_the_phase(tmp_path: Path, text: str, phase: str) -> None:
-    log = read_log(written(tmp_path, text))
-    assert log is not None and log.phase == phase
+    assert read_log(written(tmp_path, text)).phase == phase
 
 
-@pytest.mark.parametrize(
-    ("line", "counts"),
-    [
-        ("Traceback (most recent call last):", True),
-        ("torch.OutOfMemoryError: CUDA out of memory", True),
-        ("RuntimeException in thread", True),
-        ("train.py: ERROR: no such file", True),
-        ("max error 1e-3", False),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO JOB REQUEUE ***", False),
-        ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", True),
-    ],
-)
+@pytest.mark.parametrize(("line", "counts"), [
+    ("Traceback (most recent call last):", True),
+    ("torch.OutOfMemoryError: CUDA out of memory", True),
+    ("RuntimeException in thread", True),
+    ("train.py: ERROR: no such file", True),
+    ("max error 1e-3", False),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO JOB REQUEUE ***", False),
+    ("slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-24T04:00:00 DUE TO TIME LIMIT ***", True),
+])  # fmt: skip
 def test_a_crash_is_what_people_grep_for(line: str, counts: bool) -> None:
     assert bool(error_lines(["fine", line])) == counts
 
 
 def test_a_crash_counts_within_the_last_hundred_lines(tmp_path: Path) -> None:
     trouble = "ValueError: a\n"
-    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)) for more in (99, 100))
-    assert near is not None and near.error_lines == ("ValueError: a",)
-    assert far is not None and far.error_lines == ()
+    near, far = (read_log(written(tmp_path, trouble, LINE.format(1) * more)).error_lines for more in (99, 100))
+    assert (near, far) == (("ValueError: a",), ())
     assert error_lines([f"Error: {n}" for n in range(9)]) == ("Error: 6", "Error: 7", "Error: 8")
 
 
 def test_a_big_log_is_read_at_its_ends(tmp_path: Path) -> None:
     """The last iteration stands far before the end, behind what an evaluation writes."""
-    path = written(tmp_path, ARGUMENTS, LINE.format(9))
-    with path.open("ab") as file:
-        file.write(b"a sample of text\n" * 30_000)
-        file.write("é".encode() * 200_000 + b"\n")
+    path = written(tmp_path, ARGUMENTS, LINE.format(9), "a sample of text\n" * 30_000, "é" * 200_000 + "\n")
     log = read_log(path)
-    assert log is not None and log.progress is not None and log.progress.iteration == 9
-    assert log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"
+    assert log.progress.iteration == 9 and log.save == "/p/checkpoints/sf_model_organisms/exp,a=1/run"
     assert last_lines(path, 2) == ["a sample of text", "é" * 200_000]
     with path.open("r+b") as file:  # a file with a hole: reading all of it would take a minute
         file.truncate(20 * 2**30)
         file.seek(0, 2)
         file.write(b"\n" + LINE.format(11).encode())
-    log = read_log(path)
-    assert log is not None and log.progress is not None and log.progress.iteration == 11
+    assert read_log(path).progress.iteration == 11
 
 
 def test_following_ends_with_the_job(tmp_path: Path) -> None:
@@ -126,38 +112,35 @@ RUNS = {"status": "running", "phase": "training"}
 TROUBLE = ("Traceback (most recent call last):", "ValueError: a")
 
 
-@pytest.mark.parametrize(
-    ("state", "log", "status", "kind", "detail"),
-    [
-        ("PENDING", None, {}, "pending", "Resources"),
-        ("REQUEUED", LOG, {}, "pending", "Resources"),
-        ("CONFIGURING", replace(LOG, phase="starting"), {}, "starting", ""),
-        ("RUNNING", replace(LOG, phase="starting"), RUNS, "starting", ""),
-        ("RUNNING", LOG, {}, "training", ""),
-        ("RUNNING", LOG, RUNS, "training", ""),
-        ("RUNNING", LOG, {**RUNS, "phase": "answering prompts"}, "training", "answering prompts"),
-        ("RUNNING", LOG, {**RUNS, "phase": "saving"}, "saving", ""),
-        ("RUNNING", LOG, {**RUNS, "phase": "saving the best model"}, "saving", ""),
-        ("RUNNING", LOG, {**RUNS, "phase": "evaluating"}, "evaluating", ""),
-        ("RUNNING", LOG, {**RUNS, "phase": "computing the test loss"}, "evaluating", "computing the test loss"),
-        ("RUNNING", replace(LOG, phase="saving"), {}, "saving", ""),
-        ("RUNNING", replace(LOG, written=NOW - 600), RUNS, "training", ""),
-        ("RUNNING", replace(LOG, written=NOW - 601), RUNS, "STALE", ""),
-        ("RUNNING", None, {}, "STALE", "there is no log /nowhere/7.out"),
-        ("SUSPENDED", replace(LOG, written=NOW - 601), RUNS, "STALE", "suspended"),
-        ("RUNNING", replace(LOG, error_lines=TROUBLE, written=NOW - 601), RUNS, "CRASHED", "and still running"),
-        ("COMPLETING", replace(LOG, phase="ended"), {"status": "finished"}, "FINISHED", "about to end"),
-        ("COMPLETED", LOG, {"status": "finished"}, "FINISHED", ""),
-        ("COMPLETED", replace(LOG, submitted="8"), {}, "FINISHED", "submitted job 8 in its place"),
-        ("COMPLETED", replace(LOG, error_lines=TROUBLE), {}, "FINISHED", ""),
-        ("COMPLETED", LOG, {"status": "stopped", "reason": "SIGUSR1"}, "STOPPED", "SIGUSR1"),
-        ("CANCELLED", LOG, {}, "CANCELLED", ""),
-        ("PREEMPTED", LOG, {}, "STOPPED", "preempted"),
-        ("FAILED", LOG, {}, "CRASHED", "Slurm: FAILED, exit code 1:0; there is no log /nowhere/7.out"),
-        ("NODE_FAIL", LOG, {}, "CRASHED", "Slurm: NODE_FAIL; there is no log /nowhere/7.out"),
-        ("TIMEOUT", LOG, {}, "CRASHED", "Slurm: TIMEOUT; there is no log /nowhere/7.out"),
-    ],
-)
+@pytest.mark.parametrize(("state", "log", "status", "kind", "detail"), [
+    ("PENDING", None, {}, "pending", "Resources"),
+    ("REQUEUED", LOG, {}, "pending", "Resources"),
+    ("CONFIGURING", replace(LOG, phase="starting"), {}, "starting", ""),
+    ("RUNNING", replace(LOG, phase="starting"), RUNS, "starting", ""),
+    ("RUNNING", LOG, {}, "training", ""),
+    ("RUNNING", LOG, RUNS, "training", ""),
+    ("RUNNING", LOG, {**RUNS, "phase": "answering prompts"}, "training", "answering prompts"),
+    ("RUNNING", LOG, {**RUNS, "phase": "saving"}, "saving", ""),
+    ("RUNNING", LOG, {**RUNS, "phase": "saving the best model"}, "saving", ""),
+    ("RUNNING", LOG, {**RUNS, "phase": "evaluating"}, "evaluating", ""),
+    ("RUNNING", LOG, {**RUNS, "phase": "computing the test loss"}, "evaluating", "computing the test loss"),
+    ("RUNNING", replace(LOG, phase="saving"), {}, "saving", ""),
+    ("RUNNING", replace(LOG, written=NOW - 600), RUNS, "training", ""),
+    ("RUNNING", replace(LOG, written=NOW - 601), RUNS, "STALE", ""),
+    ("RUNNING", None, {}, "STALE", "there is no log /nowhere/7.out"),
+    ("SUSPENDED", replace(LOG, written=NOW - 601), RUNS, "STALE", "suspended"),
+    ("RUNNING", replace(LOG, error_lines=TROUBLE, written=NOW - 601), RUNS, "CRASHED", "and still running"),
+    ("COMPLETING", replace(LOG, phase="ended"), {"status": "finished"}, "FINISHED", "about to end"),
+    ("COMPLETED", LOG, {"status": "finished"}, "FINISHED", ""),
+    ("COMPLETED", replace(LOG, submitted="8"), {}, "FINISHED", "submitted job 8 in its place"),
+    ("COMPLETED", replace(LOG, error_lines=TROUBLE), {}, "FINISHED", ""),
+    ("COMPLETED", LOG, {"status": "stopped", "reason": "SIGUSR1"}, "STOPPED", "SIGUSR1"),
+    ("CANCELLED", LOG, {}, "CANCELLED", ""),
+    ("PREEMPTED", LOG, {}, "STOPPED", "preempted"),
+    ("FAILED", LOG, {}, "CRASHED", "Slurm: FAILED, exit code 1:0; there is no log /nowhere/7.out"),
+    ("NODE_FAIL", LOG, {}, "CRASHED", "Slurm: NODE_FAIL; there is no log /nowhere/7.out"),
+    ("TIMEOUT", LOG, {}, "CRASHED", "Slurm: TIMEOUT; there is no log /nowhere/7.out"),
+])  # fmt: skip
 def test_verdicts(state: str, log: LogFacts | None, status: dict[str, Any], kind: str, detail: str) -> None:
     verdict = judge(replace(JOB, state=state, reason="Resources", exit_code="1:0"), log, status, NOW)
     assert (verdict.kind, verdict.detail) == (kind, detail)

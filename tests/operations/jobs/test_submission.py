@@ -14,6 +14,7 @@ from megatron.operations.jobs.request import Attempt, Request
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.starters import SlurmStarter
 from megatron.operations.jobs.submission import see_through, submit
+from tests.launch.runs import write_program
 from tests.operations.jobs.test_joblog import LINE
 from tests.training.runs import BASE
 
@@ -25,10 +26,8 @@ class Told:
     """A starter whose jobs write these logs; each goes on with a line at every look, or has failed."""
 
     def __init__(self, folder: Path, logs: Sequence[str], interrupt: bool = False) -> None:
-        self._folder, self._logs, self._interrupt = folder, list(logs), interrupt
-        self.attempts: list[Attempt] = []
-        self.cancelled: list[str] = []
-        self._looks = 0
+        self._folder, self._logs, self._interrupt, self._looks = folder, list(logs), interrupt, 0
+        self.attempts, self.cancelled = list[Attempt](), list[str]()
 
     def start(self, attempt: Attempt) -> str:
         self.attempts.append(attempt)
@@ -62,11 +61,8 @@ class Told:
 
 
 class Fate:
-    """A run of see_through: its code and what it said."""
-
     def __init__(self, starter: Told, folder: Path, retries: int = 2, watch: int = 20) -> None:
-        self.out: list[str] = []
-        self.err: list[str] = []
+        self.out, self.err = list[str](), list[str]()
         args = NeoXArgs.from_dict({**BASE, "save": str(folder / "save"), "checkpoint_factor": 10, "train_iters": 200})
         request = Request(("/p/a.yml",), retries=retries, watch=watch, interval_s=0.001)
         none = Slurm({}, self.err.append, {"PATH": ""})
@@ -94,17 +90,14 @@ def test_two_retries_and_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("retries", "starts"), [(0, 1), (1, 2), (2, 2)])
 def test_a_retry_that_helps(tmp_path: Path, retries: int, starts: int) -> None:
     starter = Told(tmp_path, [TAKEN, GOOD])
-    fate = Fate(starter, tmp_path, retries)
-    assert (fate.code, len(starter.attempts)) == (0 if retries else 4, starts)
+    assert (Fate(starter, tmp_path, retries).code, len(starter.attempts)) == (0 if retries else 4, starts)
 
 
-@pytest.mark.parametrize(
-    "line", ["torch.OutOfMemoryError: out of memory", "train.py: error: step 3: loss is not finite"]
-)
+@pytest.mark.parametrize("line", ["torch.OutOfMemoryError: out of memory",
+                                  "train.py: error: step 3: loss is not finite"])  # fmt: skip
 def test_what_is_not_safe_is_not_tried_again(tmp_path: Path, line: str) -> None:
     starter = Told(tmp_path, [f"{line}\nerror: failed\n"])
-    fate = Fate(starter, tmp_path)
-    assert fate.code == 4 and len(starter.attempts) == 1
+    assert Fate(starter, tmp_path).code == 4 and len(starter.attempts) == 1
     assert "nothing: this is not repaired by trying again" in (tmp_path / "1.report.txt").read_text()
 
 
@@ -119,8 +112,7 @@ def test_what_looks_like_a_crash_may_be_a_warning(tmp_path: Path, monkeypatch: p
     """A running job is given time; then it is one for a person, who is told how to end it."""
     monkeypatch.setattr(submission, "_PATIENCE_S", 0.05)
     starter = Told(tmp_path, ["ExceptionGroup is deprecated\n"])
-    fate = Fate(starter, tmp_path)
-    assert fate.code == 4 and not starter.cancelled
+    assert Fate(starter, tmp_path).code == 4 and not starter.cancelled
     assert "it still runs: python tools/jobs.py cancel 1" in (tmp_path / "1.report.txt").read_text()
 
 
@@ -143,13 +135,12 @@ def test_bad_requests_start_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("finetune", "nodes", "count"), [(False, None, 64), (True, None, 16), (True, 3, 3)])
-def test_the_sites_number_of_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None, count: int
-) -> None:
+def test_the_sites_number_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: bool, nodes: int | None,
+                                   count: int) -> None:  # fmt: skip
     """What Slurm refuses is one line, with the command."""
+    problem = "sbatch: error: invalid partition specified"
     for name in ("scontrol", "sbatch"):
-        (tmp_path / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified' >&2; exit 1\n")
-        (tmp_path / name).chmod(0o755)
+        write_program(tmp_path / name, f"#!/bin/sh\necho '{problem}' >&2; exit 1\n")
     path = tmp_path / "a.yml"
     path.write_text(yaml.safe_dump({**BASE, "save": "a", "load": "b", "checkpoint_factor": 9, "finetune": finetune}))
     site = {"NEOX_NODES_PRETRAIN": "64", "NEOX_NODES": "16"}
@@ -157,9 +148,7 @@ def test_the_sites_number_of_nodes(
     here = Slurm(site, pytest.fail)
     with pytest.raises(LaunchError) as refused:
         submit(Request((str(path),), nodes=nodes), here, site, pytest.fail, pytest.fail)
-    assert str(refused.value) == (
-        f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: sbatch: error: invalid partition specified"
-    )
+    assert str(refused.value) == f"sbatch --parsable --nodes={count} pretrain_neox.sbatch {path}: {problem}"
 
 
 def test_the_sites_words_are_in_the_line(tmp_path: Path) -> None:

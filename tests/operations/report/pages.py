@@ -14,9 +14,8 @@ from megatron.neox_arguments import NeoXArgs
 Row = dict[str, Any]
 
 
-def write_run(
-    save: Path, rows: Iterable[Row], values: dict[str, Any] | None = None, status: dict[str, Any] | None = None
-) -> Path:
+def write_run(save: Path, rows: Iterable[Row], values: dict[str, Any] | None = None,
+              status: dict[str, Any] | None = None) -> Path:  # fmt: skip
     """A run's folders with these rows, and with the configuration and the status where they are given."""
     logs = save / "logs"
     logs.mkdir(parents=True)
@@ -31,11 +30,9 @@ def write_run(
 def rows_of(steps: int, more: Callable[[int], Row] = lambda step: {}) -> Iterable[Row]:
     """Rows of a run whose loss falls. more: what a row has beside, or in the place of it."""
     for step in range(1, steps + 1):
-        yield {
-            "iteration": step, "consumed_samples": 8 * step, "consumed_tokens": 256 * step, "run_id": "a",
-            "train/lm_loss": 2.0 + 1.0 / step, "train/grad_norm": 1.0 + step % 7, "runtime/start_time": 1.7e9,
-            "runtime/restarts": 0, **more(step),
-        }  # fmt: skip
+        yield {"iteration": step, "consumed_samples": 8 * step, "consumed_tokens": 256 * step, "run_id": "a",
+               "train/lm_loss": 2.0 + 1.0 / step, "train/grad_norm": 1.0 + step % 7, "runtime/start_time": 1.7e9,
+               "runtime/restarts": 0, **more(step)}  # fmt: skip
 
 
 def figures(page: Path) -> list[Any]:
@@ -50,15 +47,13 @@ def points(figure: Any, name: str = "curve") -> list[Any]:
 
 
 def titles(page: Path) -> list[str]:
-    """The titles of the plots, in their order."""
     found = re.findall(r'<div class="plot">.*?<h3>(.*?)</h3>', page.read_text(), re.S)
     return [html.unescape(title) for title in found]
 
 
 def table(page: Path, name: str) -> list[list[str]]:
     """The rows of a table of the page, by its class or its id, as text."""
-    text = page.read_text()
-    found = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', text, re.S)
+    found = re.search(rf'<table[^>]*(?:class|id)="{name}".*?<tbody>(.*?)</tbody>', page.read_text(), re.S)
     assert found is not None, name
     cells = [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in re.findall(r"<tr>(.*?)</tr>", found[1], re.S)]
     return [[html.unescape(cell) for cell in row] for row in cells]

@@ -32,11 +32,10 @@ def check(page: Path, width: int = 1200) -> int:
 
 
 def test_a_real_run_on_pairs_wide_and_narrow(tmp_path: Path) -> None:
-    values = config(
-        LLAMA, ADAMW, pairs(tmp_path), {"data_path": None, "split": None, "eod_mask_loss": False}, train_impl="dpo",
-        dataset_impl="pairwise", pack_impl="best_fit", dpo_loss_type="simpo", dpo_beta=2.0, train_batch_size=4,
-        train_iters=6, checkpoint_factor=3, eval_iters=1, eval_interval=3, num_layers=1, save=str(tmp_path / "run"),
-    )  # fmt: skip
+    values = config(LLAMA, ADAMW, pairs(tmp_path), {"data_path": None, "split": None, "eod_mask_loss": False},
+                    train_impl="dpo", dataset_impl="pairwise", pack_impl="best_fit", dpo_loss_type="simpo",
+                    dpo_beta=2.0, train_batch_size=4, train_iters=6, checkpoint_factor=3, eval_iters=1, eval_interval=3,
+                    num_layers=1, save=str(tmp_path / "run"))  # fmt: skip
     values = {key: value for key, value in values.items() if value is not None}
     run_ranks(run_to_end, 1, values)
     page = write_report([tmp_path / "run"])
@@ -49,10 +48,8 @@ def test_a_real_run_on_pairs_wide_and_narrow(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1200, 500])
 def test_the_load_of_experts_a_layer_at_a_time(width: int, tmp_path: Path) -> None:
-    values = config(
-        LLAMA, ADAMW, train_iters=6, checkpoint_factor=6, save=str(tmp_path / "run"), moe_num_experts=8, moe_top_k=2,
-        moe_router_type="topk", moe_layer_freq=[0, 1], moe_intermediate_size=16,
-    )  # fmt: skip
+    values = config(LLAMA, ADAMW, train_iters=6, checkpoint_factor=6, save=str(tmp_path / "run"), moe_num_experts=8,
+                    moe_top_k=2, moe_router_type="topk", moe_layer_freq=[0, 1], moe_intermediate_size=16)  # fmt: skip
     run_ranks(run_to_end, 1, values)
     found = open_page(write_report([tmp_path / "run"]), width)
     assert found["problems"] == found["console"] == found["loaded"] == [] and found["width"] <= width

@@ -70,8 +70,7 @@ def test_a_page_shows_every_layer_expert_and_line(tmp_path: Path) -> None:
 
 
 def test_colours_and_columns_of_the_map() -> None:
-    load = np.array([0.0, 1e-3, 0.125, 1.0, 8.0, 100.0], np.float32)
-    codes = encode(load).tolist()
+    codes = encode(np.array([0.0, 1e-3, 0.125, 1.0, 8.0, 100.0], np.float32)).tolist()
     assert codes[0] == 0 and codes[1:3] == [1, 1] and codes[4:] == [CODES, CODES] and code_of(1.0) == (CODES + 1) / 2
     every = np.geomspace(1 / 8, 8, 1000).astype(np.float32)
     assert np.allclose(decoded(encode(every)), every, rtol=0.01)
@@ -111,16 +110,12 @@ def test_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "router_load.jsonl"
     file.write_text('{"iteration": 1}\n{"iteration": 2, "layers": [2], "load": [[1], [2]]}\n')
     assert read_load(tmp_path) is None
-    rows = [
-        {"iteration": 1, "layers": [2], "load": [[1.0, 1.0]]},
-        {"iteration": 2, "layers": [2, 3], "load": [[1.0], [1.0]]},
-        {"iteration": 3, "layers": [2], "load": [[2.0, 0.0]]}, {"iteration": 4, "layers": [2], "load": [["a", 0.0]]},
-    ]  # fmt: skip
+    given = (([2], [[1.0, 1.0]]), ([2, 3], [[1.0], [1.0]]), ([2], [[2.0, 0.0]]), ([2], [["a", 0.0]]))
+    rows = [{"iteration": i, "layers": layers, "load": load} for i, (layers, load) in enumerate(given, 1)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 5, "lay')
     load = read_load(tmp_path)
-    assert (
-        load is not None and load.iterations.tolist() == [1, 3] and load.load.tolist() == [[[1.0, 1.0]], [[2.0, 0.0]]]
-    )
+    assert load.iterations.tolist() == [1, 3]
+    assert load.load.tolist() == [[[1.0, 1.0]], [[2.0, 0.0]]]
 
 
 def test_each_of_several_runs_has_its_map(tmp_path: Path) -> None:
@@ -136,25 +131,16 @@ def test_each_of_several_runs_has_its_map(tmp_path: Path) -> None:
 
 
 def test_a_page_shows_rewards_and_answers(tmp_path: Path) -> None:
-    values = {**write_task(tmp_path), "save": str(tmp_path / "run"), "checkpoint_factor": 4}
-    run_ranks(whole_run, 1, values)
+    run_ranks(whole_run, 1, {**write_task(tmp_path), "save": str(tmp_path / "run"), "checkpoint_factor": 4})
     page = write_report([tmp_path / "run"])
-    assert {
-        "Rewards",
-        "Length of answers",
-        "Prompts that teach nothing",
-        "Sampler and trainer",
-        "Time of a step",
-    } <= set(titles(page))
+    wanted = {"Rewards", "Length of answers", "Prompts that teach nothing", "Sampler and trainer", "Time of a step"}
+    assert wanted <= set(titles(page))
     lines = [json.loads(line) for line in (tmp_path / "run/logs/rollouts.jsonl").read_text().splitlines()]
     first = [line for line in lines if line["iteration"] == 1]
     shown = read_rollouts(tmp_path / "run/logs")
     assert [generation.iteration for generation in shown] == [1, 2, 3, 4]
-    best, worst = shown[0].best, shown[0].worst
-    assert best is not None and worst is not None
-    assert best.reward == max(line["reward"] for line in first) and worst.reward == min(
-        line["reward"] for line in first
-    )
+    best, worst, rewards = shown[0].best, shown[0].worst, [line["reward"] for line in first]
+    assert (best.reward, worst.reward) == (max(rewards), min(rewards))
     assert best.completion in [line["completion"] for line in first]
     assert page.read_text().count('<td class="answer">') == 4 * 4, "prompt and answer, of the best and the worst"
 
@@ -169,7 +155,6 @@ def test_few_generations_of_many_and_damaged_lines(tmp_path: Path) -> None:
     shown = read_rollouts(tmp_path)
     assert len(shown) == SHOWN and shown[0].iteration == 1 and shown[-1].iteration == 101
     assert shown[0].best is None and shown[0].mean is None and shown[0].answers == 2
-    assert (
-        shown[-1].best is not None and shown[-1].best.prompt == "user: <b>" and shown[-1].best.rewards == "right 10.1"
-    )
+    best = shown[-1].best
+    assert (best.prompt, best.rewards) == ("user: <b>", "right 10.1")
     assert read_rollouts(tmp_path / "nothing") == []

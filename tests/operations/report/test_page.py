@@ -63,8 +63,7 @@ def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path
         values = config(MODEL, save=str(tmp_path / name), optimizer={"type": "Adam", "params": {"lr": lr}})
         more = {"validation/lm_loss": 2.5, "eval_tasks/piqa_acc": 0.5, "eval_tasks/piqa_acc_stderr": 0.1}
         write_run(tmp_path / name, rows_of(20, lambda step, more=more: more if step % 10 == 0 else {}), values)
-    runs = [tmp_path / name for name in ("one", "two", "three")]
-    page = write_report(runs, tmp_path / "compared.html")
+    page = write_report([tmp_path / name for name in ("one", "two", "three")], tmp_path / "compared.html")
     assert titles(page) == ["Loss: training", "Loss: validation", "Scores", "Gradient norm"]
     for figure in figures(page):
         lines = [part for part in figure.renderers if type(part.glyph).__name__ == "Line"]
@@ -79,10 +78,10 @@ def test_three_runs_lie_over_each_other_and_keys_that_differ_are_listed(tmp_path
 class _Elements(HTMLParser):
     """Which elements a page has, and what stands outside scripts."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
-        self.tags: list[str] = []
-        self.texts: list[str] = []
+        self.tags, self.texts = list[str](), list[str]()
+        self.feed(page.read_text())
 
     def handle_starttag(self, tag: str, attributes: object) -> None:
         self.tags.append(tag)
@@ -100,10 +99,8 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     for step, answer in ((0, "plain"), (3, hostile)):
         line = {"messages": [{"role": "user", "content": hostile}], "answer": answer}
         (save / "demo_outputs" / f"step{step}.jsonl").write_text(json.dumps(line) + "\n")
-    elements, harmless = _Elements(), _Elements()
     page = write_report([save])
-    elements.feed(page.read_text())
-    harmless.feed(write_report([write_run(tmp_path / "b", rows_of(3))]).read_text())
+    elements, harmless = _Elements(page), _Elements(write_report([write_run(tmp_path / "b", rows_of(3))]))
     assert elements.tags.count("script") == harmless.tags.count("script") and "img" not in elements.tags
     shown = [text for text in elements.texts if hostile in text]
     assert len(shown) >= 5, "prompt, answer, reason, configuration, score"
@@ -143,11 +140,9 @@ def test_rewards_have_plots_of_their_own(tmp_path: Path) -> None:
 
 def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     def more(step: int) -> Row:
-        return {
-            "runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
-            "train/skipped_steps": 2 * (step == 20), "train/spikes": int(step == 70),
-            "train/lm_loss": 9.0 if step == 80 else 2.0 + 0.1 * (step % 3),
-        }  # fmt: skip
+        return {"runtime/start_time": 1.7e9 + 100 * (step > 40) + 100 * (step > 60), "runtime/restarts": int(step > 60),
+                "train/skipped_steps": 2 * (step == 20), "train/spikes": int(step == 70),
+                "train/lm_loss": 9.0 if step == 80 else 2.0 + 0.1 * (step % 3)}  # fmt: skip
 
     status = {"status": "stopped", "reason": "signal SIGTERM", "iteration": 100, "time": "2026-01-02T03:04:05+0000"}
     save = write_run(tmp_path / "a", rows_of(100, more), None, status)
@@ -201,9 +196,8 @@ def test_the_page_at_the_end_of_a_run(tmp_path: Path, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         report_at_end(args, tmp_path / "gone" / "logs", logging.getLogger("report"))
     assert "report: true, but the page was not made: ReportError" in caplog.text
-    values = config(
-        MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"), log_dir=str(tmp_path / "a")
-    )  # fmt: skip
+    values = config(MODEL, save="s3://bucket/run", remote_staging=str(tmp_path / "staging"),
+                    log_dir=str(tmp_path / "a"))  # fmt: skip
     logs = write_run(tmp_path / "run", rows_of(2)) / "logs"
     report_at_end(NeoXArgs.from_dict(values), logs, logging.getLogger("report"))
     assert len(figures(logs / "report.html")) == 3
@@ -215,6 +209,5 @@ def test_the_command_imports_no_torch_and_prints_where_the_page_is(tmp_path: Pat
         "import sys; from tools.report import main; code = main(sys.argv[1:]); "
         "sys.exit(2 if 'torch' in sys.modules else code)"
     )
-    command = [sys.executable, "-c", code, str(save)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, str(save)], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{save}/report.html\n", "")
