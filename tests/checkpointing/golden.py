@@ -5,8 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing import layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs, load

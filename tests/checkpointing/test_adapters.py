@@ -13,15 +13,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, find_checkpoint, read_manifest
-from megatron.checkpointing.adapters.base import open_base
-from megatron.checkpointing.adapters.exporting import export_peft
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, load_weights, read_manifest
+from megatron.checkpointing.adapters import AdapterSource, export_peft, open_adapter, open_base, open_with_base
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
-from megatron.checkpointing.adapters.sources import AdapterSource, open_adapter, open_with_base
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import our_logits
-from megatron.checkpointing.saved_config import load_checkpoint_args
-from megatron.checkpointing.weights import load_weights
 from megatron.model.weight_map import adapter_params
 from tests.checkpointing.family_models import VOCAB, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout

@@ -9,10 +9,8 @@ import transformers
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.families import FAMILIES
-from megatron.checkpointing.families.canonical_config import canonical_config
+from megatron.checkpointing.families import FAMILIES, canonical_config, family_of
 from megatron.checkpointing.families.convert import check_hf_tensors, family_kept, from_hf, hf_config, hf_shapes, to_hf
-from megatron.checkpointing.families.registry import family_of
 from megatron.model import build_stage, freeze, layer_params
 from megatron.model.init import stage_parameters
 from megatron.mpu import ParallelGroups

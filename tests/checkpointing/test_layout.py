@@ -4,16 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.layout import (
-    find_checkpoint,
-    layer_file,
-    list_checkpoints,
-    model_file,
-    read_latest,
-    step_of,
-    zero_file,
-)
+from megatron.checkpointing import CheckpointError, find_checkpoint
+from megatron.checkpointing.layout import layer_file, list_checkpoints, model_file, read_latest, step_of, zero_file
 from tests.checkpointing.golden import RUNS
 
 

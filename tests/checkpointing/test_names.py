@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, load_weights, save_tensors
-from megatron.checkpointing.layout import layer_file, model_file
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, model_file, save_tensors
 from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, whole
 
 LAYERS = (0, 2, 3, 4, 5, 7, 8)

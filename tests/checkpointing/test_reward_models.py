@@ -9,12 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, has_score_head
+from megatron.checkpointing import CheckpointError, has_score_head, load_weights
 from megatron.checkpointing.families import from_hf, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw
-from megatron.checkpointing.weights import load_weights
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, config_of, randomise
 from tests.checkpointing.golden import written

@@ -11,10 +11,9 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError
+from megatron.checkpointing import CheckpointError, check_model, model_keys, saved_model
 from megatron.checkpointing.families import canonical_config, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
-from megatron.checkpointing.manifest import check_model, model_keys, saved_model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import VOCAB, config_of, ours_of, random_model

@@ -13,12 +13,10 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.families import hf_config, to_hf
-from megatron.checkpointing.layout import layer_file
 from megatron.data import Batch
-from megatron.model import build_stage
-from megatron.model.weight_map import layer_params
+from megatron.model import build_stage, layer_params
 from megatron.mpu import ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, read, whole, written

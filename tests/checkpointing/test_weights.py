@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from tests.checkpointing.golden import RUNS, assert_same, checkpoint, golden_args, raw_layer, whole, write_at

@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
-from megatron.data import Batch
-from megatron.data.batch import collate, share_prefixes
+from megatron.data.batch import Batch, collate, share_prefixes
 from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
 from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor

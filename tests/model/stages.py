@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
-from megatron.data.batch import document_starts
+from megatron.data.batch import Batch, document_starts
 from megatron.model import InferenceContext, Stage, build_stage, layer_params, materialize
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
 from megatron.model.init import stage_parameters

@@ -10,8 +10,7 @@ from transformers import T5Config
 from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model import build_stage, init_stage
 from megatron.model.attention import AttentionInputs, AttentionOptions
 from megatron.model.init import stage_parameters

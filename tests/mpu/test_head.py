@@ -11,19 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import (
-    HeadInput,
-    LossOfTokens,
-    OutputLayer,
-    PlainProduct,
-    Product,
-    build_groups,
-    plain_kernels,
-    token_logprobs,
-    token_logprobs_and_statistics,
-    token_loss_sum,
-)
+from megatron.mpu import PlainProduct, Product, build_groups, plain_kernels, token_loss_sum
 from megatron.mpu.cross_entropy import Kernels, compiled_kernels
+from megatron.mpu.head import HeadInput, LossOfTokens, OutputLayer, token_logprobs, token_logprobs_and_statistics
 from megatron.objectives.language_modelling import dft, nll
 from tests.live_bytes import LiveBytes
 from tests.mpu.test_products import Counted

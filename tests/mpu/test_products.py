@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, Product, linear
-from megatron.mpu.lora import LoraSpec, adapters_of
+from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, adapters_of, linear
 from megatron.mpu.quantized import QuantizedProduct
 
 SHAPES = {"x": (6, 2, 12), "weight": (16, 12), "bias": (16,), "grad": (6, 2, 16)}
