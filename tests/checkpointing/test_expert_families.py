@@ -100,12 +100,10 @@ def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
     with pytest.raises(CheckpointError, match="truncate: false"):
         args_of(llama)
     for changes, message in (
-        ({"attention_sinks": False}, "(attention_sinks)"),
-        ({"moe_expert_bias": False}, "(moe_expert_bias)"),
-        ({"moe_router_bias": False}, "(moe_router_bias)"),
-        ({"activation": "swiglu"}, "activation: swigluoai"),
+        ({"attention_sinks": False}, "(attention_sinks)"), ({"moe_expert_bias": False}, "(moe_expert_bias)"),
+        ({"moe_router_bias": False}, "(moe_router_bias)"), ({"activation": "swiglu"}, "activation: swigluoai"),
         ({"norm_topk_prob": False}, "add up to 1"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=re.escape(message)):
             hf_config(args.replace(**changes))
 

@@ -176,12 +176,10 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
     experts = small(activation="swiglu", moe_num_experts=2, intermediate_size=32)
     three = small(num_attention_heads=3, num_kv_heads=1, hidden_size=24)
     for args, naming, facts in (
-        (small(), "llama", "w1, w2, w3 .*gated.* gelu"),
-        (small(**TIED), "te", "gpt_j_tied: true"),
-        (experts, "legacy", "experts.* legacy .*neox"),
-        (experts, "llama", "experts.* llama .*neox"),
+        (small(), "llama", "w1, w2, w3 .*gated.* gelu"), (small(**TIED), "te", "gpt_j_tied: true"),
+        (experts, "legacy", "experts.* legacy .*neox"), (experts, "llama", "experts.* llama .*neox"),
         (three, "legacy", "#1315 .* 1 .* 8 .* 3 "),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=facts):
             write(args, naming)
 

@@ -108,15 +108,12 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
 # -- there and back ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "how"),
-    [
-        ("gpt_neox", "float32", {"tensor": 2, "pipe": 2}), ("llama 3", "bfloat16", {"naming": "te"}),
-        ("gpt_neox", "float32", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", "bfloat16", {"tensor": 4}),
-        ("qwen 3", "bfloat16", {"pipe": 2}), ("mistral", "float32", {"iteration": 7, "pipe": 0}),
-        ("mixtral", "float32", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", "bfloat16", {"tensor": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "dtype", "how"), [
+    ("gpt_neox", "float32", {"tensor": 2, "pipe": 2}), ("llama 3", "bfloat16", {"naming": "te"}),
+    ("gpt_neox", "float32", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", "bfloat16", {"tensor": 4}),
+    ("qwen 3", "bfloat16", {"pipe": 2}), ("mistral", "float32", {"iteration": 7, "pipe": 0}),
+    ("mixtral", "float32", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", "bfloat16", {"tensor": 2}),
+])  # fmt: skip
 def test_there_and_back_changes_no_bit(case: str, dtype: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Through files, padded vocabulary and all; the checkpoint alone says how to go back."""
     folder = model_folder(tmp_path / "hf", case, getattr(torch, dtype), max_shard_size="40KB")

@@ -155,19 +155,16 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     assert "holds no weights" in load_error(one, "neox_pp1_mp1")
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"hidden_size": 64}, ["hidden_size: 32", "word_embeddings.weight", ", 32) in the file", ", 64) in the model"]),
-        ({"padded_vocab_size": 512}, ["set padded_vocab_size: 384", "final_linear.weight"]),
-        ({"intermediate_size": 96}, ["mlp.linear1.weight", "intermediate_size"]),
-        ({"num_kv_heads": 2}, ["attention.query_key_value.weight", "num_kv_heads"]),
-        ({"num_layers": 6, "attention_config": None}, ["num_layers: 4", "missing layer 9"]),
-        ({"num_layers": 2, "attention_config": None}, ["num_layers: 4", "extra layer 8"]),
-        ({"no_weight_tying": False}, ["set no_weight_tying: true"]),
-        ({"norm": "rmsnorm"}, ["input_layernorm.bias"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"hidden_size": 64}, ["hidden_size: 32", "word_embeddings.weight", ", 32) in the file", ", 64) in the model"]),
+    ({"padded_vocab_size": 512}, ["set padded_vocab_size: 384", "final_linear.weight"]),
+    ({"intermediate_size": 96}, ["mlp.linear1.weight", "intermediate_size"]),
+    ({"num_kv_heads": 2}, ["attention.query_key_value.weight", "num_kv_heads"]),
+    ({"num_layers": 6, "attention_config": None}, ["num_layers: 4", "missing layer 9"]),
+    ({"num_layers": 2, "attention_config": None}, ["num_layers: 4", "extra layer 8"]),
+    ({"no_weight_tying": False}, ["set no_weight_tying: true"]),
+    ({"norm": "rmsnorm"}, ["input_layernorm.bias"]),
+])  # fmt: skip
 def test_wrong_shape_says_why(changes: dict, words: list[str]) -> None:
     for run in ("neox_pp1_mp1", "neox_pp2_mp2"):
         message = load_error(checkpoint(run), run, **changes)

@@ -140,10 +140,8 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
     values |= {
-        "get_device_capability": tuple(capability),
-        "is_current_stream_capturing": False,
-        "is_bf16_supported": True,
-    }
+        "get_device_capability": tuple(capability), "is_current_stream_capturing": False, "is_bf16_supported": True,
+    }  # fmt: skip
     values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
     values["get_rng_state"] = torch.get_rng_state()
     with contextlib.ExitStack() as stack:

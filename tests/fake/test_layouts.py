@@ -34,19 +34,11 @@ from tests.marks import with_more
 
 TWO_DOCUMENTS = [[[0, 100], [0]], [[0, 7, 50], [0, 150]]]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, TP2),
-    "tp2 sp": (2, SP2),
-    "pp2": (2, PP2),
-    "dp2": (2, {}),
-    "tp2 pp2 dp2 sp": (8, {**SP2, **PP2}),
-    "tp2 recompute": (2, {**TP2, **RECOMPUTE}),
-    "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}),
-    "tp2 gqa": (2, {**TP2, **GQA}),
-    "tp2 window": (2, {**TP2, **WINDOW}),
-    "tp2 sp dropout": (2, {**SP2, **DROPOUT}),
-    "tp2 preferences": (2, {**TP2, **DPO}),
-}
+    "one": (1, {}), "tp2": (2, TP2), "tp2 sp": (2, SP2), "pp2": (2, PP2), "dp2": (2, {}),
+    "tp2 pp2 dp2 sp": (8, {**SP2, **PP2}), "tp2 recompute": (2, {**TP2, **RECOMPUTE}),
+    "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}), "tp2 gqa": (2, {**TP2, **GQA}), "tp2 window": (2, {**TP2, **WINDOW}),
+    "tp2 sp dropout": (2, {**SP2, **DROPOUT}), "tp2 preferences": (2, {**TP2, **DPO}),
+}  # fmt: skip
 BIG_WORLD = 1024  # tp8 pp4 dp32
 
 
@@ -106,17 +98,13 @@ def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
     assert_construction(fake_cuda, Case(values.get("model_parallel_size", 1), values=values))
 
 
-@pytest.mark.parametrize(
-    ("values", "kernel"),
-    [
-        ({}, "flex_attention"),
-        (
-            {"attention_dropout": 0.1, "disable_dropout": False, "prefix_sharing": True},
-            "aten._efficient_attention_forward",
-        ),  # written out
-    ],
-    ids=["flex", "dropout"],
-)
+@pytest.mark.parametrize(("values", "kernel"), [
+    ({}, "flex_attention"),
+    (
+        {"attention_dropout": 0.1, "disable_dropout": False, "prefix_sharing": True},
+        "aten._efficient_attention_forward",
+    ),  # written out
+], ids=["flex", "dropout"])  # fmt: skip
 def test_prompts_that_pairs_share(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
     case = Case(2, 1, {**TP2, **PACKED_DPO, **values}, documents=PAIRS, prefixes=PREFIXES, pairs=True)
     assert_layout(fake_cuda, [case])

@@ -14,14 +14,9 @@ from tests.marks import with_more
 # Blocks so large and tokens so few that weights are all that counts.
 LAYERS, HIDDEN, FFN, VOCAB, SEQ = 6, 512, 2048, 512, 16
 SHAPE: dict[str, Any] = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "padded_vocab_size": VOCAB,
-    "seq_length": SEQ,
-    "max_position_embeddings": SEQ,
-    "train_micro_batch_size_per_gpu": 1,
-}
+    "num_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN, "padded_vocab_size": VOCAB,
+    "seq_length": SEQ, "max_position_embeddings": SEQ, "train_micro_batch_size_per_gpu": 1,
+}  # fmt: skip
 DATA = 8
 
 
@@ -82,14 +77,10 @@ def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
 
 
 COMPILED: dict[str, Case] = {
-    "ZeRO 0": native(0, **COMPILE),
-    "ZeRO 1": native(1, **COMPILE),
-    "ZeRO 2": native(2, **COMPILE),
-    "ZeRO 3": native(3, **COMPILE),
-    "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
-    "ZeRO 2, tp8": native(2, 8, **COMPILE),
-    "ZeRO 3, tp8": native(3, 8, **COMPILE),
-}
+    "ZeRO 0": native(0, **COMPILE), "ZeRO 1": native(1, **COMPILE), "ZeRO 2": native(2, **COMPILE),
+    "ZeRO 3": native(3, **COMPILE), "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
+    "ZeRO 2, tp8": native(2, 8, **COMPILE), "ZeRO 3, tp8": native(3, 8, **COMPILE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"ZeRO 3"}))

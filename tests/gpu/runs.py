@@ -39,10 +39,8 @@ def fp16(power: int) -> dict[str, Any]:
 
 
 PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32"},
-    "bf16": {"precision": "bfloat16"},
-    "fp16": fp16(8),
-}
+    "fp32": {"precision": "fp32"}, "bf16": {"precision": "bfloat16"}, "fp16": fp16(8),
+}  # fmt: skip
 
 
 def join(device: torch.device) -> None:

@@ -17,11 +17,8 @@ from tests.training.runs import ADAMW, LLAMA, config
 pytestmark = pytest.mark.gpu
 LEAST = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
 SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-}
+    "hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_position_embeddings": 128,
+}  # fmt: skip
 
 
 def made(recipe: str, device: torch.device) -> ScaledProduct:

@@ -67,11 +67,9 @@ def test_norms_equal_torchs(package: str, device: torch.device) -> None:
         for shape in ((7, 3, 256), 256, 256)
     )
     for name, given in (
-        ("layer_norm", ((256,), weight, bias, 1e-5)),
-        ("layer_norm", ((256,), weight, None, 1e-5)),
-        ("rms_norm", ((256,), weight, 1e-6, False)),
-        ("rms_norm", ((256,), weight, 1e-6, True)),
-    ):
+        ("layer_norm", ((256,), weight, bias, 1e-5)), ("layer_norm", ((256,), weight, None, 1e-5)),
+        ("rms_norm", ((256,), weight, 1e-6, False)), ("rms_norm", ((256,), weight, 1e-6, True)),
+    ):  # fmt: skip
         results = []
         for functions in (norms, TORCH_NORMS):
             out = getattr(functions, name)(x, *given)

@@ -31,18 +31,10 @@ QK_NORMS: dict[str, Any] = {"use_qk_layernorm": True, "use_separate_qk_norms": T
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}
 # Layers of every kind, and norms wherever one can stand.
 GEMMA: dict[str, Any] = {
-    **TIED_LLAMA,
-    **EVERY_OTHER,
-    **QK_NORMS,
-    "activation": "geglu_tanh",
-    "head_dim": 16,
-    "zero_centered_gamma": True,
-    "norm_placement": "sandwich",
-    "rope_local_base_freq": 100.0,
-    "no_rope_layers": [1, 1, 0, 1],
-    "query_pre_attn_scalar": 11,
-    "embedding_multiplier": 3.0,
-}
+    **TIED_LLAMA, **EVERY_OTHER, **QK_NORMS, "activation": "geglu_tanh", "head_dim": 16, "zero_centered_gamma": True,
+    "norm_placement": "sandwich", "rope_local_base_freq": 100.0, "no_rope_layers": [1, 1, 0, 1],
+    "query_pre_attn_scalar": 11, "embedding_multiplier": 3.0,
+}  # fmt: skip
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
     **TIED_LLAMA,
@@ -67,35 +59,17 @@ SINKS: dict[str, Any] = {
 }  # fmt: skip
 # Experts in some blocks. Losses that balance them depend on rows: tests/training/test_experts.py.
 MOE: dict[str, Any] = {
-    **LLAMA,
-    "moe_num_experts": 4,
-    "moe_top_k": 2,
-    "moe_router_type": "topk",
-    "moe_layer_freq": [0, 1, 1, 1],
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
+    **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_layer_freq": [0, 1, 1, 1],
+    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 16, "norm_topk_prob": True,
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
-    "neox": NEOX,
-    "llama": LLAMA,
-    "alibi": ALIBI,
-    "learned": LEARNED,
-    "rpe": RPE,
-    "window": WINDOW,
-    "gemma": GEMMA,
-    "mixed": MIXED,
-    "options": OPTIONS,
-    "moe": MOE,
-    "sinks": SINKS,
-}
+    "neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED, "rpe": RPE, "window": WINDOW, "gemma": GEMMA,
+    "mixed": MIXED, "options": OPTIONS, "moe": MOE, "sinks": SINKS,
+}  # fmt: skip
 SGD: dict[str, Any] = {
-    "optimizer": {"type": "SGD", "params": {"lr": LR}},
-    "gradient_clipping": 0.0,
-    "weight_decay": 0.0,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-}
+    "optimizer": {"type": "SGD", "params": {"lr": LR}}, "gradient_clipping": 0.0, "weight_decay": 0.0,
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+}  # fmt: skip
 
 
 class Step(NamedTuple):

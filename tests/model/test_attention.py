@@ -87,15 +87,10 @@ def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-@pytest.mark.parametrize(
-    "changes, alone",
-    [
-        ({}, True),
-        ({"attention_backend": "math"}, True),
-        ({"sliding_window_width": 8}, False),
-        ({"compile": "block"}, False),
-    ],
-)
+@pytest.mark.parametrize("changes, alone", [
+    ({}, True), ({"attention_backend": "math"}, True), ({"sliding_window_width": 8}, False),
+    ({"compile": "block"}, False),
+])  # fmt: skip
 def test_documents_on_a_cpu_run_by_themselves(
     changes: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

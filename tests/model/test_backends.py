@@ -27,15 +27,12 @@ MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "globa
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "asked, backend, kernels",
-    [
-        (MIXED["attention_config"], "math", ["flash", "math", "math", "flash"]),
-        (MIXED["attention_config"], "flash", ["flash"] * 4),
-        ([[["flash"], 4]], "math", ["math"] * 4),  # all the same: the key decides, as ever
-        (None, "math", ["math"] * 4),
-    ],
-)
+@pytest.mark.parametrize("asked, backend, kernels", [
+    (MIXED["attention_config"], "math", ["flash", "math", "math", "flash"]),
+    (MIXED["attention_config"], "flash", ["flash"] * 4),
+    ([[["flash"], 4]], "math", ["math"] * 4),  # all the same: the key decides, as ever
+    (None, "math", ["math"] * 4),
+])  # fmt: skip
 def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kernels: list[str]) -> None:
     args, log_lines = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
     build_stage(args, ParallelGroups.single(), log=log_lines.append)
@@ -74,25 +71,22 @@ def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **ch
         return choose_backends(args, torch.device("cuda"), [spec], log, capability)[spec.backend]
 
 
-@pytest.mark.parametrize(
-    "capability, changes, expected",
-    [
-        (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
-        (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
-        (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
-        (HOPPER, {"attention_dropout": 0.1}, {"with dropout": "Cudnn", "over documents": "EfficientVarlen"}),
-        (HOPPER, {"precision": "fp32"}, {"over documents": "EfficientVarlen"}),
-        (HOPPER, {"pos_emb": "alibi"}, {"with a mask": "Cudnn"}),
-        (HOPPER, PAIRS, {"plain": "Cudnn", "over documents": "Varlen", "with shared prompts": "Flex"}),
-        (AMPERE, PAIRS, {"plain": "Flash", "over documents": "Varlen", "with shared prompts": "Flex"}),
-        (HOPPER, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (AMPERE, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (HOPPER, {"attention_backend": "flex"}, {"plain": "Flex", "over documents": "Flex", "with a mask": "Cudnn"}),
-        (HOPPER, {"attention_backend": "math", **PAIRS}, {"plain": "Math"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("capability, changes, expected", [
+    (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
+    (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
+    (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
+    (HOPPER, {"attention_dropout": 0.1}, {"with dropout": "Cudnn", "over documents": "EfficientVarlen"}),
+    (HOPPER, {"precision": "fp32"}, {"over documents": "EfficientVarlen"}),
+    (HOPPER, {"pos_emb": "alibi"}, {"with a mask": "Cudnn"}),
+    (HOPPER, PAIRS, {"plain": "Cudnn", "over documents": "Varlen", "with shared prompts": "Flex"}),
+    (AMPERE, PAIRS, {"plain": "Flash", "over documents": "Varlen", "with shared prompts": "Flex"}),
+    (HOPPER, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (AMPERE, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (HOPPER, {"attention_backend": "flex"}, {"plain": "Flex", "over documents": "Flex", "with a mask": "Cudnn"}),
+    (HOPPER, {"attention_backend": "math", **PAIRS}, {"plain": "Math"}),
+])  # fmt: skip
 def test_the_choice_by_gpu_and_kind_of_call(
     capability: tuple[int, int], changes: dict[str, Any], expected: dict[str, str]
 ) -> None:
@@ -138,15 +132,10 @@ def test_the_table_at_start() -> None:
             assert re.search(f"^ +{row}", said, re.MULTILINE), said
 
 
-@pytest.mark.parametrize(
-    "asked, capability, at_length, at_others",
-    [
-        ("auto", HOPPER, "Cudnn", "Flash"),
-        ("auto", AMPERE, "Flash", "Flash"),
-        ("cudnn", HOPPER, "Cudnn", "Cudnn"),
-        ("cudnn", AMPERE, "Cudnn", "Cudnn"),
-    ],
-)
+@pytest.mark.parametrize("asked, capability, at_length, at_others", [
+    ("auto", HOPPER, "Cudnn", "Flash"), ("auto", AMPERE, "Flash", "Flash"), ("cudnn", HOPPER, "Cudnn", "Cudnn"),
+    ("cudnn", AMPERE, "Cudnn", "Cudnn"),
+])  # fmt: skip
 def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
     asked: str, capability: tuple[int, int], at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,13 +76,10 @@ def on_ranks(rank: int, world_size: int, layouts: list[dict[str, object]]) -> li
     return by_layout
 
 
-@pytest.mark.parametrize(
-    "world_size, layouts",
-    [
-        (2, [(0, 2, False), (0, 2, True), (2, 1, False)]),
-        (4, [(2, 2, False), (2, 2, True), (4, 1, False), (1, 4, False)]),
-    ],
-)
+@pytest.mark.parametrize("world_size, layouts", [
+    (2, [(0, 2, False), (0, 2, True), (2, 1, False)]),
+    (4, [(2, 2, False), (2, 2, True), (4, 1, False), (1, 4, False)]),
+])  # fmt: skip
 def test_any_layout(world_size: int, layouts: list[tuple[int, int, bool]]) -> None:
     keys = [
         {"pipe_parallel_size": pipe, "model_parallel_size": tensor, "sequence_parallel": sequence}

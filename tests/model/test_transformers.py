@@ -202,13 +202,10 @@ def test_opt_learned_positions_behind_an_offset(offset: int) -> None:
     model: Any = transformers.OPTForCausalLM(config)
     model.model.decoder.embed_positions.offset = offset
     names = {
-        "self_attn.{}_proj": "attention.query_key_value",
-        "self_attn_layer_norm": "input_layernorm",
-        "self_attn.out_proj": "attention.dense",
-        "final_layer_norm": "post_attention_layernorm",
-        "fc1": "mlp.linear1",
+        "self_attn.{}_proj": "attention.query_key_value", "self_attn_layer_norm": "input_layernorm",
+        "self_attn.out_proj": "attention.dense", "final_layer_norm": "post_attention_layernorm", "fc1": "mlp.linear1",
         "fc2": "mlp.linear2",
-    }
+    }  # fmt: skip
     at = "model.decoder."
     embeddings = {f"{at}embed_tokens": "word_embeddings", f"{at}embed_positions": "position_embeddings"}
     weights = two_blocks(

@@ -48,13 +48,10 @@ PAIRED: dict[str, Any] = {
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5},
-    "window": {"pos_emb": "rotary", "sliding_window_width": 4},
-    "alibi": {"pos_emb": "alibi"},
-    "rpe": {"pos_emb": "rpe"},
-    "learned": {"pos_emb": "learned"},
+    "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5}, "window": {"pos_emb": "rotary", "sliding_window_width": 4},
+    "alibi": {"pos_emb": "alibi"}, "rpe": {"pos_emb": "rpe"}, "learned": {"pos_emb": "learned"},
     "math": {"pos_emb": "rotary", "attention_backend": "math"},
-}
+}  # fmt: skip
 LOSSES = ({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, {"orpo": 1.0}, {"simpo": 1.0})
 
 
@@ -144,17 +141,10 @@ SINKS = {**TABLE["sinks"], "attn_logit_softcapping": 2.0}
 
 
 # Each pair of windows, packed rows, and caps or sinks once.
-@pytest.mark.parametrize(
-    ("keys", "packed"),
-    [
-        ({"num_kv_heads": 2}, False),
-        (CAPPED, True),
-        ({"num_kv_heads": 2, "sliding_window_width": 5}, True),
-        ({**CAPPED, "sliding_window_width": 5}, False),
-        (SINKS, True),
-        (SINKS, False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "packed"), [
+    ({"num_kv_heads": 2}, False), (CAPPED, True), ({"num_kv_heads": 2, "sliding_window_width": 5}, True),
+    ({**CAPPED, "sliding_window_width": 5}, False), (SINKS, True), (SINKS, False),
+])  # fmt: skip
 @flex_runs_on_a_cpu()
 def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool) -> None:
     outcomes = []

@@ -45,12 +45,9 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 
 
 def head_of(
-    hidden: Tensor,
-    weight: Tensor,
-    kernels: Kernels | None = None,
-    product: Product | None = None,
+    hidden: Tensor, weight: Tensor, kernels: Kernels | None = None, product: Product | None = None,
     softcap: float | None = None,
-) -> HeadInput:
+) -> HeadInput:  # fmt: skip
     layer = OutputLayer(weight, product or PlainProduct(), kernels or plain_kernels(), softcap)
     return HeadInput(hidden, lambda x, use: use(x, layer))
 

@@ -10,12 +10,8 @@ from tests.pool import run_ranks
 
 # Temperature, cap of logits, columns of the vocabulary.
 RUNS: list[tuple[float, float | None, int | None]] = [
-    (0.7, None, None),
-    (2.5, None, VOCAB - 3),
-    (0.7, 5.0, VOCAB - 3),
-    (2.5, 30.0, None),
-    (1.0, 5.0, None),
-]
+    (0.7, None, None), (2.5, None, VOCAB - 3), (0.7, 5.0, VOCAB - 3), (2.5, 30.0, None), (1.0, 5.0, None),
+]  # fmt: skip
 
 
 def test_sixteen_bit_logits_are_divided_in_fp32() -> None:

@@ -53,12 +53,10 @@ def test_what_differs_between_two_runs(write):
     other = TEXT.replace("1e-2", "2e-2").replace("hidden_size: 64", "hidden_size: 128") + "seed: 5\n"
     one, two = write(a=TEXT, b=other)
     assert diff_config(load([one]), load([two])).splitlines() == [
-        "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)",
-        "head_dim: 16 (derived) -> 32 (derived)",
-        "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)",
-        "seed: 1234 (default) -> 5 (b.yml:10)",
+        "hidden_size: 64 (a.yml:2) -> 128 (b.yml:2)", "head_dim: 16 (derived) -> 32 (derived)",
+        "optimizer.params.lr: 0.01 (a.yml:8) -> 0.02 (b.yml:8)", "seed: 1234 (default) -> 5 (b.yml:10)",
         "lr: 0.01 (derived) -> 0.02 (derived)",
-    ]
+    ]  # fmt: skip
     assert diff_config(load([one]), load([one])) == ""
 
 

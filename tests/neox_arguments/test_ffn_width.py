@@ -30,19 +30,16 @@ GOLDEN = {"hidden_size": 32, "activation": "swiglu", "intermediate_size": 240, "
 PLAIN = {"hidden_size": 64, "mlp_multiple_of": 24}
 
 
-@pytest.mark.parametrize(
-    "keys, true, upstream, fork",
-    [
-        (LLAMA2_7B, 32768, 11008, 32768),
-        (LLAMA3_8B, 14336, 14336, 14336),
-        (CODELLAMA, 11008, 5632, 5632),  # LLaMA 7B really has 11008
-        (GOLDEN, 240, 80, 240),  # golden llama_pp1_mp1: down projection of 80 columns
-        ({"hidden_size": 64}, 256, 256, 256),
-        ({"hidden_size": 64, "intermediate_size": 100}, 100, 100, 100),
-        ({"hidden_size": 64, "expansion_factor": 3.5}, 224, 224, 224),
-        ({"hidden_size": 64, "activation": "geglu"}, 170, 85, 85),
-    ],
-)
+@pytest.mark.parametrize("keys, true, upstream, fork", [
+    (LLAMA2_7B, 32768, 11008, 32768),
+    (LLAMA3_8B, 14336, 14336, 14336),
+    (CODELLAMA, 11008, 5632, 5632),  # LLaMA 7B really has 11008
+    (GOLDEN, 240, 80, 240),  # golden llama_pp1_mp1: down projection of 80 columns
+    ({"hidden_size": 64}, 256, 256, 256),
+    ({"hidden_size": 64, "intermediate_size": 100}, 100, 100, 100),
+    ({"hidden_size": 64, "expansion_factor": 3.5}, 224, 224, 224),
+    ({"hidden_size": 64, "activation": "geglu"}, 170, 85, 85),
+])  # fmt: skip
 def test_width(keys, true, upstream, fork):
     assert (width(None, **keys), width("upstream", **keys), width("fork", **keys)) == (true, upstream, fork)
 
@@ -66,16 +63,13 @@ def test_the_width_must_be_divisible_by_tensor_parallel_ranks():
         width(None, hidden_size=64, intermediate_size=250, model_parallel_size=4)
 
 
-@pytest.mark.parametrize(
-    "keys, key, widths, line, width_with_it",
-    [
-        (LLAMA2_7B, "intermediate_size", (32768, 11008), "compat_ffn_width: upstream", 11008),
-        (CODELLAMA, "activation", (11008, 5632), "compat_ffn_width: none", 11008),
-        (LLAMA2_7B | {"intermediate_size": 11008, "mlp_multiple_of": 1}, "intermediate_size", (11008, 3669),
-         "compat_ffn_width: none", 11008),
-        (GOLDEN, "intermediate_size", (240, 80), "compat_ffn_width: none", 240),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("keys, key, widths, line, width_with_it", [
+    (LLAMA2_7B, "intermediate_size", (32768, 11008), "compat_ffn_width: upstream", 11008),
+    (CODELLAMA, "activation", (11008, 5632), "compat_ffn_width: none", 11008),
+    (LLAMA2_7B | {"intermediate_size": 11008, "mlp_multiple_of": 1}, "intermediate_size", (11008, 3669),
+     "compat_ffn_width: none", 11008),
+    (GOLDEN, "intermediate_size", (240, 80), "compat_ffn_width: none", 240),
+])  # fmt: skip
 def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, line, width_with_it):
     ((path, message),) = refusal(**keys).items()
     assert path == key and all(str(width) in message for width in widths) and f"`{line}`" in message

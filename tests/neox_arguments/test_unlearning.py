@@ -29,14 +29,10 @@ def calls_of_the_fork(iterations: int, keys: dict[str, Any]) -> str:
     return calls
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *({"ga_mode": "interleaved", "ga_interleave_ratio": ratio} for ratio in (1, 2, 8)),
-        *({"ga_mode": "interval", "ga_interval": n, "ga_iters": m} for n, m in ((2, 1), (2, 3), (5, 4), (30, 2))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("keys", [
+    *({"ga_mode": "interleaved", "ga_interleave_ratio": ratio} for ratio in (1, 2, 8)),
+    *({"ga_mode": "interval", "ga_interval": n, "ga_iters": m} for n, m in ((2, 1), (2, 3), (5, 4), (30, 2))),
+], ids=str)  # fmt: skip
 def test_steps_are_those_of_the_fork(keys: dict[str, Any]) -> None:
     values, calls = args(ga_dataset="b", **keys), calls_of_the_fork(23, keys)
     steps = "".join("a" if is_ascent(values, step) else "o" for step in range(len(calls)))

@@ -17,14 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_ranks(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = 120.0,
-    init: bool = True,
-    env: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> list[Any]:
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, init: bool = True,
+    env: Mapping[str, str] | None = None, **kwargs: Any,
+) -> list[Any]:  # fmt: skip
     """Results of `fn(rank, world_size, *args, **kwargs)` on every rank, in rank order.
 
     fn: a function of a module's top level; it, its arguments and its result are pickled. Each rank is a fresh
@@ -35,15 +30,9 @@ def run_ranks(
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be sent to other processes; move it to its module's top level")
     job = Job(
-        module=fn.__module__,
-        call=pickle.dumps((fn, args, kwargs)),
-        world_size=world_size,
-        timeout=timeout,
-        init=init,
-        env=dict(env or {}),
-        path=tuple(sys.path),
-        folder=os.getcwd(),
-    )
+        module=fn.__module__, call=pickle.dumps((fn, args, kwargs)), world_size=world_size, timeout=timeout, init=init,
+        env=dict(env or {}), path=tuple(sys.path), folder=os.getcwd(),
+    )  # fmt: skip
     sys.audit("tests.pool.ranks", world_size)  # counted by tests/budget.py
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS_VARIABLE])

@@ -26,36 +26,17 @@ from tests.pool.protocol import Job, Reply, receive, send
 # Imported by a training step, some only when first used; a rank that imports them itself starts a second
 # later.
 WARM = (
-    "torch",
-    "torch.distributed",
-    "torch.utils.data",
-    "torch.utils.checkpoint",
-    "torch.utils.tensorboard",
-    "torch._dynamo",
-    "torch._inductor.compile_fx",
-    "torch._inductor.lowering",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.onnx",
-    "sympy",
-    "deepspeed",
-    "deepspeed.runtime.engine",
-    "deepspeed.runtime.pipe.engine",
-    "deepspeed.runtime.zero.muon.original_muon",
-    "deepspeed.module_inject.auto_ep_layer",
-    "numpy",
-    "tokenizers",
-    "megatron.training.native.engine",
+    "torch", "torch.distributed", "torch.utils.data", "torch.utils.checkpoint", "torch.utils.tensorboard",
+    "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.lowering", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.onnx", "sympy", "deepspeed", "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.engine", "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.module_inject.auto_ep_layer", "numpy", "tokenizers", "megatron.training.native.engine",
     "megatron.training.deepspeed.engine",
-)
+)  # fmt: skip
 ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
+    "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR",
+}  # fmt: skip
 POLL_S = 0.005
 
 
@@ -150,13 +131,9 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
         faulthandler.enable()  # a crash shows where, in the log
         faulthandler.register(signal.SIGUSR2, all_threads=True)
         os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(job.world_size),
-            LOCAL_WORLD_SIZE=str(job.world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(port),
-        )
+            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        )  # fmt: skip
         os.environ.update(job.env)
         if job.init:
             _make_group(rank, job.world_size, store_listener)

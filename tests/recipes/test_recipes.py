@@ -235,17 +235,13 @@ def test_the_fork_s_sft_follows_a_run_of_gpt_neox(tmp_path: Path, monkeypatch: p
     assert bit_equal({3: before[3]}, {3: dict(trained[3])}) and not bit_equal(before, after)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words", "told"),
-    [
-        (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; write the name of"),
-        (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "does not say how its model was conf"),
-        (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "is there already"),
-        (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
-        (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
-    ],
-    ids=["latest", "configs", "target", "filtering", "variant"],
-)
+@pytest.mark.parametrize(("spoil", "words", "told"), [
+    (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; write the name of"),
+    (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "does not say how its model was conf"),
+    (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "is there already"),
+    (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
+    (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
+], ids=["latest", "configs", "target", "filtering", "variant"])  # fmt: skip
 def test_new_config_refuses(
     spoil: Callable[[Path], object], words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

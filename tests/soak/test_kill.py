@@ -148,14 +148,11 @@ def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undist
 QUICK = list(zip(("plain", "tp2", "zero1", "plain", "zero1"), SAVING, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("layout", "moment", "beside"),
-    [
-        pytest.param(*cell, beside, marks=() if beside and cell in QUICK else pytest.mark.soak)
-        for cell in ((layout, moment) for layout in LAYOUTS for moment in SAVING)
-        for beside in (True, False)
-    ],
-)
+@pytest.mark.parametrize(("layout", "moment", "beside"), [
+    pytest.param(*cell, beside, marks=() if beside and cell in QUICK else pytest.mark.soak)
+    for cell in ((layout, moment) for layout in LAYOUTS for moment in SAVING)
+    for beside in (True, False)
+])  # fmt: skip
 def test_while_saving(layout: str, moment: str, beside: bool, undisturbed: Any, tmp_path: Path) -> None:
     ranks, save = LAYOUTS[layout][0], tmp_path / "run"
     to = ranks - 1 if moment in ("copy", "write", "half a file") and layout != "zero1" else 0
