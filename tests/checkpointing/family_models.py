@@ -172,11 +172,9 @@ ODD: dict[str, dict[str, Any]] = {
 
 # Each way of stretching, over the families that know several; LongRoPE and Ministral's are theirs alone.
 SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": _YARN,
+    "linear": {"rope_type": "linear", "factor": 4.0}, "dynamic": {"rope_type": "dynamic", "factor": 2.0}, "yarn": _YARN,
     "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
-}
+}  # fmt: skip
 SCALED = [
     *("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
     *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),

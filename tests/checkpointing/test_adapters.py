@@ -47,14 +47,12 @@ CASES: dict[str, Case] = {
     "gpt_neox dora": Case("gpt_neox sequential", {**ALL, "use_dora": True}),
     "gpt_neox tied": Case("gpt_neox no bias", {**NEOX_COPIES, "target_modules": ["query_key_value"]}),
     "llama attention": Case("llama 3", {**ATTENTION, "use_rslora": True}),
-    "llama dora": Case("llama 3", {**ALL, "use_dora": True}),
-    "llama added tokens": Case("llama 2", ALL, 3),
-    "llama tied added tokens": Case("llama linear", TIED, 4),
-    "mixtral attention": Case("mixtral", ATTENTION),
+    "llama dora": Case("llama 3", {**ALL, "use_dora": True}), "llama added tokens": Case("llama 2", ALL, 3),
+    "llama tied added tokens": Case("llama linear", TIED, 4), "mixtral attention": Case("mixtral", ATTENTION),
     "qwen 2 moe attention": Case("qwen 2 moe windows", {**ATTENTION, "use_dora": True}),
     "gpt oss attention": Case("gpt oss", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, **LLAMA_COPIES, "use_dora": True}),
-}
+}  # fmt: skip
 FIRST = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
 MORE = ("llama attention", "llama copies", "qwen 2 moe attention", "gpt oss attention", "gpt 2 lora", "phi 3 dora")
 OTHERS = [

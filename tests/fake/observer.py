@@ -21,16 +21,12 @@ MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
 VARLEN = {"torch_attn._varlen_attn": 3, "aten._efficient_attention_forward": 4}
 # Of a collective's name in torch, eager or compiled: the field's name, and which tensor is the larger one.
 COLLECTIVES = {
-    "c10d.allreduce_": "all_reduce",
-    "c10d._allgather_base_": "all_gather",
-    "c10d._reduce_scatter_base_": "reduce_scatter",
-    "c10d.broadcast_": "broadcast",
-    "c10d.alltoall_base_": "all_to_all",
-    "_c10d_functional.all_reduce": "all_reduce",
-    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "c10d.allreduce_": "all_reduce", "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter", "c10d.broadcast_": "broadcast", "c10d.alltoall_base_": "all_to_all",
+    "_c10d_functional.all_reduce": "all_reduce", "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
-}
+}  # fmt: skip
 
 
 class Observer(TorchDispatchMode):

@@ -57,12 +57,9 @@ def run(case: Case) -> dict[str, Any]:
         except Exception as problem:
             seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
     return seen | {
-        "findings": observer.findings,
-        "collectives": observer.collectives,
-        "kernels": observer.kernels,
-        "varlen": observer.varlen,
-        "scaled": [[*call, times] for call, times in observer.scaled.items()],
-    }
+        "findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
+        "varlen": observer.varlen, "scaled": [[*call, times] for call, times in observer.scaled.items()],
+    }  # fmt: skip
 
 
 def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:

@@ -18,16 +18,14 @@ SHARED: dict[str, Any] = {"documents": PAIRS, "prefixes": PREFIXES, "pairs": Tru
 CASES: dict[str, Case] = {
     "documents": Case(values={**FLEX, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
     "documents, by itself": Case(values={**FLEX, **PACKED, **GQA}, documents=DOCUMENTS),
-    "windows": Case(values={**FLEX, **WINDOW, **COMPILE}),
-    "rows, by itself": Case(values=FLEX),
+    "windows": Case(values={**FLEX, **WINDOW, **COMPILE}), "rows, by itself": Case(values=FLEX),
     "capped logits": Case(values={**CAPPED, **PACKED, **COMPILE}, documents=DOCUMENTS),
     "capped rows, by itself": Case(values=CAPPED),
     "sinks": Case(values={**SINKS, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
-    "sinks, by itself": Case(values=SINKS),
-    "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
+    "sinks, by itself": Case(values=SINKS), "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
     "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
     "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),
-}
+}  # fmt: skip
 
 
 # What is not compiled takes a second or two.

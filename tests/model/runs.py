@@ -37,14 +37,10 @@ GEMMA: dict[str, Any] = {
 }  # fmt: skip
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
-    **TIED_LLAMA,
-    "num_kv_heads": [2, 4],
-    "intermediate_size": [48, 48, 32],
-    "sliding_window_width": 3,
+    **TIED_LLAMA, "num_kv_heads": [2, 4], "intermediate_size": [48, 48, 32], "sliding_window_width": 3,
     "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
-    "no_rope_layers": [1, 0, 0, 1],
-    "attention_config": [[["flash"], 2], [["global"], 2]],
-}
+    "no_rope_layers": [1, 0, 0, 1], "attention_config": [[["flash"], 2], [["global"], 2]],
+}  # fmt: skip
 # What single families have, all at once.
 OPTIONS: dict[str, Any] = {
     **DEEP, **NO_BIASES, "norm": "layernorm", "use_bias_in_norms": False, "gpt_j_residual": True, "gpt_j_tied": True,

@@ -181,13 +181,10 @@ def test_bloom_alibi(heads: int) -> None:
     )
     model.transformer.word_embeddings_layernorm = nn.Identity()  # BLOOM's own addition
     names = {
-        "input_layernorm": "input_layernorm",
-        "post_attention_layernorm": "post_attention_layernorm",
-        "self_attention.query_key_value": "attention.query_key_value",
-        "self_attention.dense": "attention.dense",
-        "mlp.dense_h_to_4h": "mlp.linear1",
-        "mlp.dense_4h_to_h": "mlp.linear2",
-    }
+        "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",
+        "self_attention.query_key_value": "attention.query_key_value", "self_attention.dense": "attention.dense",
+        "mlp.dense_h_to_4h": "mlp.linear1", "mlp.dense_4h_to_h": "mlp.linear2",
+    }  # fmt: skip
     rest = {0: {"transformer.word_embeddings": "word_embeddings"}, 5: {"transformer.ln_f": "norm"}}
     weights = two_blocks(randomised(model), "transformer.h.{}.", names, rest)
     keys = {"hidden_size": 8 * heads, "num_attention_heads": heads, "pos_emb": "alibi", "bias_gelu_fusion": True}

@@ -32,13 +32,11 @@ def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) ->
     if groups.embedding is not None:
         dist.all_reduce(embedding, group=groups.embedding)
     return {
-        "ranks": {axis: groups.rank(axis) for axis in AXES},
-        "members": dict(groups.members),
-        "sums": sums,
+        "ranks": {axis: groups.rank(axis) for axis in AXES}, "members": dict(groups.members), "sums": sums,
         "embedding": int(embedding),
         "place": (groups.world_rank, groups.world_size, groups.is_first_stage, groups.is_last_stage),
         "none": [axis for axis in AXES if groups.group(axis) is None],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 2, 2), (3, 1, 2)])

@@ -177,13 +177,11 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
 PARTLY = [("weight",), ("x",), ("x", "bias"), ("bias",)]
 EAGER = [Case(sequence) for sequence in (False, True)]
 CASES = [
-    *EAGER,
-    *(Case(sequence, how="recomputed") for sequence in (False, True)),
+    *EAGER, *(Case(sequence, how="recomputed") for sequence in (False, True)),
     *(Case(sequence, trained) for sequence in (False, True) for trained in PARTLY),
-    *(Case(sequence, other=True) for sequence in (False, True)),
-    Case(True, how="recomputed", pipelined=True),
+    *(Case(sequence, other=True) for sequence in (False, True)), Case(True, how="recomputed", pipelined=True),
     *(Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]),
-]
+]  # fmt: skip
 COMPILED = [Case(sequence, how="compiled") for sequence in (False, True)] + [Case(True, how="compiled", pipelined=True)]
 ON_FOUR = [*CASES, Case(False, how="compiled", other=True)]
 CASES += COMPILED

@@ -136,12 +136,10 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
     from deepspeed.runtime.zero import config as zero
 
     handed_on = {
-        "ZeroOptimization": zero.DeepSpeedZeroConfig,
-        "OffloadOptimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
-        "OffloadParam": zero.DeepSpeedZeroOffloadParamConfig,
-        "CommsLogger": CommsLoggerConfig,
+        "ZeroOptimization": zero.DeepSpeedZeroConfig, "OffloadOptimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "OffloadParam": zero.DeepSpeedZeroOffloadParamConfig, "CommsLogger": CommsLoggerConfig,
         "Fp16": DeepSpeedFP16Config,
-    }
+    }  # fmt: skip
     texts = {
         node.value
         for path in [*sources(), *HERE.rglob("*.py")]

@@ -56,15 +56,9 @@ def start_server() -> subprocess.Popen[bytes]:
         listener.bind(address)
         listener.listen(16)
         server = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())],
-            env=env,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            pass_fds=[listener.fileno()],
-        )
+            [sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())], env=env, cwd=ROOT,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[listener.fileno()],
+        )  # fmt: skip
     os.environ[ADDRESS_VARIABLE] = address
     return server
 

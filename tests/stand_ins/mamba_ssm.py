@@ -13,12 +13,10 @@ from tests.stand_ins.signatures import bind
 
 def modules() -> dict[str, dict[str, Any]]:
     return {
-        "mamba_ssm": {},
-        "mamba_ssm.ops": {},
-        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": selective_scan_fn},
-        "mamba_ssm.ops.triton": {},
+        "mamba_ssm": {}, "mamba_ssm.ops": {},
+        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": selective_scan_fn}, "mamba_ssm.ops.triton": {},
         "mamba_ssm.ops.triton.ssd_combined": {"mamba_chunk_scan_combined": mamba_chunk_scan_combined},
-    }
+    }  # fmt: skip
 
 
 def convolution_modules() -> dict[str, dict[str, Any]]:
