@@ -80,7 +80,7 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    stage, engine = stage_with(args, random_weights(args), groups), choose_engine(args, False).load()
+    stage, engine = stage_with(args, groups=groups), choose_engine(args, False).load()
     return parallelize(stage, LANGUAGE_MODELLING, args, groups, engine)
 
 

@@ -50,9 +50,9 @@ def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
 
 
 @torch.no_grad()
-def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None = None) -> Stage:
-    """This rank's stage with its part of `weights`, in evaluation mode."""
-    groups = groups or ParallelGroups.single()
+def stage_with(args: NeoXArgs, weights: Weights | None = None, groups: ParallelGroups | None = None) -> Stage:
+    """This rank's stage with its part of `weights`, by default random ones, in evaluation mode."""
+    weights, groups = weights or random_weights(args), groups or ParallelGroups.single()
     stage, specs = materialize(build_stage(args, groups)), layer_params(args)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)

@@ -12,16 +12,7 @@ from megatron.model.attention import AttentionInputs, AttentionOptions, document
 from megatron.model.attention.backends import AttentionBackend
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    documents,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
+from tests.model.stages import chosen, document_batch, documents, inputs_of, random_batch, small, stage_with
 
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
@@ -69,7 +60,7 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
         return real(*args, **kwargs)
 
     args = small(pos_emb=pos_emb, attention_dropout=0.1)
-    stage = stage_with(args, random_weights(args)).train()
+    stage = stage_with(args).train()
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     stage(None, random_batch(args))
     assert len(seen) == args.num_layers
@@ -102,7 +93,7 @@ def test_documents_on_a_cpu_run_by_themselves(
         lengths.append(q.shape[2])
         return real(q, *rest, **kwargs)
 
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
+    stage, batch = stage_with(args), document_batch(args)
     assert batch.positions is not None
     inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)

@@ -57,7 +57,7 @@ def test_flash_attn_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None
     with installed("flash_attn"):
         monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", attend)
         args, batch = small(attention_backend="flash_attn"), random_batch(small())
-        stage = stage_with(args, random_weights(args))
+        stage = stage_with(args)
         eager = stage(None, batch)
         for spec in stage.blocks:
             stage.layers[str(spec.index)].compile(fullgraph=True, backend="aot_eager")
@@ -84,7 +84,7 @@ def test_what_flash_attn_is_asked_for(deterministic: bool) -> None:
     calls: list[dict[str, Any]] = []
     args = small(attention_backend="flash_attn", attention_dropout=0.25, query_pre_attn_scalar=11)
     with modules(flash_attn.modules(calls=calls)):
-        stage = stage_with(args, random_weights(args))
+        stage = stage_with(args)
         calls.clear()
         torch.use_deterministic_algorithms(deterministic)
         try:

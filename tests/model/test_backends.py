@@ -19,7 +19,7 @@ from megatron.model.attention.flex import Flex
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, random_batch, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
 KERNEL = "aten::_scaled_dot_product_"
@@ -37,7 +37,7 @@ def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kern
     args, log_lines = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
     build_stage(args, ParallelGroups.single(), log=log_lines.append)
     assert not log_lines, "each is what was asked for"
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         stage(None, random_batch(args))
     ran = [event.name for event in profile.events() or () if event.name.startswith(KERNEL)]

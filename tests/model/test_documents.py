@@ -19,7 +19,7 @@ from megatron.model import Stage
 from megatron.model.attention import document_mask
 from megatron.objectives import label_logprobs
 from tests.model.runs import MODELS, Step, assert_same_step, sgd_steps
-from tests.model.stages import documents, gradients, random_weights, small, stage_with
+from tests.model.stages import documents, gradients, small, stage_with
 from tests.pool import run_ranks
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
@@ -72,7 +72,7 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
     resets = partial(collate, eod=0, reset_attention_mask=True, reset_position_ids=True)
     for name, values in MODELS.items():
         args = small(**values)
-        stage, packed = stage_with(args, random_weights(args)), resets(rows)
+        stage, packed = stage_with(args), resets(rows)
         starts = [(row, first) for row, first, _ in documents(packed)]
         assert starts == [(0, 0), (0, 4), (0, 10), (0, 11), (1, 0), (1, 1)]
         logprobs = logprobs_of(stage, packed) * packed.loss_weights
@@ -123,7 +123,7 @@ def test_rows_of_best_fit_give_each_document_the_loss_it_has_alone(labelled: boo
         found = []
         for pack_impl, rows in (("unpacked", 10), ("best_fit", 4)):
             args = small(**MODELS[name])
-            stage, batch = stage_with(args, random_weights(args)), laid_out(tmp_path, labelled, pack_impl)
+            stage, batch = stage_with(args), laid_out(tmp_path, labelled, pack_impl)
             trained = sum(n - max(n // 3 if labelled else 0, 1) for n in LENGTHS)
             assert len(batch.tokens) == rows and batch.loss_weights.sum() == trained
             losses = logprobs_of(stage, batch) * batch.loss_weights

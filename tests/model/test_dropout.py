@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.model.attention import AttentionInputs
 from megatron.model.attention.seeded_attention import seeded_attention
 from tests.model.runs import LLAMA, NEOX, Step, assert_same_step, sgd_steps
-from tests.model.stages import groups_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import groups_of, random_batch, small, stage_with
 from tests.pool import run_ranks
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
@@ -30,7 +30,7 @@ def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
         model_parallel_size=2, sequence_parallel=sequence, hidden_dropout=0.5, attention_dropout=0.5, num_layers=1
     )
     groups, batch = groups_of(args, world_size), random_batch(args)
-    stage = stage_with(args, random_weights(args), groups).train()
+    stage = stage_with(args, groups=groups).train()
     positions = torch.arange(args.seq_length).expand_as(batch.tokens)
     with torch.no_grad():
         embedded = stage.layers["0"](batch.tokens, positions, 5) == 0
@@ -65,7 +65,7 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
         return seeded_attention(*given)
 
     args = small(num_layers=3, **DROPOUT)
-    stage = stage_with(args, random_weights(args)).train()
+    stage = stage_with(args).train()
     monkeypatch.setattr(block_module, "dropout", record)
     monkeypatch.setattr(embedding_module, "dropout", record)
     monkeypatch.setattr(attention_module, "seeded_attention", record_attention)

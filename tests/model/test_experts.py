@@ -12,7 +12,7 @@ from megatron.model.moe.balance import balancing_loss
 from megatron.model.moe.dispatch import limit
 from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.stages import random_batch, small, stage_with
 
 SPEC: dict[str, Any] = {
     "activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none", "use_bias_in_mlp": False,
@@ -22,7 +22,7 @@ SPEC: dict[str, Any] = {
 
 def moe_of(**changes: Any) -> MoE:
     args = small(**{**SPEC, **changes})
-    module = stage_with(args, random_weights(args)).layers["2"].mlp
+    module = stage_with(args).layers["2"].mlp
     assert isinstance(module, MoE)
     return module.train()
 
@@ -143,7 +143,7 @@ def test_sinkhorn_balances_without_padding() -> None:
 def test_what_padding_is_changes_nothing(train: bool) -> None:
     """With experts that are full, in validation too."""
     args = small(**SPEC, moe_expert_capacity_factor=1.0)
-    stage = stage_with(args, random_weights(args)).train(train)
+    stage = stage_with(args).train(train)
     batch = replace(random_batch(args), filled=torch.tensor([5, 16]))
     others = batch.tokens.clone()
     others[0, 5:] = 3
@@ -170,7 +170,7 @@ def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
 def test_padding_does_not_count() -> None:
     """The sums are those of the row without what pads it."""
     args = small(**SPEC)
-    router = stage_with(args, random_weights(args)).train().layers["2"].mlp.router  # type: ignore[union-attr]
+    router = stage_with(args).train().layers["2"].mlp.router  # type: ignore[union-attr]
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
     counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
     _, sums = router(x, counted, None)  # type: ignore[operator]
@@ -195,7 +195,7 @@ def test_padding_goes_to_no_expert_and_takes_no_room() -> None:
 
 def test_a_step_that_is_left_out_moves_no_bias() -> None:
     args = small(**SPEC, moe_router_bias_update_rate=0.1)
-    stage, groups = stage_with(args, random_weights(args)).train(), ParallelGroups.single()
+    stage, groups = stage_with(args).train(), ParallelGroups.single()
     assert stage.balance is not None
     bias = stage.layers["2"].mlp.router.expert_bias  # type: ignore[union-attr]
     for left_out in (True, False):
@@ -209,7 +209,7 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
 
 def test_jitter_moves_the_routers_input_alone() -> None:
     args = small(**SPEC, moe_jitter_eps=0.3)
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     batch = random_batch(args)
     without = stage(None, batch)
     stage.train()

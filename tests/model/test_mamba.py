@@ -134,7 +134,7 @@ def packed_and_alone(rank: int, world_size: int, model: str, keys: dict[str, Any
     """For the pool: the largest difference between the logits of documents that share rows and of the same
     documents alone, in units of the largest logit."""
     args = small(**MODELS[model], **keys, model_parallel_size=world_size).for_world(world_size)
-    stage = stage_with(args, random_weights(args), groups_of(args, world_size))
+    stage = stage_with(args, groups=groups_of(args, world_size))
     batch, worst = document_batch(args, rows=3), 0.0
     with torch.no_grad():
         together = stage(None, batch)
@@ -155,7 +155,7 @@ def test_packed_documents_are_what_they_are_alone(model: str, ranks: int) -> Non
 
 def test_a_leak_between_documents_would_show() -> None:
     args = small(**MODELS["mamba2"])
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args, rows=3)
+    stage, batch = stage_with(args), document_batch(args, rows=3)
     with torch.no_grad():
         apart, leaking = stage(None, batch), stage(None, replace(batch, cu_seqlens=None, max_seqlen=0))
     assert float((apart - leaking).abs().max()) > 1e-3

@@ -65,7 +65,7 @@ def test_what_is_chosen_is_said(
 def test_a_package_that_is_not_there_is_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         args = small(**{**MODELS["mamba"], **keys})
-        stage_with(args, random_weights(args))
+        stage_with(args)
 
 
 def test_a_package_runs_between_compiled_graphs() -> None:

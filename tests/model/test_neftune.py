@@ -13,7 +13,7 @@ from megatron.model import Stage
 from megatron.model.neftune import add_noise, document_lengths
 from megatron.mpu import fork_seed, mix_seed
 from tests.model.runs import LLAMA, NEOX, assert_same_step, sgd_steps
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.stages import random_batch, small, stage_with
 from tests.pool import run_ranks
 
 ALPHA = 7.0
@@ -36,7 +36,7 @@ def noise_of(stage: Stage, batch: Batch) -> Tensor:
 
 def noisy(**keys: Any) -> Stage:
     args = small(**NOISE, **keys)
-    return stage_with(args, random_weights(args))
+    return stage_with(args)
 
 
 @pytest.mark.parametrize("model", [{}, {"embedding_multiplier": 3.0}, {"pos_emb": "learned"}], ids=str)

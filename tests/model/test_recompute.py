@@ -10,7 +10,7 @@ from torch import Tensor
 from megatron.training import recompute as recompute_module
 from tests.marks import with_more
 from tests.model.runs import LLAMA, NEOX, sgd_steps
-from tests.model.stages import gradients, random_batch, random_weights, small, stage_with
+from tests.model.stages import gradients, random_batch, small, stage_with
 from tests.pool import run_ranks
 from tests.training import runs as training_runs
 
@@ -61,7 +61,7 @@ def test_blocks_are_run_again_in_the_backward_pass(
 
     monkeypatch.setattr(recompute_module, "checkpoint", count)
     args = small(num_layers=4, checkpoint_activations=together > 0, checkpoint_num_layers=together or 1)
-    stage = stage_with(args, random_weights(args)).train()
+    stage = stage_with(args).train()
     for index in range(2, 6):
         stage.layers[str(index)].register_forward_pre_hook(lambda module, inputs: runs.append(module))
     out = stage(None, random_batch(args))
@@ -75,7 +75,7 @@ def test_blocks_are_run_again_in_the_backward_pass(
 
 def trained(**changes: Any) -> dict[tuple[int, str], Tensor]:
     args = small(num_layers=4, checkpoint_activations=True, **changes)
-    stage = stage_with(args, random_weights(args)).train()
+    stage = stage_with(args).train()
     logits = stage(None, random_batch(args))
     assert isinstance(logits, Tensor)
     logits.logsumexp(-1).square().mean().backward()

@@ -15,7 +15,7 @@ from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import CharLevelTokenizer
-from tests.model.stages import random_weights, small, stage_with
+from tests.model.stages import small, stage_with
 from tests.model.test_transformers import SIZES
 
 CPU = torch.device("cpu")
@@ -69,7 +69,7 @@ def test_generation_with_dynamic_frequencies() -> None:
     args = for_inference(args_of(SCALINGS["dynamic"], no_weight_tying=True))
     tokenizer = CharLevelTokenizer()
     tokenizer.vocab_size = 64
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     prompts = [[5, 3, 9], [7, 7, 7, 7, 7, 2, 10], [1]]
     model = Model(args, ParallelGroups.single(), tokenizer, stage, torch.float32)
     completions = complete(model, prompts, SamplingParams(), maximum_tokens=12, seeds=range(3))
@@ -91,7 +91,7 @@ def test_documents_of_a_packed_row_rotate_as_they_do_alone(kind: str) -> None:
                 "original_max_position_embeddings": 8}  # fmt: skip
     scaling = longrope if kind == "longrope" else SCALINGS["dynamic"]
     args = args_of(scaling, hidden_size=16)
-    stage, lengths = stage_with(args, random_weights(args)), [12, 5, 3]
+    stage, lengths = stage_with(args), [12, 5, 3]
     tokens = torch.randint(0, 64, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     starts = torch.tensor([0, 12, 17, 20], dtype=torch.int32)

@@ -82,7 +82,7 @@ def test_both_kinds_of_calls_get_a_kernel() -> None:
 
 def test_every_kind_gets_its_own_inputs() -> None:
     args = small(**GEMMA)
-    stage, batch = stage_with(args, random_weights(args)), random_batch(args)
+    stage, batch = stage_with(args), random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
     near, far, still, _ = (inputs_of(stage, batch, positions, block) for block in range(4))
     assert near.mask is not None and still.mask is not None and far.mask is None

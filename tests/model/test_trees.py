@@ -21,16 +21,7 @@ from megatron.model.attention.masks import BLOCK, block_mask, document_ids, pref
 from megatron.model.specs import attention_spec
 from megatron.objectives import PairSettings, dpo
 from tests.model.runs import MODELS as TABLE
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    gradients,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
+from tests.model.stages import chosen, document_batch, gradients, inputs_of, random_batch, small, stage_with
 from tests.model.test_attention import by_formula
 from tests.objectives.cases import PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import step_loss
@@ -62,7 +53,7 @@ def pairs(shared: bool) -> Batch:
 
 def step(model: dict[str, Any], batch: Batch, losses: dict[str, float]) -> tuple[Tensor, dict, dict]:
     args = small(**model, seq_length=batch.tokens.shape[1], max_position_embeddings=64)
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     references = torch.tensor([-20.0 - number for number in range(8)] + [0.0, 0.0])
     batch = replace(batch, reference_logprobs=references)
     loss, metrics = step_loss(dpo(losses, PairSettings(0.3)), lambda each: stage(None, each), [batch])
@@ -128,7 +119,7 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
 def test_pairs_that_share_prompts_run_on_flex_attention() -> None:
     flex = {**MODELS["window"], **PAIRED, "attention_backend": "flex"}
     args = small(**flex, seq_length=36, max_position_embeddings=64)
-    batch, stage = pairs(True), stage_with(args, random_weights(args))
+    batch, stage = pairs(True), stage_with(args)
     assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None
     (loss, _, grads), (expected, _, expected_grads) = (
         step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"])
@@ -150,7 +141,7 @@ def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: b
     outcomes = []
     for name in ("flex", "math"):
         args = small(**keys, attention_backend=name)
-        stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
+        stage, batch = stage_with(args), (document_batch if packed else random_batch)(args)
         positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
         assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
         logits = stage(None, batch)
@@ -169,7 +160,7 @@ def test_flex_attention_is_in_the_graph_of_a_block(monkeypatch: pytest.MonkeyPat
     outcomes = []
     for compiled in (False, "block"):
         args = small(num_kv_heads=2, attention_backend="flex", compile=compiled)
-        stage = stage_with(args, random_weights(args)).train()
+        stage = stage_with(args).train()
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         for seed in (0, 1, 2):
