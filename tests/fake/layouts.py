@@ -49,7 +49,6 @@ DPO: dict[str, Any] = {
     "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "unpacked", "pos_train_data_paths": ["chosen"],
     "neg_train_data_paths": ["rejected"],
 }  # fmt: skip
-SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 PACKED_DPO: dict[str, Any] = {**DPO, "pack_impl": "best_fit"}
 COMPILE: dict[str, Any] = {"compile": "block"}
 WINDOW: dict[str, Any] = {"sliding_window_width": 32}
@@ -58,6 +57,7 @@ PACKED: dict[str, Any] = {"reset_attention_mask": True, "reset_position_ids": Tr
 # Pairs in two rows, for steps that differ in everything: chosen and rejected in turn, and what these share.
 PAIRS = [[[0, 100], [0, 70]], [[0, 40, 60, 120], [0, 191]], [[0, 64, 128, 160], [0, 10, 20, 100]]]
 PREFIXES = [[0, 20, 0, 1], [0, 39, 0, 0, 0, 5], [0, 1, 0, 2, 0, 3, 0, 4]]
+SHARED: dict[str, Any] = {"documents": PAIRS, "prefixes": PREFIXES, "pairs": True}
 BIG: dict[str, Any] = {
     "model_parallel_size": 8, "pipe_parallel_size": 4, "sequence_parallel": True, "num_layers": 8,
     "checkpoint_activations": True,

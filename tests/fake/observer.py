@@ -77,8 +77,7 @@ class Observer(TorchDispatchMode):
         return output
 
     def begin_step(self, seq: int) -> None:
-        """Forget the collectives, kernels and peak of construction. From here on nothing is `[.., seq, seq]`;
-        choosing kernels tries some with masks."""
+        """Forget construction, which tries kernels with masks. From here on nothing is `[.., seq, seq]`."""
         self.square, self.peak = (seq, seq), self.live
         self.collectives.clear()
         self.kernels.clear()

@@ -69,8 +69,7 @@ def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen
     with observer:
         engine = build_engine(args, groups, engine=NativeEngine)
         seen["construction"] = observer.peak
-        # What is copied to the device once; in steps nothing is.
-        observer.findings.clear()
+        observer.findings.clear()  # what is copied to the device once; in steps nothing is
         if not args.compile:
             engine.train_step(batches, 1e-4)
     if args.compile:
@@ -136,11 +135,9 @@ def calls_compiled() -> int:
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
-    values |= {
-        "get_device_capability": tuple(capability), "is_current_stream_capturing": False, "is_bf16_supported": True,
-    }  # fmt: skip
+    values |= {"get_device_capability": tuple(capability), "is_bf16_supported": True}
+    values |= {"is_current_stream_capturing": False, "get_rng_state": torch.get_rng_state()}
     values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
-    values["get_rng_state"] = torch.get_rng_state()
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
@@ -156,8 +153,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
         stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
         # A mesh is a tensor of ranks on the host, which is made before the first step.
-        from_group = staticmethod(real(DeviceMesh.from_group))
-        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", from_group))
+        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", staticmethod(real(DeviceMesh.from_group))))
         # torch.tensor(.., device=) would copy before a fake tensor is made of it.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
@@ -167,14 +163,12 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 
 def shared_out_evenly(args: NeoXArgs) -> Any:
-    """A patch for what the host reads of where tokens go: of a micro-batch's choices those of this tensor
-    rank's experts, to all of their ranks alike."""
+    """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
     assert args.train_micro_batch_size_per_gpu is not None
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
     each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
-    return mock.patch(
-        "megatron.model.moe.dispatch.read_sizes", lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))
-    )
+    sizes = lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))  # noqa: E731
+    return mock.patch("megatron.model.moe.dispatch.read_sizes", sizes)
 
 
 def real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -224,10 +218,9 @@ def process_group(case: Case) -> Iterator[None]:
 
 
 class ModelStep(EngineBase):
-    """What DeepSpeed's engine does in a step of its own accord, without DeepSpeed: the weight of the batch
-    over data ranks, forward, backward, verdict, norm and clipping."""
+    """A step as DeepSpeed's engine takes it: weight over data ranks, passes, verdict, norm, clipping."""
 
-    name = "deepspeed"
+    name = "model step"
 
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
@@ -240,8 +233,6 @@ class ModelStep(EngineBase):
         self.watch.watch(list(named.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         stage.train()
-
-    name = "model step"
 
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:

@@ -28,22 +28,16 @@ SHARED_OUT: dict[str, Any] = {
 OF_EXPERTS = EXPERTS * 3 * WIDTH * HIDDEN // TP
 OF_BLOCK = ((HEADS + 2 * KV) * HEAD_DIM * HIDDEN + HEADS * HEAD_DIM * HIDDEN) // TP + 2 * HIDDEN + EXPERTS * HIDDEN
 OF_REST = 2 * VOCAB * HIDDEN // TP + HIDDEN
-
-
-# Choices of a micro-batch that are of a tensor rank's experts.
-ROWS = SEQ * TOP_K // TP
+ROWS = SEQ * TOP_K // TP  # choices of a micro-batch that are of a tensor rank's experts
 
 
 def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
     """Collectives of a step over the ranks of expert parallelism, by (first rank, stride, ranks, kind,
     bytes): each block's tokens travel to experts and back, forwards, once more for recomputation, and as
     gradients; their numbers before, forwards alone. All experts are chosen alike."""
-    counted: Counter[tuple[Any, ...]] = Counter()
-    first, stride = rank % TP, TP  # all four data ranks share them out
+    group = (rank % TP, TP, EP, "all_to_all")  # all four data ranks share them out
     # Of a tensor rank's whole sequence those choices that are of its experts.
-    counted[first, stride, EP, "all_to_all", 2 * ROWS * HIDDEN] += layers * (2 + 2 + 2)
-    counted[first, stride, EP, "all_to_all", 8 * EXPERTS // TP] += layers * 2
-    return counted
+    return Counter({(*group, 2 * ROWS * HIDDEN): layers * (2 + 2 + 2), (*group, 8 * EXPERTS // TP): layers * 2})
 
 
 def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:

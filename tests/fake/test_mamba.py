@@ -23,8 +23,6 @@ CASES: dict[str, Case] = {
     "packed": Case(values={**HYBRID, **COMPILE}, documents=[[[0, 300]], [[0, 17, 417]]]),
     "ZeRO 3": Case(8, 3, {**HYBRID, **COMPILE, "zero_optimization": {"stage": 3}}, native=True),
 }
-
-
 # Elements on one of two ranks.
 INNER, RANK = HEADS * HEAD_DIM, HIDDEN // 16
 SHARED = 2 * GROUPS * STATE

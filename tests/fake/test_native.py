@@ -34,8 +34,7 @@ def elements(tensor: int) -> tuple[int, int]:
 
 
 def derived(stage: int, tensor: int, micro_batches: int) -> tuple[int, int, int]:
-    """Bytes that are kept between steps; those that a step has at once beside them, at least; and how many
-    more there may be at that time."""
+    """Bytes kept between steps, those that a step has beside them at least, and how many more at most."""
     whole, block = elements(tensor)
     tokens = SEQ * LAYERS * (12 * HIDDEN + 6 * FFN) * 2  # activations, of one tensor rank or of more
     if stage == 0:  # bf16 weights, fp32 gradients, master weights and two moments; a block's bf16 gradients
@@ -85,8 +84,7 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"ZeRO 3"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    """`fully_shard` gathers weights outside of the graph, which has all of a block in it (and that of the
-    logits is another, over tensor ranks two): as many calls as where weights are whole."""
+    """And of logits one, over ranks two; with as many calls as where `fully_shard` gathers nothing."""
     case = COMPILED[name]
     seen = compiled(fake_cuda, case, graphs=3 if "tp8" in name else 2)
     whole = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": {"stage": 0}}))

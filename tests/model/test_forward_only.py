@@ -14,22 +14,17 @@ from megatron.objectives import label_logprobs
 from tests.model.stages import document_batch, groups_of, random_batch, small, stage_with
 from tests.pool import run_ranks
 
-MODEL = {"num_layers": 4}
-
-
 Values = tuple[list[Tensor], list[Tensor]]
 
 
 def _read_all(values: dict[str, Any], world_size: int) -> Values:
     """Log-probabilities and whole logits of a position, of eight micro-batches of three shapes."""
-    args = small(**MODEL, **values)
+    args = small(num_layers=4, **values)
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
     stage = stage_with(args, groups=groups)
     batches = [random_batch(args, rows=1 + i % 3, seed=i, seq=16 if i % 2 else 8) for i in range(7)]
     batches.append(document_batch(args))
-    tensor = groups.group("tensor")
-    vocab = args.padded_vocab_size
-    assert vocab is not None
+    tensor, vocab = groups.group("tensor"), args.padded_vocab_size
     logprobs = forward_only(
         stage, batches, args, groups, partial(label_logprobs, group=tensor),
         dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),

@@ -60,14 +60,12 @@ def test_depends_on_the_document_not_on_the_row() -> None:
     padded = torch.tensor([0, 768, 1024, 1024 + 192, 2048, 2048 + 64, 3072], dtype=torch.int32)
     tokens = torch.zeros(3, 1024, dtype=torch.int64)
     noise = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
-    first = 0
-    for row, length in enumerate(documents):
+    for row, (first, length) in enumerate(zip(begins, documents, strict=True)):
         bound = ALPHA / math.sqrt(length * small().hidden_size)
         for document_noise in (noise[0][:, first : first + length].flatten(), noise[1][row, :length].flatten()):
             assert 0.98 * bound < document_noise.abs().max() <= 1.0001 * bound
             assert document_noise.var() == pytest.approx(bound**2 / 3, rel=0.1)
             assert document_noise.mean().abs() < 5 * bound / math.sqrt(3 * len(document_noise))
-        first += length
     assert noise[0].unique().numel() > 0.98 * noise[0].numel(), "every place has noise of its own"
 
 

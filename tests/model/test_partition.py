@@ -40,10 +40,9 @@ def test_blocks_fall_where_deepspeed_puts_them() -> None:
         assert blocks_of_stages(args, stages) == expected, (layers, stages)
 
 
-METHODS = ["uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear"]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [
+    "uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear",
+])  # fmt: skip
 def test_every_stage_has_a_block(method: str) -> None:
     for number, (layers, stages) in enumerate(CASES):
         # A vocabulary that weighs more than all blocks together.

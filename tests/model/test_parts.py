@@ -45,9 +45,14 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-def test_fused_gelu_is_the_tanh_approximation() -> None:
-    function = ACTIVATIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
-    torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)
+def test_gelu_of_transformer_engine_and_fused_gelu_are_the_tanh_approximation() -> None:
+    te = {"te_layernorm_mlp": True, "te_backend": "native"}
+    for keys, expected in (
+        ({"activation": "gelu"}, gelu), ({"activation": "geglu"}, gelu), ({"bias_gelu_fusion": True}, gelu_tanh),
+        ({"activation": "gelu", **te}, gelu_tanh), ({"activation": "geglu", **te}, gelu_tanh),
+    ):  # fmt: skip
+        function = ACTIVATIONS[activation_name(small(**keys))]
+        torch.testing.assert_close(function(X), expected(X), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *GATES])

@@ -38,17 +38,14 @@ def test_sinusoids_are_added_to_embeddings() -> None:
 @pytest.mark.parametrize("buckets, furthest", [(32, 128), (8, 10), (6, 50)])
 def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
     distance = torch.arange(300)
-    expected = T5Attention._relative_position_bucket(
-        -distance, bidirectional=False, num_buckets=buckets, max_distance=furthest
-    )
+    how = {"bidirectional": False, "num_buckets": buckets, "max_distance": furthest}
+    expected = T5Attention._relative_position_bucket(-distance, **how)
     assert torch.equal(relative_bucket(distance, buckets, furthest), expected)
     assert int(expected.max()) == buckets - 1
 
 
 def rpe_table(seed: int = 0) -> RelativePositionBias:
-    spec = attention_spec(small(**RPE), 0).relative
-    assert spec is not None
-    table = RelativePositionBias(spec, ParallelGroups.single())
+    table = RelativePositionBias(attention_spec(small(**RPE), 0).relative, ParallelGroups.single())  # type: ignore
     torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(seed))
     return table
 

@@ -89,7 +89,6 @@ def test_every_kind_gets_its_own_inputs() -> None:
     assert near.mask.sum(-1).flatten().tolist() == [min(i, 3) + 1 for i in range(16)]
     assert near.rope is not None and far.rope is not None and still.rope is None
     for inputs, base in ((near, 100.0), (far, 10000.0)):
-        assert inputs.rope is not None
         sin = (base ** (-torch.arange(0, 16, 2) / 16)).sin()
         expected = torch.cat([-sin, sin])  # as the rotation wants it
         torch.testing.assert_close(inputs.rope[1][1, 0, 0], expected)

@@ -67,9 +67,8 @@ def test_losses_and_gradients_of_prompts_that_stand_twice(model: str, losses: di
     loss, metrics, grads = step(MODELS[model], pairs(True), losses)
     expected, expected_metrics, expected_grads = step(MODELS[model], pairs(False), losses)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
-        {key: float(value) for key, value in expected_metrics.items()}, rel=1e-5, abs=1e-5
-    )
+    found, wanted = ({key: float(value) for key, value in of.items()} for of in (metrics, expected_metrics))
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     for key, grad in expected_grads.items():
         within = 1e-5 * float(grad.abs().max()) + 1e-7
         torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=within, msg=str(key))
@@ -105,9 +104,8 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
     for places, own in zip(TEXTS, OWN, strict=True):
         steps = torch.arange(len(places))
         hidden = (steps > steps[:, None]) | (steps[:, None] - steps > (len(places) if window is None else window))
-        alone = by_formula(
-            *(leaf[places] for leaf in leaves), torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-        )
+        bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        alone = by_formula(*(leaf[places] for leaf in leaves), bias)
         first = 0 if places[0] not in TEXTS[0] or places is TEXTS[0] else len(places) - own
         expected[places[first:]] = alone[first:].detach()
         total = total + (alone[first:] * factors[places[first:]]).sum()
@@ -121,10 +119,8 @@ def test_pairs_that_share_prompts_run_on_flex_attention() -> None:
     args = small(**flex, seq_length=36, max_position_embeddings=64)
     batch, stage = pairs(True), stage_with(args)
     assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None
-    (loss, _, grads), (expected, _, expected_grads) = (
-        step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"])
-    )
-    torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
+    ours, expected = (step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"]))
+    torch.testing.assert_close(ours[::2], expected[::2], rtol=1e-4, atol=1e-5)
 
 
 CAPPED = {"num_kv_heads": 2, "attn_logit_softcapping": 0.5}
@@ -174,19 +170,14 @@ def test_flex_attention_is_in_the_graph_of_a_block(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(outcomes[:3], outcomes[3:], rtol=1e-4, atol=1e-3)
 
 
-def drawn_ids(rows: int, seq: int, generator: torch.Generator) -> Tensor:
-    starts = torch.rand(rows, seq, generator=generator) < 4 / seq
-    return starts.cumsum(1, dtype=torch.int32)
-
-
 @pytest.mark.parametrize("seq", [BLOCK - 3, 4 * BLOCK, 5 * BLOCK + 9])
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("kind", ["causal", "documents", "trees"])
 def test_blocks_are_those_of_torch(kind: str, window: int | None, seq: int) -> None:
-    """`create_block_mask` looks at every single place; ours may hold a few blocks more where numbers are in
-    no order, and must hold each that shows a place."""
+    """`create_block_mask` looks at every place; ours may hold a few more where numbers are in no order."""
     generator, rows = torch.Generator().manual_seed(0), 1 if kind == "causal" else 2
-    branch = None if kind == "causal" else drawn_ids(rows, seq, generator)
+    drawn = (torch.rand(rows, seq, generator=generator) < 4 / seq).cumsum(1, dtype=torch.int32)
+    branch = None if kind == "causal" else drawn
     context = None if kind != "trees" else (branch - branch % 3).to(torch.int32)  # type: ignore[operator]
     mask = block_mask(seq, torch.device("cpu"), window, None, branch, context)
     dense = create_mask(mask.mask_mod, rows, 1, seq, seq, device="cpu")
@@ -215,7 +206,6 @@ def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 def blocks_of(numbers: Tensor | None, indices: Tensor | None) -> Tensor:
     """Boolean `[rows, 1, blocks, blocks]`."""
-    assert numbers is not None and indices is not None
     listed = torch.arange(indices.shape[-1]) < numbers.unsqueeze(-1)
     return torch.zeros_like(listed).scatter_(-1, indices.long(), listed)
 

@@ -116,8 +116,7 @@ def test_varlen_is_given_the_same_windows(
 
 
 def test_the_gradient_of_a_window_is_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own of the memory-efficient kernel is of all keys. The operator of compiled code has the same:
-    its backward pass runs the attention again within a transformation of torch.func."""
+    """torch's own is of all keys; compiled code's runs the attention again in a transform of torch.func."""
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
     generator = torch.Generator().manual_seed(0)
