@@ -109,10 +109,9 @@ def test_a_rank_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(rank in ranks for ranks in made[rank]), "a group this rank is not in"
         assert groups.members["pipe"] == tuple(range(rank % 256, 1024, 256))
     assert [len(made[rank]) for rank in made] == [4, 4, 4, 4]
-    assert made[777][0] == [9, 265, 521, 777] and made[777][2] == list(range(776, 784))
+    data = list(range(768 + 777 % 8, 1024, 8))
+    assert made[777] == [[9, 265, 521, 777], data, list(range(776, 784)), [9, 777]] and made[0][3] == [0, 768]
     assert made[300][3] == [300], "a middle stage is in no embedding group, but counts"
-    assert made[0][3] == [0, 768] and made[777][3] == [9, 777]
-    assert made[777][1] == list(range(768 + 777 % 8, 1024, 8))
 
 
 def unconnected(rank: int, world_size: int) -> str:

@@ -122,9 +122,8 @@ def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **
 def test_output_and_input_gradient(dtype: torch.dtype, double_quant: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(ROWS, COLUMNS).to(dtype), torch.randn(3, 2, COLUMNS).to(dtype)
-    theirs = bnb.nn.Linear4bit(
-        COLUMNS, ROWS, bias=False, compute_dtype=dtype, compress_statistics=double_quant, quant_type="nf4"
-    )
+    how = {"compute_dtype": dtype, "compress_statistics": double_quant, "quant_type": "nf4"}
+    theirs = bnb.nn.Linear4bit(COLUMNS, ROWS, bias=False, **how)
     theirs.load_state_dict({"weight": weight})
     theirs.to("cpu")  # quantises
     ours = layer(dtype, double_quant, False, weight)
