@@ -19,6 +19,7 @@ from tests.checkpointing.test_huggingface import loaded
 from tests.model.stages import random_weights
 
 BOUND = 1e-5  # absolute, of fp32 logits of order 1
+Layouts = list[tuple[int, int]]
 
 
 def imported(case: str, **changes: Any) -> tuple[Model, Tensor]:
@@ -47,9 +48,6 @@ def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
     (folder / "config.json").write_text(json.dumps(hf_config(args, family=family, vocab_size=VOCAB)))
     with torch.no_grad():
         return (keys, weights), loaded(folder)(TOKENS).logits
-
-
-Layouts = list[tuple[int, int]]
 
 
 def assert_within_bound(

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,8 @@ def there_and_back(folder: Path | HFFolder, place: Path, **how: Any) -> dict[str
 
 
 def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == value.dtype and ours[name].equal(value) for name, value in theirs.items()
-    )
+    same = (ours[name].dtype == value.dtype and ours[name].equal(value) for name, value in theirs.items())
+    return ours.keys() == theirs.keys() and all(same)
 
 
 def loaded(path: Path) -> Any:
@@ -66,9 +66,6 @@ def loaded(path: Path) -> Any:
     model, info = load(path, output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
-
-
-# -- golden --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -86,8 +83,7 @@ def test_golden_checkpoints_become_folders_with_their_logits(run: str, step: int
     print(f"{run}: {difference:.2e}; {comparison}")
     assert difference <= 1e-5
     if step == 3 and (RUNS[run] / "hf_step3").exists():
-        theirs = tensors_of(RUNS[run] / "hf_step3")
-        ours = tensors_of(tmp_path / "hf")
+        theirs, ours = tensors_of(RUNS[run] / "hf_step3"), tensors_of(tmp_path / "hf")
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():  # sums of halved biases differ in the last bit
             torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-7 if name.endswith("bias") else 0)
@@ -100,12 +96,9 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     args = small(gpt_j_residual=False, no_weight_tying=True)
     weights = random_weights(args)
     weights[2]["mlp.linear2.bias"][3] = float("nan")
-    with pytest.raises(CheckpointError, match=r"hf: NaN or Inf .*gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias"):
-        export_hf(written(tmp_path / "c", args, weights), args, tmp_path / "hf", tokenizer=False)
+    message = r"hf: NaN or Inf .*gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias"
+    refused(message, written(tmp_path / "c", args, weights), args, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
-
-
-# -- there and back ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("case", "dtype", "how"), [
@@ -211,9 +204,6 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
     assert all(torch.equal(old.get(name), value) for name, value in made.items())
 
 
-# -- precision, tokenizer, card ------------------------------------------------------------------------------
-
-
 def test_precision_is_as_asked(tmp_path: Path) -> None:
     args = golden_args("neox_pp1_mp1")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -229,12 +219,10 @@ def test_mixed_and_too_large_numbers_are_refused(tmp_path: Path) -> None:
     state = torch.load(path / layer_file(3, 0), weights_only=True)
     state["mlp.linear1.bias"] = state["mlp.linear1.bias"].bfloat16()
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"bfloat16, float32.*--precision"):
-        export_hf(path, args, tmp_path / "hf", tokenizer=False)
+    refused(r"bfloat16, float32.*--precision", path, args, tmp_path / "hf")
     state["mlp.linear1.bias"] = torch.full_like(state["mlp.linear1.bias"], 1e6)
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"layer 3: mlp.linear1.bias: .*9.99e\+05.*fp16"):
-        export_hf(path, args, tmp_path / "hf", dtype=torch.float16, tokenizer=False)
+    refused(r"layer 3: mlp.linear1.bias: .*9.99e\+05.*fp16", path, args, tmp_path / "hf", dtype=torch.float16)
     assert not list(tmp_path.glob("*hf*"))
 
 
@@ -263,9 +251,6 @@ def test_tokenizer_template_and_card(tmp_path: Path) -> None:
     named = golden_args(run, vocab_file=str(TOKENIZER))
     export_hf(checkpoint(run), named, tmp_path / "named", vocab_is_hf=True)
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "named")) == 380
-
-
-# -- what is refused -----------------------------------------------------------------------------------------
 
 
 def refused(message: str, *what: Any, **how: Any) -> str:
@@ -335,13 +320,14 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             yield layer
 
-    export_hf(source, args, tmp_path / "hf", tokenizer=False)
+    export = partial(export_hf, source, args, tmp_path / "hf", tokenizer=False)
+    export()
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False, each=stop)
+        export(dtype=torch.bfloat16, each=stop)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
     (tmp_path / ".tmp_hf").mkdir()  # of one that was killed
-    export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False)
+    export(dtype=torch.bfloat16)
     assert os.listdir(tmp_path) == ["hf"] and (tmp_path / "hf" / "model.safetensors").stat().st_size < len(before)
     with pytest.raises(KeyboardInterrupt):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", each=stop)
@@ -362,12 +348,10 @@ def test_damaged_layers_are_found_while_others_are_written(tmp_path: Path) -> No
         whole = bytearray((path / layer_file(layer, 0)).read_bytes())
         whole[len(whole) // 2] ^= 1
         (path / layer_file(layer, 0)).write_bytes(whole)
-    with pytest.raises(CheckpointError, match=r"layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\)"):
-        export_hf(path, args, tmp_path / "back", check=False)
+    refused(r"layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\)", path, args, tmp_path / "back", check=False)
     assert HFFolder(tmp_path / "back").config and not (tmp_path / ".tmp_back").exists(), "the earlier one stays"
     (path / layer_file(5, 0)).unlink()
-    with pytest.raises(CheckpointError, match="layer_05"):
-        export_hf(path, args, tmp_path / "back", check=False)
+    refused("layer_05", path, args, tmp_path / "back", check=False)
 
 
 def test_damaged_folders(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ LEGACY = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to
 
 
 def renamed(state: State, table: dict[str, str]) -> State:
-    def new(name: str) -> str:
-        return next((b + name.removeprefix(a) for a, b in table.items() if name.startswith(a)), name)
-
-    return {new(name): tensor for name, tensor in state.items()}
+    for ours, theirs in table.items():
+        state = {name.replace(ours, theirs): tensor for name, tensor in state.items()}
+    return state
 
 
 def te(state: State) -> dict:

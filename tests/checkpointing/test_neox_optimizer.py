@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, NeoXOptimizer, load_tensors, read_manifest, save_tensors, zero_file
+from megatron.checkpointing.layout import model_file
 from megatron.model.weight_map import layer_params
 from megatron.mpu import unshard
 from tests.checkpointing.golden import checkpoint, golden_args
@@ -21,11 +22,6 @@ from tools.ckpts import merge
 # The layers of each pipeline stage, as GPT-NeoX cut them.
 STAGES = {run: [range(9)] for run in ("neox_pp1_mp1", "neox_pp0_mp1", "llama_pp1_mp1")}
 STAGES["neox_pp2_mp2"] = [range(4), range(4, 9)]
-MODEL_FILE = "mp_rank_{:02d}_model_states.pt"
-
-
-def entry(run: str, rank: int, step: int = 3) -> Any:
-    return load_tensors(checkpoint(run, step) / MODEL_FILE.format(rank))["optimizer"]
 
 
 @pytest.mark.parametrize("run", STAGES)
@@ -35,7 +31,8 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
     assert optimizer.names(specs) == {(layer, spec.name) for layer in specs for spec in specs[layer]}
     size = optimizer.tensor_size
     for stage, layers in enumerate(STAGES[run]):
-        saved = [entry(run, stage * size + rank)["state"] for rank in range(size)]
+        files = [checkpoint(run) / model_file(stage * size + rank) for rank in range(size)]
+        saved = [load_tensors(file)["optimizer"]["state"] for file in files]
         stage_params = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
         ordered = [one for decay in (True, False) for one in stage_params if one[1].weight_decay is decay]
         assert len(ordered) == len(saved[0])

@@ -17,21 +17,21 @@ from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_mode
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
 from tests.checkpointing.golden import checkpoint, golden_args
 
-LAYOUT = ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4)
-MODEL = model_keys(golden_args("neox_pp1_mp1"))
-DATA, VERSIONS, CREATED = {"train": "sha256:cd"}, {"torch": torch.__version__}, "2025-01-01T00:00:00+00:00"
-MANIFEST = Manifest("r1", 0, 12, LAYOUT, MODEL, 1234, "sha256:ab", DATA, VERSIONS, CREATED)
+MANIFEST = Manifest(
+    "r1", 0, 12, ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
+    model_keys(golden_args("neox_pp1_mp1")), 1234, "sha256:ab", {"train": "sha256:cd"}, {"torch": torch.__version__},
+    "2025-01-01T00:00:00+00:00",
+)  # fmt: skip
 
 
 def save(
-    folder: Path | str, step: int, value: float = 0.0, *, validation_loss: float | None = None, for_now: bool = False,
-    **kw: Any,
-) -> Path:  # fmt: skip
+    folder: Path | str, step: int, value: float = 0.0, loss: float | None = None, for_now: Any = 0, **kw: Any
+) -> Path:
     temporary = begin_checkpoint(folder, step)
     assert not temporary.name.startswith("global_step")
     records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]
     records += [write_bytes(b"", temporary / EPHEMERAL)] if for_now else []
-    manifest = replace(MANIFEST, files={r.name: r for r in records}, validation_loss=validation_loss)
+    manifest = replace(MANIFEST, files={r.name: r for r in records}, validation_loss=loss)
     return publish(temporary, folder, step, manifest, {"conf/a.yml": "seed: 1 # kept\n", "b.yml": "{}"}, **kw)
 
 
@@ -72,10 +72,10 @@ def test_what_else_stays(tmp_path: Path) -> None:
     """Multiples, and the best of those with a validation loss; what stands only until the next goes first."""
     losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
     for step, loss in losses.items():
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), validation_loss=loss)
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), loss=loss)
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 5, 8, 9, 10]
     for step in (11, 12, 13):
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, validation_loss=0.1)
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, loss=0.1)
         expected = [4, 5, 8, 9, 10, step] if step != 13 else [4, 8, 10, 13]
         assert [step_of(p) for p in list_checkpoints(tmp_path)] == expected, step
     save(tmp_path, 14, for_now=True)
@@ -119,8 +119,8 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
 
 def test_an_old_checkpoint_that_cannot_be_read_ends_no_save(tmp_path: Path) -> None:
     log_lines: list[str] = []
-    (save(tmp_path, 1, validation_loss=0.5) / "manifest.json").write_text("{")
-    save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=log_lines.append)
+    (save(tmp_path, 1, loss=0.5) / "manifest.json").write_text("{")
+    save(tmp_path, 2, keep=Retention(1, best=1), loss=0.5, say=log_lines.append)
     assert read_latest(tmp_path) == "global_step2" and len(log_lines) == 1
     assert "global_step1" in log_lines[0] and "deleted" in log_lines[0]
 

@@ -167,10 +167,8 @@ def in_mxfp4(path: Path) -> dict[str, Tensor]:
         tensors[f"{name}_scales"] = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
     not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     folder_of(path, tensors, {**MXFP4, "modules_to_not_convert": not_converted}, **config)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
-    )
-    return theirs.state_dict()
+    how = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **how).state_dict()
 
 
 def test_gpt_oss_is_imported_from_mxfp4(
