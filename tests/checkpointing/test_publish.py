@@ -24,9 +24,7 @@ MANIFEST = Manifest(
 )  # fmt: skip
 
 
-def save(
-    folder: Path | str, step: int, value: float = 0.0, loss: float | None = None, for_now: Any = 0, **kw: Any
-) -> Path:
+def save(folder: Path | str, step: int, value: float = 0, loss: Any = None, for_now: bool = False, **kw: Any) -> Path:
     temporary = begin_checkpoint(folder, step)
     assert not temporary.name.startswith("global_step")
     records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]

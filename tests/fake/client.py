@@ -19,23 +19,23 @@ class FakeCuda:
     def __init__(self, library: Path) -> None:
         command = [sys.executable, "-m", "tests.fake.client", str(library)]
         root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process: Any = subprocess.Popen(
+            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._answers: dict[str, dict[str, Any]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """What `runs.run` says of a case. Raises RuntimeError where the process has died."""
         asked = json.dumps(asdict(case))
         if asked not in self._answers:
-            assert self._process.stdin is not None and self._process.stdout is not None
             print(asked, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
             if not answer:
-                raise RuntimeError(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}")  # type: ignore[arg-type]
+                raise RuntimeError(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}")
             self._answers[asked] = json.loads(answer)
         return self._answers[asked]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 

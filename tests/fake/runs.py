@@ -88,7 +88,6 @@ def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen
 def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
     with observer:
         engine = build_engine(args, groups, engine=ModelStep)
-        assert isinstance(engine, ModelStep)
         seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
         seen["construction"] = observer.peak
     steps = range(max(1, len(case.documents)))
@@ -164,7 +163,6 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 def shared_out_evenly(args: NeoXArgs) -> Any:
     """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
-    assert args.train_micro_batch_size_per_gpu is not None
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
     each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
     sizes = lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))  # noqa: E731
@@ -275,7 +273,6 @@ def make_batch(
 ) -> Batch:
     """A micro-batch as collation makes it, its tensors then fake ones on the device."""
     rows, seq = args.train_micro_batch_size_per_gpu, args.seq_length
-    assert rows is not None
     windows = np.ones((rows, seq + 1), np.int64)
     for row, starts in enumerate(documents or []):
         windows[row, [start - 1 for start in starts if start]] = EOD

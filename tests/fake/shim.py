@@ -60,6 +60,4 @@ def preload(library: Path) -> None:
 
 
 def _torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]

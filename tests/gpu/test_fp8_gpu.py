@@ -2,7 +2,6 @@
 beside bf16, and compiled blocks beside eager ones."""
 
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,17 @@ from tests.training.runs import ADAMW, LLAMA, config
 
 pytestmark = pytest.mark.gpu
 LEAST = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_position_embeddings": 128,
-}  # fmt: skip
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_position_embeddings": 128}
 
 
 def made(recipe: str, device: torch.device) -> ScaledProduct:
     if recipe == "te":
-        scaling = DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0)
-        return scaling.add("a")
-    plain: dict[str, Callable[[], ScaledProduct]] = {
-        "tensorwise": lambda: TensorwiseProduct(Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct,
-    }  # fmt: skip
-    return plain[recipe]()
+        return DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0).add("a")
+    return (
+        {"rowwise": RowwiseProduct, "mxfp8": MXProduct}[recipe]()
+        if recipe != "tensorwise"
+        else TensorwiseProduct(Formats())
+    )
 
 
 @pytest.fixture(params=list(LEAST))

@@ -37,14 +37,12 @@ def ran(device: torch.device) -> dict[str, tuple[float, float, float]]:
     """How far losses, gradient norms and weights of each layout are from one process's."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    names = list(LAYOUTS)
-    alone = [configuration(name, {}) for name in names]
-    cut = [configuration(name, LAYOUTS[name][1]) for name in names]
-    both = on_ranks(curves, 2, cut, STEPS)
-    single = on_ranks(curves, 1, alone, STEPS)[0]
+    alone = [configuration(name, {}) for name in LAYOUTS]
+    cut = [configuration(name, LAYOUTS[name][1]) for name in LAYOUTS]
+    both, (single,) = on_ranks(curves, 2, cut, STEPS), on_ranks(curves, 1, alone, STEPS)
     return {
         name: furthest(whole([parts[i] for parts in both], cut[i]), whole([single[i]], alone[i]))
-        for i, name in enumerate(names)
+        for i, name in enumerate(LAYOUTS)
     }
 
 

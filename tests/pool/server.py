@@ -37,7 +37,6 @@ ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR",
 }  # fmt: skip
-POLL_S = 0.005
 
 
 def main() -> None:
@@ -154,17 +153,15 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
 
 
 def _make_group(rank: int, world_size: int, store_listener: socket.socket) -> None:
-    """The gloo process group. Its store is a socket's: one in a file is asked again and again, 10 ms a new
-    group."""
+    """The gloo process group. Its store is a socket's: one in a file is asked again and again."""
     import torch.distributed as dist
 
     port = store_listener.getsockname()[1]
     handle = store_listener.detach() if rank == 0 else None
     if rank != 0:
         store_listener.close()
-    store = dist.TCPStore(
-        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, master_listen_fd=handle
-    )
+    how = {"is_master": rank == 0, "wait_for_workers": False, "master_listen_fd": handle}
+    store = dist.TCPStore("127.0.0.1", port, world_size, **how)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
@@ -188,13 +185,12 @@ def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.sock
             waiting = ", ".join(str(rank) for rank in ranks if rank not in results)
             why = f"after {job.timeout:g} s rank(s) {waiting} of {job.world_size} had not finished; stacks follow\n"
             return Reply(failure=why + _output(job, folder))
-        if select.select([connection], [], [], POLL_S)[0]:
+        if select.select([connection], [], [], 0.005)[0]:
             return None  # the client says nothing while it waits: its end of the line is closed
 
 
 def _outcomes(ranks: dict[int, int], folder: Path) -> tuple[dict[int, bytes], list[tuple[float, int, str]]]:
-    """Results so far by rank, and failures as (time, rank, text); a rank that crashed counts as the first to
-    fail."""
+    """Results so far by rank, and failures as (time, rank, text); a crash counts as the first of them."""
     results: dict[int, bytes] = {}
     failures: list[tuple[float, int, str]] = []
     for rank, pid in ranks.items():

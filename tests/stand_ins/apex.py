@@ -51,7 +51,6 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _adam(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor) -> None:
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2) in fp64."""
-    assert param.grad is not None
     (beta1, beta2), count = group["betas"], int(group["step"])
     gradient = param.grad.double() / scale.double()
     param.grad.copy_(gradient)  # the kernel leaves it unscaled
