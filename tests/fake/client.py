@@ -17,11 +17,9 @@ class FakeCuda:
     """A process that runs cases, and what it answered: each case is run once."""
 
     def __init__(self, library: Path) -> None:
-        command = [sys.executable, "-m", "tests.fake.client", str(library)]
+        command, pipe = [sys.executable, "-m", "tests.fake.client", str(library)], subprocess.PIPE
         root = Path(__file__).parents[2]
-        self._process: Any = subprocess.Popen(
-            command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        self._process: Any = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
         self._answers: dict[str, dict[str, Any]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 beside bf16, and compiled blocks beside eager ones."""
 
 import shutil
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,11 +22,8 @@ SHAPE = {"hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_p
 def made(recipe: str, device: torch.device) -> ScaledProduct:
     if recipe == "te":
         return DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0).add("a")
-    return (
-        {"rowwise": RowwiseProduct, "mxfp8": MXProduct}[recipe]()
-        if recipe != "tensorwise"
-        else TensorwiseProduct(Formats())
-    )
+    plain = {"tensorwise": partial(TensorwiseProduct, Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct}
+    return plain[recipe]()
 
 
 @pytest.fixture(params=list(LEAST))
