@@ -242,17 +242,13 @@ def row_backward(sequence: bool, layers: int) -> list[tuple[str, tuple[int, ...]
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_travels_and_when(sequence: bool, seen: list[list[Seen]]) -> None:
+    """And nothing is cloned."""
     for results in seen:
-        events = results[CASES.index(Case(sequence))].backward
+        _, events, clones, _ = results[CASES.index(Case(sequence))]
         columns, rows = column_backward(sequence), row_backward(sequence, 1)
         assert sorted(events) == sorted([*columns * 3, *row_backward(sequence, 2), *rows])
         start = [i for i in range(len(events)) if events[i : i + len(columns)] == columns]
-        assert len(start) == 3, events
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_nothing_is_cloned(sequence: bool, seen: list[list[Seen]]) -> None:
-    assert [results[CASES.index(Case(sequence))].clones for results in seen] == [[], []]
+        assert len(start) == 3 and clones == [], (events, clones)
 
 
 def test_recomputation_sends_no_last_sum_again(seen: list[list[Seen]]) -> None:

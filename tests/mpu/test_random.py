@@ -19,19 +19,16 @@ def test_same_seed_same_mask_and_the_generator_is_untouched() -> None:
     assert not torch.equal(dropout(x, 0.3, seed_tensor(12), training=True), first)
 
 
-def test_mask_has_its_share_and_scale() -> None:
-    x = torch.ones(100_000)
+def test_mask_has_its_share_and_scale_and_is_the_gradients() -> None:
+    x = torch.ones(100_000, requires_grad=True)
     dropped = dropout(x, 0.25, seed_tensor(1), training=True)
     kept = dropped != 0
     # Standard error of the share is sqrt(0.25 * 0.75 / 1e5) = 0.0014.
     assert abs(float(kept.float().mean()) - 0.75) < 0.007
     torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()),), 1 / 0.75))
-
-
-def test_off_without_training_or_probability() -> None:
-    x = torch.ones(10)
-    assert dropout(x, 0.5, seed_tensor(1), training=False) is x
-    assert dropout(x, 0.0, seed_tensor(1), training=True) is x
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient, dropped)
+    assert dropout(x, 0.5, seed_tensor(1), training=False) is dropout(x, 0.0, seed_tensor(1), training=True) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,13 +43,6 @@ def test_compiled_code_draws_what_eager_code_draws(dtype: torch.dtype) -> None:
         assert torch.equal(out, eager)
         assert torch.equal(*(torch.autograd.grad(y, x, torch.full_like(y, 3.0))[0] for y in (out, eager)))
     assert graphs.frame_count == 1
-
-
-def test_gradient_goes_through_the_same_mask() -> None:
-    x = torch.ones(100, requires_grad=True)
-    y = dropout(x, 0.5, seed_tensor(3), training=True)
-    y.sum().backward()
-    assert torch.equal(x.grad, y.detach())  # type: ignore[arg-type]
 
 
 def test_generator_returns_after_an_error() -> None:

@@ -23,13 +23,10 @@ TRAINABLE = {
 
 
 def says(problem: str, facts: str) -> bool:
-    """Whether a message is of the place or key that `facts` begins with, up to a colon and a blank, and names
-    each of the other words."""
-    place, _, words = facts.rpartition(": ")
-    text = problem.removeprefix("program: ")
-    return text.startswith(place) and all(
-        re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", text[len(place) :]) for word in words.split()
-    )
+    """Whether a message is of the place or key before the last ": " of `facts`, and has the words behind."""
+    (place, _, words), text = facts.rpartition(": "), problem.removeprefix("program: ")
+    found = (re.search(rf"(?<![\w.]){re.escape(word)}(?!\w)", text[len(place) :]) for word in words.split())
+    return text.startswith(place) and all(found)
 
 
 def all_say(problems: Sequence[str], facts: Sequence[str]) -> bool:
@@ -42,6 +39,15 @@ def refused(facts: str, values: Mapping[str, Any]) -> bool:
     with pytest.raises(ConfigError) as caught:
         NeoXArgs.from_dict(values)
     return any(says(problem, facts) for problem in caught.value.problems)
+
+
+def problems_of(changes: Mapping[str, Any], check: Callable[[NeoXArgs], Any] = lambda args: args) -> tuple[str, ...]:
+    """Problems of the small model with changes; () when it is accepted."""
+    try:
+        check(NeoXArgs.from_dict(MODEL | dict(changes)))
+    except ConfigError as refused:
+        return refused.problems
+    return ()
 
 
 @pytest.fixture
@@ -62,17 +68,3 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list
         return names
 
     return _write
-
-
-@pytest.fixture
-def problems_of() -> Callable[..., tuple[str, ...]]:
-    """Problems of the small model with changes; () when it is accepted."""
-
-    def _problems(changes: Mapping[str, Any], check: Callable[[NeoXArgs], Any] = lambda args: args) -> tuple[str, ...]:
-        try:
-            check(NeoXArgs.from_dict(MODEL | dict(changes)))
-        except ConfigError as refused:
-            return refused.problems
-        return ()
-
-    return _problems

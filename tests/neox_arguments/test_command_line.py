@@ -33,25 +33,20 @@ def parse_train(argv):
     return parse_script(argv, "train.py")
 
 
-def test_files_alone_are_the_same_as_load(folder):
+def test_files_alone_are_the_same_as_load_in_any_folder_and_without_ending(folder):
     command = parse_deepy(["train.py", "a.yml", "b.yml"])
     assert (command.user_script, command.print_config) == ("train.py", False)
     assert command.args == load(["a.yml", "b.yml"]) == parse_script(["a.yml", "b"], "train.py")
-
-
-def test_conf_dir_and_names_without_ending(folder):
     args = parse_deepy(["train.py", "-d", "sub", "a", "c.json"]).args
     assert (args.seed, args.origin("seed")) == (4, "sub/c.json:1")
     assert parse_deepy(["--conf_dir", "sub", "train.py", "a", "c.json"]).args == args
 
 
-FILES = ("hostfile", "sample_input_file", "sample_output_file")
-TEXTS = ("wandb_group", "wandb_run_name", "wandb_team", "include")
-
-
 @pytest.mark.parametrize("flags, key, value", [
-    *((["-" + short, "a.txt"], key, "a.txt") for short, key in zip("Hio", FILES, strict=True)),
-    *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in (*FILES[:2], *TEXTS)),
+    (["-H", "a.txt"], "hostfile", "a.txt"), (["-i", "a.txt"], "sample_input_file", "a.txt"),
+    (["-o", "a.txt"], "sample_output_file", "a.txt"),
+    *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in ("hostfile", "sample_input_file", "include")),
+    *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in ("wandb_group", "wandb_run_name", "wandb_team")),
     *(([f"--{key}", "7"], key, 7) for key in ("iteration", "num_gpus")),
     (["--fp8"], "precision_fp8", "auto"),
     (["--no-fp8"], "precision_fp8", "off"),

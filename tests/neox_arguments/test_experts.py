@@ -6,11 +6,10 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.validation.experts import router_notes
+from megatron.neox_arguments.values.adapters import lora_targets
 from tests.neox_arguments.conftest import MODEL, refused
 
 MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
-
-
 SINKHORN = {"moe_router_type": "sinkhorn"}
 
 
@@ -32,18 +31,12 @@ SINKHORN = {"moe_router_type": "sinkhorn"}
     ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "expert_parallel_size: pipe_parallel_size 2"),
     ({"expert_parallel_size": 3}, "moe_num_experts: 8 expert_parallel_size 3"),
     ({"moe_num_experts": 9, "model_parallel_size": 2}, "moe_num_experts: 9 2 moe_expert_tensor_parallel cut"),
-    (
-        {"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},
-        "moe_expert_tensor_parallel: 6 model_parallel_size 4",
-    ),
-    (
-        {"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2},
-        "moe_shared_expert_intermediate_size: 5 model_parallel_size 2",
-    ),
-    (
-        {"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"},
-        "moe_aux_loss_scope: transformers pipe_parallel_size 2",
-    ),
+    ({"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},
+     "moe_expert_tensor_parallel: 6 model_parallel_size 4"),
+    ({"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2},
+     "moe_shared_expert_intermediate_size: 5 model_parallel_size 2"),
+    ({"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"},
+     "moe_aux_loss_scope: transformers pipe_parallel_size 2"),
     ({"moe_jitter_eps": 1.0}, "moe_jitter_eps: less 1 1.0"),
     ({"expansion_factor": 2}, "moe_intermediate_size: expansion_factor"),
     ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: intermediate_size"),
@@ -96,8 +89,6 @@ def test_ranks_that_share_out_experts_divide_the_data_ranks(model: dict[str, Any
 
 
 def test_adapters_of_a_model_whose_blocks_all_have_experts(model: dict[str, Any]) -> None:
-    from megatron.neox_arguments.values.adapters import lora_targets
-
     whole = {"activation": "swiglu", "lora": {"target": "all-linear"}}
     args = NeoXArgs.from_dict(model | MOE | whole)
     assert lora_targets(args) == ("q_proj", "k_proj", "v_proj", "o_proj")

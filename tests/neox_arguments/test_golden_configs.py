@@ -21,11 +21,8 @@ DIFFERENCES = {
     "fp16.type": "decides nothing; `enabled` does",
     "fp16.auto_cast": "inputs are token numbers",
     "bf16.bf16": "decides nothing; `enabled` does",
-    "bf16.hysteresis": "bf16 has no loss scale",
-    "bf16.initial_scale_power": "bf16 has no loss scale",
-    "bf16.loss_scale": "bf16 has no loss scale",
-    "bf16.loss_scale_window": "bf16 has no loss scale",
-    "bf16.min_loss_scale": "bf16 has no loss scale",
+    **{f"bf16.{key}": "bf16 has no loss scale" for key in ("hysteresis", "initial_scale_power", "loss_scale")},
+    **{f"bf16.{key}": "bf16 has no loss scale" for key in ("loss_scale_window", "min_loss_scale")},
     "zero_optimization.load_from_fp32_weights": "master weights are read with the optimizer's state",
     "deepspeed_config.fp32_allreduce": "said as communication_data_type fp32",
     "deepspeed_config.steps_per_print": "our log lines replace DeepSpeed's",
@@ -79,13 +76,9 @@ def without(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in GOLDEN[name]["values"].items() if key not in keys and key not in made}
 
 
-WITH_OVERLAY = [name for name in GOLDEN if name.endswith(" + overlay")]
-
-
-@pytest.mark.parametrize("name", WITH_OVERLAY)
+@pytest.mark.parametrize("name", [name for name in GOLDEN if name.endswith(" + overlay")])
 def test_files_without_batch_or_model_say_what_is_missing(name):
-    """GPT-NeoX: `Either train_batch_size or ... needs to be provided`, or a TypeError. Here it resolves, or
-    says."""
+    """GPT-NeoX: `Either train_batch_size or ... needs to be provided`, or a TypeError."""
     alone = name.removesuffix(" + overlay")
     assert alone in ELEUTHER["failed"]
     overlay = GOLDEN[name]["overlay"]
@@ -100,11 +93,8 @@ def test_files_without_batch_or_model_say_what_is_missing(name):
 def test_defaults_are_those_of_neox():
     """Where a default differs, it is on purpose."""
     neox_defaults = ELEUTHER["defaults"]
-    differs = {
-        name
-        for name, key in keys_of(NeoXArgs).items()
-        if name in neox_defaults and key.default != neox_defaults[name]["default"] and not key.required
-    }
+    keys = {name: key for name, key in keys_of(NeoXArgs).items() if name in neox_defaults and not key.required}
+    differs = {name for name, key in keys.items() if key.default != neox_defaults[name]["default"]}
     assert differs == {
         "data_impl",  # NeoX's `infer` never worked
         "distributed_backend",  # auto
