@@ -1,7 +1,6 @@
 """Older generations of GPT-NeoX's names, and rows of grouped queries before #1315, written and read back.
 
-They are held to GPT-NeoX's own HuggingFace exports, whose GPT-NeoX names are its legacy ones and whose LLaMA
-projections are w1, w2 and w3; and to its gqa_project of before #1315, written down here.
+They are held to GPT-NeoX's own HuggingFace exports, and to its gqa_project of before #1315, written here.
 """
 
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Files under Transformer-Engine's names and row orders, unused norms, and the rotary buffer.
-
-The row orders are those of Transformer-Engine's own source: MultiheadAttention.forward splits its projection
-as `te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
-"""
+"""Transformer-Engine's names and row orders (`te_split`, `te_mlp`), unused norms, and the rotary buffer."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,4 @@
-"""The process that has loaded the shim, as tests see it, and what it does: it imports torch after the shim,
-once for all cases (`python -m tests.fake.client LIBRARY`)."""
+"""The process that imports torch after the shim, once for all cases, and what tests see of it."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""Mixtures of experts on fake CUDA: a step of a model of 30 billion parameters over ranks that share out its
-experts, whose collectives and bytes are derived by hand; and compiled blocks that are one graph."""
+"""Experts on fake CUDA: collectives and bytes of a step of 30 billion parameters; compiled blocks."""
 
 from collections import Counter
 from typing import Any
@@ -32,9 +31,8 @@ ROWS = SEQ * TOP_K // TP  # choices of a micro-batch that are of a tensor rank's
 
 
 def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
-    """Collectives of a step over the ranks of expert parallelism, by (first rank, stride, ranks, kind,
-    bytes): each block's tokens travel to experts and back, forwards, once more for recomputation, and as
-    gradients; their numbers before, forwards alone. All experts are chosen alike."""
+    """Collectives of a step by (first rank, stride, ranks, kind, bytes): each block's tokens to experts and
+    back, forwards, recomputed, and as gradients; numbers before. Experts are chosen alike."""
     group = (rank % TP, TP, EP, "all_to_all")  # all four data ranks share them out
     # Of a tensor rank's whole sequence those choices that are of its experts.
     return Counter({(*group, 2 * ROWS * HIDDEN): layers * (2 + 2 + 2), (*group, 8 * EXPERTS // TP): layers * 2})

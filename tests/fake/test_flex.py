@@ -1,5 +1,4 @@
-"""FlexAttention: in the graph of a compiled block, or compiled by itself; new boundaries of documents compile
-nothing anew, and no tensor is seq x seq."""
+"""FlexAttention in compiled blocks or by itself: no boundary compiles anew, no tensor is seq x seq."""
 
 from typing import Any
 

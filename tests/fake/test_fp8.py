@@ -1,5 +1,4 @@
-"""FP8 on fake CUDA: which products every recipe asks the tensor cores for, with which formats, layouts and
-scales, in which blocks; compiled blocks are one graph, also where scales have a state."""
+"""FP8 on fake CUDA: products, formats, layouts and scales of every recipe; compiled blocks are one graph."""
 
 from collections import Counter
 from typing import Any

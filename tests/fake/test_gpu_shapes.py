@@ -1,5 +1,4 @@
-"""The models whose speed `make gpu` measures, on fake CUDA: the step its contestants take runs, on the
-kernels that it is meant to, and fits into the memory of a GPU of 80 GB."""
+"""The models whose speed `make gpu` measures, on fake CUDA: kernels of their step, and that 80 GB hold it."""
 
 from typing import Any
 

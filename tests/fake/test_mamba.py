@@ -1,5 +1,4 @@
-"""Hybrids of Mamba on fake CUDA: no wait for the device, compiled blocks that are one graph, and over two
-tensor ranks the collectives and bytes that are derived by hand."""
+"""Hybrids of Mamba on fake CUDA: no wait for the device, one graph a block, derived collectives and bytes."""
 
 from collections import Counter
 from typing import Any

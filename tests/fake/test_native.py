@@ -1,5 +1,4 @@
-"""A whole step of the native engine as any rank, on fake CUDA: no wait for the device, nothing on the host,
-no more memory than derived, and compiled blocks that are one graph within `fully_shard`."""
+"""A step of the native engine as any rank, on fake CUDA: no wait, no more memory than derived, one graph."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,4 @@
-"""FP8 on tensor cores beside a CPU: the same casts bit for bit, products to the last bit of bf16, steps
-beside bf16, and compiled blocks beside eager ones."""
+"""FP8 on tensor cores: casts bit for bit a CPU's, products to bf16, steps beside bf16's, compiled blocks."""
 
 import shutil
 from functools import partial

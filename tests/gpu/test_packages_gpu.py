@@ -1,5 +1,4 @@
-"""The packages that people compile, where they are installed: flash-attn's and Transformer-Engine's attention
-beside the plain formula, their FP8 products, norms and Adam beside ours and torch's."""
+"""Packages that people compile, where installed: attention, FP8 products, norms and Adam beside ours."""
 
 from typing import Any
 

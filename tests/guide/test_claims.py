@@ -1,5 +1,4 @@
-"""tests/claims.toml: what the documentation claims to be equal to something else has its test, in the target
-that it names."""
+"""tests/claims.toml: each claim of the documentation has its test, in the target that it names."""
 
 import re
 import tomllib

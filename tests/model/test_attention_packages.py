@@ -1,5 +1,4 @@
-"""Attention by flash-attn and Transformer-Engine, which stand-ins with their signatures replace: loss and
-gradients beside the plain mathematics; packages that are not there or broken."""
+"""Attention by stand-ins of flash-attn and Transformer-Engine; packages that are not there or broken."""
 
 import re
 import sys

@@ -124,8 +124,7 @@ def test_a_recurrence_is_that_of_a_loop(length: int) -> None:
 
 
 def packed_and_alone(rank: int, world_size: int, model: str) -> tuple[float, float]:
-    """For the pool: how far logits of documents that share rows are from theirs alone, and from those of
-    documents that leak into each other, by the largest."""
+    """For the pool: how far documents in shared rows are from themselves alone, and from leaking ones."""
     args = small(**MODELS[model], model_parallel_size=world_size).for_world(world_size)
     stage = stage_with(args, groups=groups_of(args, world_size))
     batch, worst = document_batch(args, rows=3), 0.0

@@ -1,5 +1,4 @@
-"""Mamba by mamba_ssm, causal-conv1d and flash-linear-attention, which stand-ins with their signatures
-replace: logits and gradients beside torch's operations; what is chosen and said."""
+"""Mamba by stand-ins of mamba_ssm, causal-conv1d and flash-linear-attention; what is chosen and said."""
 
 import re
 from typing import Any

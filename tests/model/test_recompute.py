@@ -1,5 +1,4 @@
-"""Recomputation: every form gives the same bits, also of what is dropped; what is run again; and
-`checkpoint_in_cpu`, where what is kept for it leaves the device."""
+"""Recomputation gives the same bits, also of what is dropped; what is run again; `checkpoint_in_cpu`."""
 
 from typing import Any
 

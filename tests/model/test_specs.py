@@ -1,5 +1,4 @@
-"""What may differ from block to block (widths, windows, rotary positions, norms), what specs of layers
-declare, and checkpoints that know them."""
+"""What may differ from block to block, what specs of layers declare, and checkpoints that know them."""
 
 import json
 from typing import Any

@@ -1,5 +1,4 @@
-"""Logits equal those of transformers' models of the same weights, where no conversion of
-megatron/checkpointing/families has them: tests/checkpointing/test_family_parity.py compares those."""
+"""Logits of transformers' models that no family converts; others: checkpointing/test_family_parity.py."""
 
 from typing import Any
 

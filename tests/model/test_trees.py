@@ -1,5 +1,4 @@
-"""Trees: texts that share a beginning stand in a row once, and every text is as if it stood alone; and
-FlexAttention, which reads them as blocks."""
+"""Trees: texts that share a beginning, which stands in a row once, are as if alone; and FlexAttention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,4 @@
-"""Sums of distillation, and the KL of two heads, in chunks over a cut vocabulary beside TRL's loss of all
-logits, and beside torch's autograd of the most likely tokens and one outcome for the rest, in float64."""
+"""Sums of distillation over a cut vocabulary, beside TRL's loss and autograd of top tokens, in float64."""
 
 import ast
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""A sharded embedding, and every collective of tensor and sequence parallelism, compute forwards and
-backwards what the whole computes. Linears: test_parallel_linear.py."""
+"""A sharded embedding and every collective compute what the whole does. Linears: test_parallel_linear.py."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""Column- and row-parallel linears together as in a block, on several ranks, beside torch's own linears on
-one: values, gradients, what is kept for backward, and what travels when."""
+"""Parallel linears as in a block beside torch's: values, gradients, what is kept, what travels when."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,5 +1,4 @@
-"""Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md
-3.8)."""
+"""Inner width of the MLP, against those that GPT-NeoX and its fork build (reference: neox.md 3.8)."""
 
 import re
 

@@ -1,5 +1,4 @@
-"""Resolved values and DeepSpeed settings against those GPT-NeoX itself made of its shipped files
-(golden/configs)."""
+"""Resolved values and DeepSpeed settings against GPT-NeoX's own of its shipped files (golden/configs)."""
 
 import json
 from collections.abc import Iterator, Mapping

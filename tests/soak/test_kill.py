@@ -1,5 +1,4 @@
-"""A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started
-again."""
+"""A run that was stopped or killed, at any step or while it saved, goes on bit for bit."""
 
 import json
 import os
@@ -51,10 +50,9 @@ def run_and_get_signal(rank: int, world_size: int, run: dict[str, Any], number: 
 
 
 def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: str | int, to: int = 0) -> int:
-    """For the pool: rank `to` is killed in the second save. moment: as it copies weights (once they are
-    copied), writes files (once the first is written, or half of it), renames the directory, or writes
-    `latest`, the last two by rank 0 only; or before the nth thing that gathers state or changes the disk, 0:
-    never. Returns how many there are."""
+    """For the pool: rank `to` is killed in the second save. moment: weights are copied, a file or half of one
+    is written, the directory is renamed, `latest` is written (rank 0); or before the nth thing that gathers
+    state or changes the disk, 0: never. Returns how many there are."""
     training, begun, done = begin(run), [0], [0]
     engine, check = training.engine, training.checkpointer._check_space
 
