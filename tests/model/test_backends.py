@@ -19,6 +19,7 @@ from megatron.model.attention.flex import Flex
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
+from tests.fake.layouts import PACKED_DPO as PAIRS
 from tests.model.stages import document_batch, random_batch, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
@@ -56,10 +57,6 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
 
 
 HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
-PAIRS: dict[str, Any] = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-    "pack_impl": "best_fit",
-}  # fmt: skip
 
 
 def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **changes: Any) -> AttentionBackends:

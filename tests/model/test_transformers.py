@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 
 from megatron.data import Batch
+from tests.checkpointing.family_models import randomise
 from tests.model.stages import Weights, small, stage_with
 
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -21,14 +22,7 @@ def model_of(kind: str, **keys: Any) -> Any:
 
 
 def randomised(model: Any) -> dict[str, Tensor]:
-    """Give every weight, biases and norms included, a random value; returns them by name."""
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            value = 0.2 * torch.randn(param.shape, generator=generator)
-            is_norm = param.dim() == 1 and name.endswith("weight")
-            param.copy_(1 + value if is_norm else value)
-    return model.eval().state_dict()
+    return randomise(model.eval(), "").state_dict()
 
 
 @torch.no_grad()

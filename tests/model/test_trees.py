@@ -19,6 +19,7 @@ from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
 from megatron.model.specs import attention_spec
 from megatron.objectives import PairSettings, dpo
+from tests.fake.layouts import PACKED_DPO
 from tests.model.runs import MODELS as TABLE
 from tests.model.stages import chosen, document_batch, gradients, inputs_of, random_batch, small, stage_with
 from tests.model.test_attention import by_formula
@@ -31,12 +32,6 @@ CONTEXTS = torch.tensor([0] * 11 + [3] * 3 + [3, 3], dtype=torch.int32)
 POSITIONS = torch.tensor([*range(7), *range(4, 8), *range(5)])
 TEXTS = [[*range(7)], [*range(4), *range(7, 11)], [*range(11, 16)]]  # the places of each
 OWN = [3, 4, 5]  # tokens at the end of each that it alone has, or the first that have them
-PAIRED: dict[str, Any] = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-    "pack_impl": "best_fit",
-}  # fmt: skip
-
-
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5}, "window": {"pos_emb": "rotary", "sliding_window_width": 4},
     "alibi": {"pos_emb": "alibi"}, "rpe": {"pos_emb": "rpe"}, "learned": {"pos_emb": "learned"},
@@ -114,7 +109,7 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
 
 @flex_runs_on_a_cpu()
 def test_pairs_that_share_prompts_run_on_flex_attention() -> None:
-    flex = {**MODELS["window"], **PAIRED, "attention_backend": "flex"}
+    flex = {**MODELS["window"], **PACKED_DPO, "attention_backend": "flex"}
     args = small(**flex, seq_length=36, max_position_embeddings=64)
     batch, stage = pairs(True), stage_with(args)
     assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None

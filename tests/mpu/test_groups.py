@@ -21,13 +21,7 @@ from tests.pool import run_ranks
 
 def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) -> dict[str, object]:
     groups = build_groups(pipe=pipe, data=data, tensor=tensor, device=torch.device("cpu"))
-    sums = {}
-    for axis in AXES:
-        group = groups.group(axis)
-        total = torch.tensor([float(2**rank)])
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        sums[axis] = int(total)
+    sums = {axis: int(groups.sum(torch.tensor([float(2**rank)]), axis)) for axis in AXES}
     embedding = torch.tensor([float(2**rank)])
     if groups.embedding is not None:
         dist.all_reduce(embedding, group=groups.embedding)
