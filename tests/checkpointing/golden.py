@@ -12,10 +12,8 @@ from megatron.neox_arguments import NeoXArgs, load
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 NEOX, LLAMA = GOLDEN / "ckpt_neox", GOLDEN / "ckpt_llama"
-RUNS = {
-    "neox_pp2_mp2": NEOX / "neox_pp2_mp2", "neox_pp1_mp1": NEOX / "neox_pp1_mp1", "neox_pp0_mp1": NEOX / "neox_pp0_mp1",
-    "llama_pp1_mp1": LLAMA / "llama_pp1_mp1",
-}  # fmt: skip
+RUNS = {"neox_pp2_mp2": NEOX / "neox_pp2_mp2", "neox_pp1_mp1": NEOX / "neox_pp1_mp1",
+        "neox_pp0_mp1": NEOX / "neox_pp0_mp1", "llama_pp1_mp1": LLAMA / "llama_pp1_mp1"}  # fmt: skip
 Weights = dict[int, dict[str, Tensor]]
 
 

@@ -32,10 +32,9 @@ model-index:
 ---
 # A model
 """
-FIELDS: dict[str, Any] = {
-    "attention_dropout": 0.25, "initializer_range": 0.3, "pretraining_tp": 1, "use_cache": False,
-    "own": {"a": [1, None]}, "transformers_version": "4.40.1", "auto_map": {"AutoModel": "code.Model"},
-}  # fmt: skip
+FIELDS: dict[str, Any] = {"attention_dropout": 0.25, "initializer_range": 0.3, "pretraining_tp": 1, "use_cache": False,
+                          "own": {"a": [1, None]}, "transformers_version": "4.40.1",
+                          "auto_map": {"AutoModel": "code.Model"}}  # fmt: skip
 # Of processors, of further templates, of Mistral's tokenizers.
 BESIDE = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",

@@ -76,11 +76,9 @@ _LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 8192, "rope_type": "llama3"}  # fmt: skip
 _YARN = {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0,
          "original_max_position_embeddings": 8192, "rope_type": "yarn"}  # fmt: skip
-_MINISTRAL = {
-    "rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0, "beta_slow": 1.0,
-    "original_max_position_embeddings": 16384, "max_position_embeddings": 262144, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
+_MINISTRAL = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "beta_fast": 32.0,
+              "beta_slow": 1.0, "original_max_position_embeddings": 16384, "max_position_embeddings": 262144,
+              "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}  # fmt: skip
 
 
 def sizes(

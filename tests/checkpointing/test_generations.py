@@ -155,11 +155,9 @@ def test_the_forks_olmo_names(tmp_path: Path) -> None:
     args = small(**OLMO3, use_bias_in_attn_linear=False, use_bias_in_mlp=False, **GROUPED)
     weights = random_weights(args)
     path = written(tmp_path / "c", args, weights, 2)
-    names = {
-        "input_layernorm.scale", "attention.q_norm.scale", "attention.k_norm.scale", "attention.query_key_value.weight",
-        "attention.dense.weight", "post_attention_layernorm.scale", "post_feedforward_layernorm.scale",
-        "mlp.linear1.weight", "mlp.linear2.weight",
-    }  # fmt: skip
+    names = {"input_layernorm.scale", "attention.q_norm.scale", "attention.k_norm.scale",
+             "attention.query_key_value.weight", "attention.dense.weight", "post_attention_layernorm.scale",
+             "post_feedforward_layernorm.scale", "mlp.linear1.weight", "mlp.linear2.weight"}  # fmt: skip
     block = read(path, 2, 1)
     assert block.keys() == names
     assert block["attention.q_norm.scale"].shape == (16,) and block["attention.k_norm.scale"].shape == (8,)

@@ -19,18 +19,13 @@ from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, config, run_to_end
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "intermediate_size": 48, "max_position_embeddings": 32,
-}  # fmt: skip
-_VISION = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
-}  # fmt: skip
-_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-    "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+_SIZES: dict[str, Any] = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                          "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 48,
+                          "max_position_embeddings": 32}  # fmt: skip
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "image_size": 28, "patch_size": 14}  # fmt: skip
+_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+         "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 
 
 def gemma3() -> Any:

@@ -14,10 +14,9 @@ from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw
 
 LAYERS = (0, 2, 3, 4, 5, 7, 8)
 State = dict[str, Tensor]
-TE = {
-    "attention.query_key_value.": "attention.qkv.", "attention.dense.": "attention.proj.",
-    "post_attention_layernorm.": "mlp.layer_norm_", "mlp.linear1.": "mlp.fc1_", "mlp.linear2.": "mlp.fc2_",
-}  # fmt: skip
+TE = {"attention.query_key_value.": "attention.qkv.", "attention.dense.": "attention.proj.",
+      "post_attention_layernorm.": "mlp.layer_norm_", "mlp.linear1.": "mlp.fc1_",
+      "mlp.linear2.": "mlp.fc2_"}  # fmt: skip
 LEGACY = {"mlp.linear1.": "mlp.dense_h_to_4h.", "mlp.linear2.": "mlp.dense_4h_to_h."}
 
 

@@ -83,10 +83,9 @@ def test_fp8_with_one_scale_leaves_those_of_activations_out(scale: Tensor, tmp_p
     """As Ministral 3 has it; of experts each has its own."""
     values, experts = numbers(40, 24).to(torch.float8_e4m3fn), numbers(3, 8, 16).to(torch.float8_e4m3fn)
     own = torch.tensor([1.0, 2.0, 4.0])
-    tensors = {
-        "q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
-        "experts.up": experts, "experts.up_scale_inv": own[:, None, None], "experts.up_activation_scale": scale,
-    }  # fmt: skip
+    tensors = {"q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
+               "experts.up": experts, "experts.up_scale_inv": own[:, None, None],
+               "experts.up_activation_scale": scale}  # fmt: skip
     folder = HFFolder(folder_of(tmp_path, tensors, FP8_WHOLE, text_config={"dtype": "float16"}))
     assert folder.shapes.keys() == {"q.weight", "norm.weight", "experts.up"}
     assert torch.equal(folder.get("q.weight"), values.half() * 0.25)
@@ -102,10 +101,8 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = torch.randint(0, 256, (3, 700, 70, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 150, (3, 700, 70), dtype=torch.uint8, generator=generator)
-    tensors = {
-        "experts.up_blocks": experts, "experts.up_scales": scales, "experts.up_bias": numbers(3, 700).bfloat16(),
-        "q.weight_blocks": experts[1].clone(), "q.weight_scales": scales[1].clone(),
-    }  # fmt: skip
+    tensors = {"experts.up_blocks": experts, "experts.up_scales": scales, "experts.up_bias": numbers(3, 700).bfloat16(),
+               "q.weight_blocks": experts[1].clone(), "q.weight_scales": scales[1].clone()}  # fmt: skip
     folder = HFFolder(folder_of(tmp_path, tensors, MXFP4, torch_dtype="bfloat16"))
     assert folder.shapes == {"experts.up": (3, 2240, 700), "experts.up_bias": (3, 700), "q.weight": (700, 2240)}
     assert set(folder.dtypes.values()) == {torch.bfloat16} and folder.quantised is not None

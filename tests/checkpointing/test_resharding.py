@@ -14,10 +14,9 @@ from tests.checkpointing.golden import assert_same, whole
 from tests.live_bytes import LiveBytes
 from tools.ckpts import reshard
 
-CONFIG = {
-    "num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "max_position_embeddings": 64,
-    "padded_vocab_size": 128, "norm": "layernorm", "pos_emb": "rotary", "train_micro_batch_size_per_gpu": 1,
-}  # fmt: skip
+CONFIG = {"num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64,
+          "max_position_embeddings": 64, "padded_vocab_size": 128, "norm": "layernorm", "pos_emb": "rotary",
+          "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 # Weights in fp32, master and two moments, each whole and cut.
 LAYER_BYTES = 2 * 4 * 4 * 12 * 64 * 64
 

@@ -19,10 +19,8 @@ QWEN: dict[str, Any] = {
     "moe_num_experts": EXPERTS, "moe_top_k": TOP_K, "moe_intermediate_size": WIDTH, "moe_router_type": "topk",
     "norm_topk_prob": True, "moe_aux_loss_coeff": 1e-3, "train_micro_batch_size_per_gpu": 1, **RECOMPUTE,
 }  # fmt: skip
-SHARED_OUT: dict[str, Any] = {
-    "model_parallel_size": TP, "expert_parallel_size": EP, "sequence_parallel": True,
-    "zero_optimization": {"stage": 2},
-}  # fmt: skip
+SHARED_OUT: dict[str, Any] = {"model_parallel_size": TP, "expert_parallel_size": EP, "sequence_parallel": True,
+                              "zero_optimization": {"stage": 2}}  # fmt: skip
 # Of one tensor rank: all experts, and of a block all other parameters; elements.
 OF_EXPERTS = EXPERTS * 3 * WIDTH * HIDDEN // TP
 OF_BLOCK = ((HEADS + 2 * KV) * HEAD_DIM * HIDDEN + HEADS * HEAD_DIM * HIDDEN) // TP + 2 * HIDDEN + EXPERTS * HIDDEN
@@ -69,10 +67,9 @@ def test_30b_over_eight_gpus(fake_cuda: FakeCuda) -> None:
     assert max(seen["construction"], seen["peak"]) < 80e9 * 0.9
 
 
-SMALL: dict[str, Any] = {
-    "moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "moe_router_type": "topk",
-    "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001, "moe_shared_expert_intermediate_size": 128,
-}  # fmt: skip
+SMALL: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "moe_router_type": "topk",
+                         "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
+                         "moe_shared_expert_intermediate_size": 128}  # fmt: skip
 COMPILED: dict[str, Case] = {
     "one": Case(values={**SMALL, **COMPILE}),
     "tp2 sp": Case(2, 1, {**SMALL, **COMPILE, "model_parallel_size": 2, "sequence_parallel": True}),

@@ -12,10 +12,9 @@ from tests.marks import with_more
 
 # Blocks so large and tokens so few that weights are all that counts.
 LAYERS, HIDDEN, FFN, VOCAB, SEQ = 6, 512, 2048, 512, 16
-SHAPE: dict[str, Any] = {
-    "num_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN, "padded_vocab_size": VOCAB,
-    "seq_length": SEQ, "max_position_embeddings": SEQ, "train_micro_batch_size_per_gpu": 1,
-}  # fmt: skip
+SHAPE: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN,
+                         "padded_vocab_size": VOCAB, "seq_length": SEQ, "max_position_embeddings": SEQ,
+                         "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 DATA = 8
 
 

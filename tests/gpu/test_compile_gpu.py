@@ -17,10 +17,9 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 EXPERTS: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
-HYBRID: dict[str, Any] = {
-    **WIDE, "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_num_groups": 2,
-    "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_chunk_size": 32, "norm": "rmsnorm",
-}  # fmt: skip
+HYBRID: dict[str, Any] = {**WIDE, "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"],
+                          "mamba_num_groups": 2, "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_chunk_size": 32,
+                          "norm": "rmsnorm"}  # fmt: skip
 _MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
 
 

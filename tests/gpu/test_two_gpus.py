@@ -15,10 +15,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp async": (LLAMA, {**SP2, "async_tensor_parallel": "auto"}),
     **{name: (NEOX, TABLE[name][1]) for name in ("dp2", "zero1", "zero2", "zero3")},
 }
-MOE = {
-    **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
-    "moe_aux_loss_scope": "sequence",
-}  # fmt: skip
+MOE = {**LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+       "moe_aux_loss_scope": "sequence"}  # fmt: skip
 LAYOUTS["ep2"] = (MOE, {"expert_parallel_size": 2})
 LAYOUTS["ep2 zero2"] = (MOE, {"expert_parallel_size": 2, "zero_optimization": {"stage": 2}})
 LAYOUTS["tp2 experts"] = (MOE, TABLE["tp2"][1])

@@ -49,23 +49,19 @@ OPTIONS: dict[str, Any] = {
     "attn_logit_softcapping": 0.6, "final_logit_softcapping": 1.5, "residual_multiplier": 0.4, "logit_scale": 1.3,
 }  # fmt: skip
 # What gpt-oss has beside its experts.
-SINKS: dict[str, Any] = {
-    **DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num_kv_heads": 2, "no_weight_tying": True, "head_dim": 16,
-    "attention_sinks": True, "rope_scaling": {**YARN, "truncate": False},
-}  # fmt: skip
+SINKS: dict[str, Any] = {**DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num_kv_heads": 2, "no_weight_tying": True,
+                         "head_dim": 16, "attention_sinks": True,
+                         "rope_scaling": {**YARN, "truncate": False}}  # fmt: skip
 # Experts in some blocks. Losses that balance them depend on rows: tests/training/test_experts.py.
-MOE: dict[str, Any] = {
-    **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_layer_freq": [0, 1, 1, 1],
-    "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 16, "norm_topk_prob": True,
-}  # fmt: skip
-MODELS: dict[str, dict[str, Any]] = {
-    "neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED, "rpe": RPE, "window": WINDOW, "gemma": GEMMA,
-    "mixed": MIXED, "options": OPTIONS, "moe": MOE, "sinks": SINKS,
-}  # fmt: skip
-SGD: dict[str, Any] = {
-    "optimizer": {"type": "SGD", "params": {"lr": LR}}, "gradient_clipping": 0.0, "weight_decay": 0.0,
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
-}  # fmt: skip
+MOE: dict[str, Any] = {**LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk",
+                       "moe_layer_freq": [0, 1, 1, 1], "moe_intermediate_size": 32,
+                       "moe_shared_expert_intermediate_size": 16, "norm_topk_prob": True}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED, "rpe": RPE,
+                                     "window": WINDOW, "gemma": GEMMA, "mixed": MIXED, "options": OPTIONS, "moe": MOE,
+                                     "sinks": SINKS}  # fmt: skip
+SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": LR}}, "gradient_clipping": 0.0,
+                       "weight_decay": 0.0, "train_micro_batch_size_per_gpu": 2,
+                       "gradient_accumulation_steps": 2}  # fmt: skip
 
 
 class Step(NamedTuple):

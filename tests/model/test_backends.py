@@ -119,10 +119,8 @@ def test_the_table_at_start() -> None:
     log_lines: list[str] = []
     on_gpu(HOPPER, log_lines, **PAIRS)
     on_gpu(AMPERE, log_lines, precision="fp32")
-    rows = [
-        ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
-        [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"],
-    ]
+    rows = [["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
+            [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"]]  # fmt: skip
     for said, expected in zip(log_lines, rows, strict=True):
         assert said.startswith("attention_backend: auto")
         for row in expected:

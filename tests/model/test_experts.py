@@ -14,10 +14,9 @@ from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
 from tests.model.stages import random_batch, small, stage_with
 
-SPEC: dict[str, Any] = {
-    "activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none", "use_bias_in_mlp": False,
-    "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk", "num_layers": 1,
-}  # fmt: skip
+SPEC: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none",
+                        "use_bias_in_mlp": False, "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk",
+                        "num_layers": 1}  # fmt: skip
 
 
 def moe_of(**changes: Any) -> MoE:

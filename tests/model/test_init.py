@@ -141,10 +141,9 @@ def test_seed_layer_and_name_decide() -> None:
 
 
 DEPTH, HIDDEN, STD = 4, 128, 0.03
-STDS = {
-    "normal": STD, "scaled_normal": STD / math.sqrt(2 * DEPTH), "single_residual_scaled_normal": STD / math.sqrt(DEPTH),
-    "small_init": math.sqrt(2 / (5 * HIDDEN)), "wang_init": 2 / DEPTH / math.sqrt(HIDDEN),
-}  # fmt: skip
+STDS = {"normal": STD, "scaled_normal": STD / math.sqrt(2 * DEPTH),
+        "single_residual_scaled_normal": STD / math.sqrt(DEPTH), "small_init": math.sqrt(2 / (5 * HIDDEN)),
+        "wang_init": 2 / DEPTH / math.sqrt(HIDDEN)}  # fmt: skip
 
 
 @pytest.mark.parametrize("output", [False, True])

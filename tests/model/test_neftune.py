@@ -18,10 +18,9 @@ from tests.pool import run_ranks
 
 ALPHA = 7.0
 NOISE = {"neftune_noise_alpha": ALPHA}
-LAYOUTS: list[dict[str, Any]] = [
-    {"model_parallel_size": 2}, {"model_parallel_size": 2, "sequence_parallel": True}, {"pipe_parallel_size": 2},
-    {"checkpoint_activations": True, "model_parallel_size": 2},
-]  # fmt: skip
+LAYOUTS: list[dict[str, Any]] = [{"model_parallel_size": 2}, {"model_parallel_size": 2, "sequence_parallel": True},
+                                 {"pipe_parallel_size": 2},
+                                 {"checkpoint_activations": True, "model_parallel_size": 2}]  # fmt: skip
 SEED = 11
 
 

@@ -39,10 +39,9 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu, "relu": lambda x: x.clamp(min=0), "softsign": lambda x: x / (1 + x.abs()), "swish": silu,
     "silu": silu, "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
 }  # fmt: skip
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": gelu, "reglu": lambda x: x.clamp(min=0), "swiglu": silu, "bilinear": lambda x: x,
-    "glu": lambda x: 1 / (1 + torch.exp(-x)),
-}  # fmt: skip
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"geglu": gelu, "reglu": lambda x: x.clamp(min=0), "swiglu": silu,
+                                                "bilinear": lambda x: x,
+                                                "glu": lambda x: 1 / (1 + torch.exp(-x))}  # fmt: skip
 
 
 def test_gelu_of_transformer_engine_and_fused_gelu_are_the_tanh_approximation() -> None:

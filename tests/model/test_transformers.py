@@ -163,11 +163,9 @@ def test_bloom_alibi(heads: int) -> None:
     config = transformers.BloomConfig(vocab_size=64, hidden_size=8 * heads, n_layer=2, n_head=heads)
     model: Any = transformers.BloomForCausalLM(config)
     model.transformer.word_embeddings_layernorm = nn.Identity()  # BLOOM's own addition
-    names = {
-        "input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",
-        "self_attention.query_key_value": "attention.query_key_value", "self_attention.dense": "attention.dense",
-        "mlp.dense_h_to_4h": "mlp.linear1", "mlp.dense_4h_to_h": "mlp.linear2",
-    }  # fmt: skip
+    names = {"input_layernorm": "input_layernorm", "post_attention_layernorm": "post_attention_layernorm",
+             "self_attention.query_key_value": "attention.query_key_value", "self_attention.dense": "attention.dense",
+             "mlp.dense_h_to_4h": "mlp.linear1", "mlp.dense_4h_to_h": "mlp.linear2"}  # fmt: skip
     rest = {0: {"transformer.word_embeddings": "word_embeddings"}, 5: {"transformer.ln_f": "norm"}}
     weights = two_blocks(randomised(model), "transformer.h.{}.", names, rest)
     keys = {"hidden_size": 8 * heads, "num_attention_heads": heads, "pos_emb": "alibi", "bias_gelu_fusion": True}
@@ -178,11 +176,9 @@ def test_bloom_alibi(heads: int) -> None:
 def test_opt_learned_positions_behind_an_offset(offset: int) -> None:
     model = model_of("OPT", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=30, dropout=0.0)
     model.model.decoder.embed_positions.offset = offset
-    names = {
-        "self_attn.{}_proj": "attention.query_key_value", "self_attn_layer_norm": "input_layernorm",
-        "self_attn.out_proj": "attention.dense", "final_layer_norm": "post_attention_layernorm", "fc1": "mlp.linear1",
-        "fc2": "mlp.linear2",
-    }  # fmt: skip
+    names = {"self_attn.{}_proj": "attention.query_key_value", "self_attn_layer_norm": "input_layernorm",
+             "self_attn.out_proj": "attention.dense", "final_layer_norm": "post_attention_layernorm",
+             "fc1": "mlp.linear1", "fc2": "mlp.linear2"}  # fmt: skip
     at = "model.decoder."
     embeddings = {f"{at}embed_tokens": "word_embeddings", f"{at}embed_positions": "position_embeddings"}
     rest = {0: embeddings, 5: {f"{at}final_layer_norm": "norm"}}

@@ -114,11 +114,9 @@ def test_products_are_those_of_what_the_casts_keep(name: str, operands: tuple[Te
         return in_fp8(tensor, dtype, scale_of, dim)
 
     got = (product.output(x, weight), product.input_gradient(grad, weight), product.weight_gradient(grad, x))
-    expected = (
-        cast(flat_x, E4M3, 1) @ cast(weight, E4M3, 1).t(),
-        cast(flat_grad, of_gradients, 1) @ cast(weight, E4M3, 0),
-        cast(tall_grad, of_gradients, 0).t() @ cast(tall_x, E4M3, 0),
-    )
+    expected = (cast(flat_x, E4M3, 1) @ cast(weight, E4M3, 1).t(),
+                cast(flat_grad, of_gradients, 1) @ cast(weight, E4M3, 0),
+                cast(tall_grad, of_gradients, 0).t() @ cast(tall_x, E4M3, 0))  # fmt: skip
     exact = (flat_x.double() @ weight.double().t(), flat_grad.double() @ weight.double(),
              flat_grad.double().t() @ flat_x.double())  # fmt: skip
     for ours, theirs, unrounded, shape in zip(got, expected, exact, (x[..., :OUT], x, weight), strict=True):

@@ -10,16 +10,14 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 
-MODEL = {
-    "num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
-}  # fmt: skip
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32,
+         "max_position_embeddings": 32}  # fmt: skip
 TEXT = "".join(f"{key}: {value}\n" for key, value in MODEL.items())
 ROOT = Path(__file__).parents[2]
 ELEUTHER = json.loads((ROOT / "tests/data/golden/configs/configs_eleuther.json").read_text())
 """What GPT-NeoX made of its own files."""
-TRAINABLE = {
-    "train_iters": 1, "data_path": "d", "train_micro_batch_size_per_gpu": 1, "tokenizer_type": "CharLevelTokenizer",
-}  # fmt: skip
+TRAINABLE = {"train_iters": 1, "data_path": "d", "train_micro_batch_size_per_gpu": 1,
+             "tokenizer_type": "CharLevelTokenizer"}  # fmt: skip
 
 
 def says(problem: str, facts: str) -> bool:

@@ -7,10 +7,8 @@ import pytest
 from megatron.neox_arguments import NeoXArgs
 from tests.neox_arguments.conftest import MODEL, refused
 
-BASE: dict[str, Any] = {
-    **MODEL, "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "tokenizer_type": "HFTokenizer",
-    "vocab_file": "t.json",
-}  # fmt: skip
+BASE: dict[str, Any] = {**MODEL, "train_batch_size": 8, "train_iters": 10, "eval_iters": 0,
+                        "tokenizer_type": "HFTokenizer", "vocab_file": "t.json"}  # fmt: skip
 LABELLED = {"train_data_paths": ["d"], "train_label_data_paths": ["l"], "pack_impl": "unpacked"}
 ON_POLICY = {"lmbda": 0.5}
 

@@ -84,11 +84,9 @@ def test_files_with_one_reading_need_no_line():
 
 def test_shipped_files_come_out_at_their_published_widths():
     """The golden llama, mistral and codellama files, with the line that the refusal proposes."""
-    published = {
-        "llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
-        "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
-        "mistral/7B": 14336,
-    }  # fmt: skip
+    published = {"llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
+                 "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
+                 "mistral/7B": 14336}  # fmt: skip
     for name, expected in published.items():
         values = ELEUTHER["loaded"][f"configs/{name}.yml + overlay"]["values"]
         line = re.search(r"`compat_ffn_width: (\w+)`", " ".join(NeoXArgs.from_dict(values).refusals().values()))

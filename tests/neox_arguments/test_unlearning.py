@@ -8,10 +8,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
 from tests.neox_arguments.conftest import MODEL, refused
 
-BASE: dict[str, Any] = {
-    **MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer",
-    "vocab_file": "t.json",
-}  # fmt: skip
+BASE: dict[str, Any] = {**MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a",
+                        "tokenizer_type": "HFTokenizer", "vocab_file": "t.json"}  # fmt: skip
 
 
 def args(**keys: Any) -> NeoXArgs:

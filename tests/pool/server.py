@@ -33,10 +33,8 @@ WARM = (
     "deepspeed.module_inject.auto_ep_layer", "numpy", "tokenizers", "megatron.training.native.engine",
     "megatron.training.deepspeed.engine",
 )  # fmt: skip
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR",
-}  # fmt: skip
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+               "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
 
 
 def main() -> None:

@@ -61,10 +61,8 @@ def _deepspeed_step(rank: int, world_size: int) -> float:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    config = {
-        "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // world_size, "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True,
-    }  # fmt: skip
+    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // world_size, "gradient_clipping": 0.0,
+              "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}  # fmt: skip
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
     inputs = torch.arange(16.0).reshape(4, 4)[rank::world_size]

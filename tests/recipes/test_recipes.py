@@ -28,11 +28,9 @@ TYPED = sorted({path.parent.name for path in RECIPES.glob("*/README.md")} - {
 })  # fmt: skip
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # of a policy that is its reference
 # name in a README: family of the tiny model in its place
-MODELS = {
-    "SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3", "TEACHER": "llama 3",
-    "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3",
-    "mistralai/Mistral-7B-v0.1": "mistral full", "google/gemma-3-270m": "gemma 3",
-}  # fmt: skip
+MODELS = {"SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3", "TEACHER": "llama 3",
+          "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3", "mistralai/Mistral-7B-v0.1": "mistral full",
+          "google/gemma-3-270m": "gemma 3"}  # fmt: skip
 DATA = {
     "allenai/Dolci-Think-DPO-7B": "pairs_of_chats.jsonl",
     "HuggingFaceH4/ultrafeedback_binarized": "ultrafeedback", "HuggingFaceH4/ultrachat_200k": "ultrachat",  # clones

@@ -13,11 +13,9 @@ from typing import Any
 
 from tests.stand_ins import apex, flash_attn, mamba_ssm, transformer_engine
 
-_MODULES = {
-    "flash_attn": flash_attn.modules, "apex": apex.modules, "mamba_ssm": mamba_ssm.modules,
-    "causal_conv1d": mamba_ssm.convolution_modules, "fla": mamba_ssm.fla_modules,
-    "transformer_engine": transformer_engine.modules,
-}  # fmt: skip
+_MODULES = {"flash_attn": flash_attn.modules, "apex": apex.modules, "mamba_ssm": mamba_ssm.modules,
+            "causal_conv1d": mamba_ssm.convolution_modules, "fla": mamba_ssm.fla_modules,
+            "transformer_engine": transformer_engine.modules}  # fmt: skip
 
 
 @contextmanager
