@@ -84,11 +84,9 @@ _MINISTRAL = {"rope_type": "yarn", "type": "yarn", "rope_theta": 1000000.0, "fac
 def sizes(
     kind: str, vocab: int, hidden: int, layers: int, heads: int, kv: int, ffn: int, length: int, **more: Any
 ) -> dict[str, Any]:
-    return {
-        "model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn,
-        "max_position_embeddings": length, **more,
-    }  # fmt: skip
+    return {"model_type": kind, "vocab_size": vocab, "hidden_size": hidden, "num_hidden_layers": layers,
+            "num_attention_heads": heads, "num_key_value_heads": kv, "intermediate_size": ffn,
+            "max_position_embeddings": length, **more}  # fmt: skip
 
 
 PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {

@@ -122,10 +122,9 @@ def test_training_carries_the_rest(by_import: bool, tmp_path: Path) -> None:
     source = imported(path, tmp_path / "run")[0].parent if by_import else path
     opened = HFFolder(path)
     keys = {key: value for key, value in from_hf(opened.config, opened.get)[0].items() if key != "padded_vocab_size"}
-    values = config(keys, {
-        "save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2, "checkpoint_factor": 1,
-        "keep_last_n_checkpoints": 1, "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "save_hf": 2,
-    })  # fmt: skip
+    values = config(keys, {"save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2,
+                           "checkpoint_factor": 1, "keep_last_n_checkpoints": 1,
+                           "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "save_hf": 2})  # fmt: skip
     run_ranks(run_to_end, 1, values)
     last = tmp_path / "trained" / "global_step2"
     manifest = read_manifest(last)

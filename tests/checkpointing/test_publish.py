@@ -17,11 +17,9 @@ from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_mode
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
 from tests.checkpointing.golden import checkpoint, golden_args
 
-MANIFEST = Manifest(
-    "r1", 0, 12, ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
-    model_keys(golden_args("neox_pp1_mp1")), 1234, "sha256:ab", {"train": "sha256:cd"}, {"torch": torch.__version__},
-    "2025-01-01T00:00:00+00:00",
-)  # fmt: skip
+MANIFEST = Manifest("r1", 0, 12, ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
+                    model_keys(golden_args("neox_pp1_mp1")), 1234, "sha256:ab", {"train": "sha256:cd"},
+                    {"torch": torch.__version__}, "2025-01-01T00:00:00+00:00")  # fmt: skip
 
 
 def save(folder: Path | str, step: int, value: float = 0, loss: Any = None, for_now: bool = False, **kw: Any) -> Path:

@@ -31,11 +31,9 @@ def synthetic(save: Path) -> Path:
         moments = {name: {key: w * 2 for key in ("master", "exp_avg", "exp_avg_sq")} for name, w in weights.items()}
         records.append(save_tensors(weights, temporary / layer_file(layer, 0)))
         records.append(save_tensors(moments, temporary / optimizer_file(layer, 0)))
-    manifest = Manifest(
-        run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
-        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
-        files={record.name: record for record in records},
-    )  # fmt: skip
+    manifest = Manifest(run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
+                        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
+                        files={record.name: record for record in records})  # fmt: skip
     return publish(temporary, save, 7, manifest, {})
 
 

@@ -94,11 +94,9 @@ def test_grouped_queries_and_gates_have_transformer_engines_rows(size: int, tmp_
         theirs = [te_split(rows, 2 // size, 2, 8) for rows in projected]
         for part, by_rank in zip(ours, zip(*theirs, strict=True), strict=True):
             torch.testing.assert_close(part, torch.cat(by_rank, 2))
-        assert files[0].keys() == {
-            "input_layernorm.scale", "attention.qkv.weight", "attention.qkv.bias", "attention.proj.weight",
-            "attention.proj.bias", "mlp.layer_norm_weight", "mlp.fc1_weight", "mlp.fc1_bias", "mlp.fc2_weight",
-            "mlp.fc2_bias",
-        }  # fmt: skip
+        assert files[0].keys() == {"input_layernorm.scale", "attention.qkv.weight", "attention.qkv.bias",
+                                   "attention.proj.weight", "attention.proj.bias", "mlp.layer_norm_weight",
+                                   "mlp.fc1_weight", "mlp.fc1_bias", "mlp.fc2_weight", "mlp.fc2_bias"}  # fmt: skip
         if size == 1:
             normed = block.post_attention_layernorm(x)  # type: ignore[union-attr,operator]
             mlp = block.mlp.linear2(block.mlp.core(normed)[0])  # type: ignore[union-attr,operator]

@@ -56,10 +56,9 @@ def run(case: Case) -> dict[str, Any]:
                     _run(case, args, groups, observer, seen)
         except Exception as problem:
             seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
-    return seen | {
-        "findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
-        "varlen": observer.varlen, "scaled": [[*call, times] for call, times in observer.scaled.items()],
-    }  # fmt: skip
+    return seen | {"findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
+                   "varlen": observer.varlen,
+                   "scaled": [[*call, times] for call, times in observer.scaled.items()]}  # fmt: skip
 
 
 def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:

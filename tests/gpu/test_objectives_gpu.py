@@ -38,10 +38,9 @@ def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Pat
     losses = []
     for sharing in (True, False):
         save = tmp_path / str(sharing)
-        values = pairwise(
-            pairs(tmp_path), PRECISIONS[precision], pack_impl="best_fit", prefix_sharing=sharing, train_batch_size=None,
-            train_iters=3, save=str(save), checkpoint_factor=100, reference_cache_dir=str(tmp_path / "references"),
-        )  # fmt: skip
+        values = pairwise(pairs(tmp_path), PRECISIONS[precision], pack_impl="best_fit", prefix_sharing=sharing,
+                          train_batch_size=None, train_iters=3, save=str(save), checkpoint_factor=100,
+                          reference_cache_dir=str(tmp_path / "references"))  # fmt: skip
         rows = preference_samples_per_epoch(NeoXArgs.from_dict(values))
         with run({**values, "train_batch_size": rows, "train_micro_batch_size_per_gpu": rows}) as training:
             train(training)

@@ -25,19 +25,15 @@ def _read_all(values: dict[str, Any], world_size: int) -> Values:
     batches = [random_batch(args, rows=1 + i % 3, seed=i, seq=16 if i % 2 else 8) for i in range(7)]
     batches.append(document_batch(args))
     tensor, vocab = groups.group("tensor"), args.padded_vocab_size
-    logprobs = forward_only(
-        stage, batches, args, groups, partial(label_logprobs, group=tensor),
-        dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),
-    )  # fmt: skip
+    logprobs = forward_only(stage, batches, args, groups, partial(label_logprobs, group=tensor), dtype=torch.float32,
+                            shape=lambda batch: tuple(batch.tokens.shape))  # fmt: skip
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         rows = torch.arange(len(batch.tokens))
         return gather_from_tensor(head.head(head.hidden_states[rows + 3, rows]), tensor)
 
-    logits = forward_only(
-        stage, iter(batches), args, groups, read,
-        dtype=torch.float32, shape=lambda batch: (batch.tokens.shape[0], vocab),
-    )  # fmt: skip
+    logits = forward_only(stage, iter(batches), args, groups, read, dtype=torch.float32,
+                          shape=lambda batch: (batch.tokens.shape[0], vocab))  # fmt: skip
     assert not any(value.requires_grad for value in (*logprobs, *logits))
     return logprobs, logits
 

@@ -30,10 +30,8 @@ def logits_of(run: str, step: int, groups: ParallelGroups | None = None, **chang
     args = golden_args(run, **changes)
     stage = materialize(build_stage(args, groups)).eval()
     params = stage_parameters(stage)
-    weights = load_weights(
-        checkpoint(run, step), args, layers=sorted({layer for layer, _, _ in params}),
-        tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"),
-    )  # fmt: skip
+    weights = load_weights(checkpoint(run, step), args, layers=sorted({layer for layer, _, _ in params}),
+                           tensor_rank=groups.rank("tensor"), tensor_size=groups.size("tensor"))  # fmt: skip
     for layer, name, param in params:
         param.copy_(weights[layer][name])
     windows = torch.from_numpy(np.load(RUNS[run].parent / "fixed_input_2x65.npy"))

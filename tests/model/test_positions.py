@@ -52,10 +52,8 @@ def rpe_table(seed: int = 0) -> RelativePositionBias:
 
 def test_biases_are_t5s_times_the_root_of_head_dim() -> None:
     table = rpe_table()
-    config = T5Config(
-        d_model=32, d_kv=8, num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=10,
-        is_decoder=True,
-    )  # fmt: skip
+    config = T5Config(d_model=32, d_kv=8, num_heads=4, relative_attention_num_buckets=8,
+                      relative_attention_max_distance=10, is_decoder=True)  # fmt: skip
     reference = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
     with torch.no_grad():
         reference.relative_attention_bias.weight.copy_(table.weight)

@@ -85,10 +85,8 @@ def test_llama_with_other_gates(theirs: str, ours: str) -> None:
     for tensors in weights.values():
         for name in [name for name in tensors if "norm" in name]:
             tensors[name.replace(".weight", ".scale")] = tensors.pop(name)
-    assert_equal_logits(
-        model, weights, norm="rmsnorm", rms_norm_epsilon=1e-3, activation=ours, intermediate_size=40, num_kv_heads=2,
-        no_weight_tying=True, use_bias_in_attn_linear=False,
-    )  # fmt: skip
+    assert_equal_logits(model, weights, norm="rmsnorm", rms_norm_epsilon=1e-3, activation=ours, intermediate_size=40,
+                        num_kv_heads=2, no_weight_tying=True, use_bias_in_attn_linear=False)  # fmt: skip
 
 
 def rotary(share: float) -> dict[str, Any]:
@@ -97,29 +95,21 @@ def rotary(share: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kv_heads, rotary_pct", [(2, 0.25), (1, 0.5), (4, 0.25)])
 def test_stablelm_layernorm_partial_rotary_and_grouped_heads(kv_heads: int, rotary_pct: float) -> None:
-    model = model_of(
-        "StableLm", intermediate_size=40, num_key_value_heads=kv_heads, use_qkv_bias=True,
-        rope_parameters=rotary(rotary_pct),
-    )  # fmt: skip
+    model = model_of("StableLm", intermediate_size=40, num_key_value_heads=kv_heads, use_qkv_bias=True,
+                     rope_parameters=rotary(rotary_pct))  # fmt: skip
     weights = llama_weights(randomised(model), kv_heads)
     for i in range(2):
         weights[i + 2]["attention.dense.bias"] = torch.zeros(32)
-    assert_equal_logits(
-        model, weights, activation="swiglu", intermediate_size=40, num_kv_heads=kv_heads, no_weight_tying=True,
-        rotary_pct=rotary_pct, use_bias_in_mlp=False,
-    )  # fmt: skip
+    assert_equal_logits(model, weights, activation="swiglu", intermediate_size=40, num_kv_heads=kv_heads,
+                        no_weight_tying=True, rotary_pct=rotary_pct, use_bias_in_mlp=False)  # fmt: skip
 
 
 def test_stablelm_one_norm_and_gated_mlp_without_bias() -> None:
-    model = model_of(
-        "StableLm", intermediate_size=40, num_key_value_heads=2, use_qkv_bias=False, use_parallel_residual=True,
-        rope_parameters=rotary(0.25),
-    )  # fmt: skip
-    assert_equal_logits(
-        model, llama_weights(randomised(model), 2), gpt_j_residual=True, gpt_j_tied=True, activation="swiglu",
-        intermediate_size=40, num_kv_heads=2, no_weight_tying=True, rotary_pct=0.25, use_bias_in_mlp=False,
-        use_bias_in_attn_linear=False,
-    )  # fmt: skip
+    model = model_of("StableLm", intermediate_size=40, num_key_value_heads=2, use_qkv_bias=False,
+                     use_parallel_residual=True, rope_parameters=rotary(0.25))  # fmt: skip
+    assert_equal_logits(model, llama_weights(randomised(model), 2), gpt_j_residual=True, gpt_j_tied=True,
+                        activation="swiglu", intermediate_size=40, num_kv_heads=2, no_weight_tying=True,
+                        rotary_pct=0.25, use_bias_in_mlp=False, use_bias_in_attn_linear=False)  # fmt: skip
 
 
 @pytest.mark.parametrize("rotary_pct", [0.5, 1.0])
@@ -132,10 +122,8 @@ def test_phi_one_norm_for_attention_and_mlp(rotary_pct: float) -> None:
     rest = {0: {"model.embed_tokens": "word_embeddings"}, 5: {"model.final_layernorm": "norm"}}
     weights = two_blocks(state, "model.layers.{}.", names, rest)
     weights[6] = {"final_linear.weight": state["lm_head.weight"]}
-    assert_equal_logits(
-        model, weights, gpt_j_residual=True, gpt_j_tied=True, rotary_pct=rotary_pct, intermediate_size=48,
-        bias_gelu_fusion=True, no_weight_tying=True,
-    )  # fmt: skip
+    assert_equal_logits(model, weights, gpt_j_residual=True, gpt_j_tied=True, rotary_pct=rotary_pct,
+                        intermediate_size=48, bias_gelu_fusion=True, no_weight_tying=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("parallel", [True, False])

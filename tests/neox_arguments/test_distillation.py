@@ -19,10 +19,8 @@ def values_of(section: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def test_defaults_are_the_forward_divergence_alone() -> None:
     section = NeoXArgs.from_dict(values_of({})).distillation
-    assert section == {
-        "teacher": "checkpoints/teacher", "beta": 0.0, "temperature": 1.0, "weight": 1.0, "top_k": None,
-        "cache": False, "cache_dir": None, "lmbda": 0.0, "max_new_tokens": 128,
-    }  # fmt: skip
+    assert section == {"teacher": "checkpoints/teacher", "beta": 0.0, "temperature": 1.0, "weight": 1.0, "top_k": None,
+                       "cache": False, "cache_dir": None, "lmbda": 0.0, "max_new_tokens": 128}  # fmt: skip
     section = NeoXArgs.from_dict(values_of({**ON_POLICY, "max_new_tokens": 8}, **LABELLED)).distillation
     assert section is not None and section["lmbda"] == 0.5
 

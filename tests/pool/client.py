@@ -29,10 +29,8 @@ def run_ranks(
     """
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be sent to other processes; move it to its module's top level")
-    job = Job(
-        module=fn.__module__, call=pickle.dumps((fn, args, kwargs)), world_size=world_size, timeout=timeout, init=init,
-        env=dict(env or {}), path=tuple(sys.path), folder=os.getcwd(),
-    )  # fmt: skip
+    job = Job(module=fn.__module__, call=pickle.dumps((fn, args, kwargs)), world_size=world_size, timeout=timeout,
+              init=init, env=dict(env or {}), path=tuple(sys.path), folder=os.getcwd())  # fmt: skip
     sys.audit("tests.pool.ranks", world_size)  # counted by tests/budget.py
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS_VARIABLE])
@@ -55,10 +53,9 @@ def start_server() -> subprocess.Popen[bytes]:
         # The server inherits the socket, so that a test can connect before the server is up.
         listener.bind(address)
         listener.listen(16)
-        server = subprocess.Popen(
-            [sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())], env=env, cwd=ROOT,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, pass_fds=[listener.fileno()],
-        )  # fmt: skip
+        server = subprocess.Popen([sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())],
+                                  env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                  start_new_session=True, pass_fds=[listener.fileno()])  # fmt: skip
     os.environ[ADDRESS_VARIABLE] = address
     return server
 

@@ -127,10 +127,9 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         faulthandler.enable()  # a crash shows where, in the log
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size), LOCAL_WORLD_SIZE=str(job.world_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        )  # fmt: skip
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size),
+                          LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port))  # fmt: skip
         os.environ.update(job.env)
         if job.init:
             _make_group(rank, job.world_size, store_listener)

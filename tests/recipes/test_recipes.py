@@ -190,11 +190,9 @@ def midtrained(place: Path) -> Path:
     """A run of two steps, with its two checkpoints."""
     tokenizer = place / model(place, "TOKENIZER") / "tokenizer.json"
     save = place / "checkpoints/mid_unfiltered"
-    given = config(
-        LLAMA, ADAMW, seq_length=64, max_position_embeddings=64, vocab_file=str(tokenizer), save=str(save),
-        train_iters=2, checkpoint_factor=1, lr_decay_iters=2, warmup=0.5, lr_decay_style="cosine",
-        min_lr=1e-4, z_loss=1e-4,
-    )  # fmt: skip
+    given = config(LLAMA, ADAMW, seq_length=64, max_position_embeddings=64, vocab_file=str(tokenizer), save=str(save),
+                   train_iters=2, checkpoint_factor=1, lr_decay_iters=2, warmup=0.5, lr_decay_style="cosine",
+                   min_lr=1e-4, z_loss=1e-4)  # fmt: skip
     run_ranks(run_to_end, 1, given)
     return save
 

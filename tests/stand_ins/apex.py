@@ -85,7 +85,5 @@ def modules() -> dict[str, dict[str, Any]]:
     """The modules that an installed apex has, as far as we ask for them."""
     names = [f"fused_{kind}_norm{affine}" for kind in ("layer", "rms") for affine in ("", "_affine")]
     norms = {name: _norm(name, "layer" in name, "affine" in name) for name in names}
-    return {
-        "apex": {}, "apex.optimizers": {"FusedAdam": FusedAdam}, "apex.normalization": {},
-        "apex.normalization.fused_layer_norm": norms, "amp_C": {},
-    }  # fmt: skip
+    return {"apex": {}, "apex.optimizers": {"FusedAdam": FusedAdam}, "apex.normalization": {},
+            "apex.normalization.fused_layer_norm": norms, "amp_C": {}}  # fmt: skip
