@@ -14,6 +14,7 @@ from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+from tests.pool import run_ranks
 
 LR = 0.5
 DEEP: dict[str, Any] = {"num_layers": 4}
@@ -110,17 +111,21 @@ def whole_weights(args: NeoXArgs, parts: Sequence[Any]) -> Weights:
     return weights
 
 
-def assert_same_step(args: NeoXArgs, ours: list[Step], reference: Step) -> None:
-    """Losses and log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
-    for part in ours:
-        torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
-        torch.testing.assert_close(part.logprobs, reference.logprobs, rtol=1e-5, atol=2e-5)
-    before, expected = random_weights(args), whole_weights(args, [reference])
-    for layer, tensors in whole_weights(args, ours).items():
-        for name, after in tensors.items():
-            gradient = before[layer][name] - expected[layer][name]
-            difference = (after - expected[layer][name]).norm()
-            assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
-            # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
-            allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
-            assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"
+def assert_steps(cells: Sequence[tuple[dict[str, Any], Step]], world_size: int, steps: Any = sgd_steps) -> None:
+    """Each configuration on so many ranks makes the step of one process that stands beside it: losses and
+    log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
+    by_rank = run_ranks(steps, world_size, [values for values, _ in cells])
+    for (values, reference), *ours in zip(cells, *by_rank, strict=True):
+        args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
+        for part in ours:
+            torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
+            torch.testing.assert_close(part.logprobs, reference.logprobs, rtol=1e-5, atol=2e-5)
+        before, expected = random_weights(args), whole_weights(args, [reference])
+        for layer, tensors in whole_weights(args, ours).items():
+            for name, after in tensors.items():
+                gradient = before[layer][name] - expected[layer][name]
+                difference = (after - expected[layer][name]).norm()
+                assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
+                # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
+                allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
+                assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"
