@@ -124,7 +124,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron h dense": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["mlp", "linear_attention", _FULL,
         "mlp"], "mlp_bias": True, "use_bias": True, "mlp_hidden_act": "silu", "num_key_value_heads": 8}),
 }  # fmt: skip
-
 # A case of every family in sizes that nothing divides: a third of the heads, heads of their own width,
 # another vocabulary, epsilon and base.
 _ODD: dict[str, Any] = {"vocab_size": 91, "hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -162,8 +161,6 @@ ODD: dict[str, dict[str, Any]] = {
         "n_group": 3, "layer_norm_epsilon": 3e-4, "conv_kernel": 3},
     "nemotron h latent": {"head_dim": 10, "n_routed_experts": 6, "moe_latent_size": 14, "layer_norm_epsilon": 3e-4},
 }  # fmt: skip
-
-
 # Each way of stretching, over the families that know several; LongRoPE and Ministral's are theirs alone.
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0}, "dynamic": {"rope_type": "dynamic", "factor": 2.0}, "yarn": _YARN,

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SEQ, MICRO_BATCH, LAYERS, HIDDEN, VOCAB = 192, 2, 2, 256, 512
-
 MODEL: dict[str, Any] = {
     "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 8, "intermediate_size": 512, "seq_length": SEQ,
     "max_position_embeddings": SEQ, "padded_vocab_size": VOCAB, "pos_emb": "rotary", "norm": "rmsnorm",

@@ -84,8 +84,6 @@ class Observer(TorchDispatchMode):
         self.varlen.clear()
         self.scaled.clear()
 
-    # -- devices and shapes ----------------------------------------------------------------------------------
-
     def _check_inputs(self, name: str, inputs: list[Tensor]) -> None:
         if name == "aten._local_scalar_dense" and inputs[0].device.type == "cuda":
             self._find("the host waits for a value (.item(), bool() or .tolist())", name)
@@ -137,14 +135,10 @@ class Observer(TorchDispatchMode):
         fast = bool(given.get("use_fast_accum", False))
         self.scaled[a.shape[0], b.shape[1], a.shape[1], *formats, *scales, result, fast] += 1
 
-    # -- collectives -----------------------------------------------------------------------------------------
-
     def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         size = max(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
         self.collectives.append((*_members(args), kind, size))
-
-    # -- memory ----------------------------------------------------------------------------------------------
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -126,9 +126,6 @@ def calls_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["calls_captured"]
 
 
-# -- the machine ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
@@ -262,9 +259,6 @@ class ModelStep(EngineBase):
             seq //= self.groups.size("tensor")
         shape, dtype = (seq, rows, self.args.hidden_size), DTYPES[self.args.params_dtype]
         return HiddenStates(torch.empty(shape, dtype=dtype, device=DEVICE, requires_grad=True))
-
-
-# -- batches -------------------------------------------------------------------------------------------------
 
 
 def make_batch(

@@ -15,7 +15,6 @@ from tests.marks import with_more
 
 RECIPES = recipes(PAGE.read_text(encoding="utf-8"))
 Fork = Callable[[Path, str], str]
-
 START = """
 import json, runpy, sys
 from pathlib import Path

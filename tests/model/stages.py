@@ -19,7 +19,6 @@ from megatron.training.compile_blocks import compile_blocks
 from megatron.training.recompute import recompute_blocks
 
 Weights = dict[int, dict[str, Tensor]]
-
 SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16,
                          "max_position_embeddings": 32, "padded_vocab_size": 64, "pos_emb": "rotary",
                          "precision": "fp32"}  # fmt: skip

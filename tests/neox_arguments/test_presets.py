@@ -13,7 +13,6 @@ from tests.neox_arguments.conftest import ELEUTHER, ROOT
 
 CONFIGS = ROOT / "configs"
 GOLDEN = ELEUTHER["loaded"]
-
 NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
 
 

@@ -24,7 +24,6 @@ from tools.ckpts import convert_neox_to_hf
 from tools.quickstart_data import topic_documents
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-
 BOUND = 1e-4  # absolute, of logits of up to 31
 ROWS, SEQ, TOKENS, STEPS = 2, 36, 32, 6
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]

@@ -21,7 +21,6 @@ from tests.training.runs import ADAMW, NEOX, begin, config, run_to_end
 from tests.training.runs import LAYOUTS as ALL_LAYOUTS
 
 pytestmark = pytest.mark.ends_processes
-
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("plain", "tp2", "pp2", "zero1")}
 STEPS, SAVE_EVERY = 6, 2
 SAVING = ("copy", "write", "half a file", "rename", "latest")
