@@ -30,6 +30,7 @@ from tests.marks import with_more
 from tests.model.stages import random_weights, small
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
+MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
 def model_folder(path: Path, case: str = "llama 3", dtype: torch.dtype = torch.float32, **how: Any) -> Path:
@@ -125,9 +126,6 @@ def test_there_and_back_changes_no_bit(case: str, dtype: str, how: dict[str, Any
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (folder / file).read_bytes()
     assert HFFolder(tmp_path / "back").config["vocab_size"] == 90
-
-
-MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
 @pytest.mark.parametrize("case", with_more(ODD, *MORE, product=ODD.keys() - {"olmo 1", *MORE}))

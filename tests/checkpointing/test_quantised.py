@@ -25,6 +25,7 @@ from tools.ckpts import convert_hf_to_neox
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 FP8_WHOLE = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
 MXFP4 = {"quant_method": "mxfp4"}
+SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
 
 def folder_of(path: Path, tensors: dict[str, Tensor], quantization: Any, **config: Any) -> Path:
@@ -110,9 +111,6 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(folder.get("experts.up").view(torch.int16), theirs.view(torch.int16))
     assert torch.equal(folder.get("q.weight").view(torch.int16), theirs[1].T.contiguous().view(torch.int16))
     assert folder.get("experts.up").is_contiguous()
-
-
-SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
 
 def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:

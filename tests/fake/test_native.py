@@ -16,6 +16,8 @@ SHAPE: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": HIDDEN, "intermedi
                          "padded_vocab_size": VOCAB, "seq_length": SEQ, "max_position_embeddings": SEQ,
                          "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 DATA = 8
+# ZeRO's stage, tensor ranks, micro-batches.
+LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (2, 8, 2), (1, 1, 1), (2, 1, 2), *((n, 8, 1) for n in range(4))]
 
 
 def native(stage: int, tensor: int = 1, micro_batches: int = 1, **more: Any) -> Case:
@@ -47,10 +49,6 @@ def derived(stage: int, tensor: int, micro_batches: int) -> tuple[int, int, int]
     if micro_batches == 1:  # from backward's begin on, weights go faster than gradients come
         return kept, 2 * whole, buffers + tokens
     return kept, 2 * whole + (4 * whole if stage == 1 else gradients), buffers + tokens
-
-
-# ZeRO's stage, tensor ranks, micro-batches.
-LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (2, 8, 2), (1, 1, 1), (2, 1, 2), *((n, 8, 1) for n in range(4))]
 
 
 @pytest.mark.parametrize("layout", with_more(LAYOUTS, *LAYOUTS[3:5], product=LAYOUTS[5:]), ids=str)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 # bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or
 # twice.
 BOUND = 2e-2
+PROMPT = 70  # tokens before two answers, in the middle of blocks of 128; a document follows
 
 
 @pytest.fixture
@@ -92,9 +93,6 @@ def test_windows_through_varlen_equal_their_mask(width: int, precision: str, dev
     inputs = AttentionInputs(cu_seqlens=starts, longest=torch.empty(seq, 0), window=width)
     actual = outcome("auto", inputs, leaves, DTYPES[precision], **run)
     assert_near(actual, expected)
-
-
-PROMPT = 70  # tokens before two answers, in the middle of blocks of 128; a document follows
 
 
 @pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")

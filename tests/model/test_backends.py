@@ -25,6 +25,8 @@ from tests.model.test_attention import no_gpu_is_tried
 
 KERNEL = "aten::_scaled_dot_product_"
 MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
+HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
+NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_attn.cute.interface")]
 
 
 @torch.no_grad()
@@ -54,9 +56,6 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
     forms = [chosen[spec.backend].form(batch, spec.window) for spec in specs]
     assert forms == ["cu_seqlens", None, None, "cu_seqlens"]
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
-
-
-HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
 
 
 def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **changes: Any) -> AttentionBackends:
@@ -140,9 +139,6 @@ def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
         x = torch.zeros(length, 1, 4, 8)
         backends.attend(x, x, x, AttentionInputs(), AttentionOptions())
     assert ran == [at_length, at_others]
-
-
-NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_attn.cute.interface")]
 
 
 @pytest.mark.parametrize("name, implementation, module", NEWER)

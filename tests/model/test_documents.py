@@ -31,6 +31,7 @@ LAYOUTS: dict[int, list[list[dict[str, Any]]]] = {
     2: [[TP2 | SP, PP2 | KEPT], [TP2 | SP | KEPT, PP2], [TP2, PP2 | KEPT]],
     4: [[TP2 | PP2], [TP2 | PP2 | SP]],
 }
+LENGTHS = (5, 17, 2, 9, 6, 4, 8, 6, 3, 7)
 
 
 def logprobs_of(stage: Stage, batch: Batch) -> Tensor:
@@ -89,9 +90,6 @@ def test_resets_of_the_data_make_a_packed_row_its_documents_alone() -> None:
         for parameter, gradient in gradients(stage).items():
             difference = (together[parameter] - gradient).norm()
             assert difference <= 1e-5 * gradient.norm() + 1e-7, f"{name}: {parameter}"
-
-
-LENGTHS = (5, 17, 2, 9, 6, 4, 8, 6, 3, 7)
 
 
 def laid_out(folder: Path, labelled: bool, pack_impl: str) -> Batch:

@@ -26,6 +26,8 @@ GENERATOR = torch.Generator().manual_seed(7)
 X = torch.randn(3, 2, 32, generator=GENERATOR)
 QK = 0.3 + torch.randn(2, 3, 2, 4, 8, generator=GENERATOR)
 WEIGHT, BIAS = 1 + torch.rand(32, generator=GENERATOR), torch.rand(32, generator=GENERATOR)
+# Stand-ins with their signatures replace NVIDIA's packages.
+PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
 
 
 def test_scalenorm() -> None:
@@ -124,10 +126,6 @@ def test_two_tensor_ranks_equal_one() -> None:
     references = run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
     cells = list(zip(MODELS.values(), references, strict=True))
     assert_steps([({**model, **layout}, step) for layout in LAYOUTS for model, step in cells], 2)
-
-
-# Stand-ins with their signatures replace NVIDIA's packages.
-PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
 
 
 def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:

@@ -21,6 +21,7 @@ from tests.model.stages import random_weights, small
 
 X = torch.linspace(-6, 6, 241, dtype=torch.float64)
 ALONE = ParallelGroups.single()
+WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -91,9 +92,6 @@ def test_alibi_of_some_heads_is_theirs() -> None:
     whole = alibi_bias(5, slopes)
     parts = [alibi_bias(5, rank_slopes) for rank_slopes in slopes.chunk(2)]
     assert torch.equal(torch.cat(parts, 1), whole)
-
-
-WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
 
 
 @pytest.mark.parametrize("changes, width", [

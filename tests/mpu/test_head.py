@@ -22,6 +22,7 @@ from tests.pool import run_ranks
 SEQ, BATCH, HIDDEN, VOCAB = 50, 3, 16, 32
 ROWS = SEQ * BATCH
 ALL_AT_ONCE, THREE_CHUNKS = 2**30, 64 * VOCAB  # of 64, 64 and 22 tokens, whatever the dtype and the ranks
+Options = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -64,9 +65,6 @@ class Found(NamedTuple):
     values: list[Tensor]
     hidden: Tensor
     weight: Tensor
-
-
-Options = dict[str, Any]
 
 
 def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, kernels: Kernels | None = None) -> Found:

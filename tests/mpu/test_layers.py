@@ -17,6 +17,7 @@ TABLE, GRAD = (
     torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     for seed, shape in ((6, (VOCAB, OUT)), (7, (SEQ, BATCH, OUT)))
 )
+MAPPINGS = ("copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence")
 
 
 def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -45,9 +46,6 @@ def test_embedding_equals_the_unsharded_table(world_size: int) -> None:
         for out in [torch.cat(outs)] if sequence else outs:
             torch.testing.assert_close(out, expected.detach(), rtol=0, atol=0)
         torch.testing.assert_close(torch.cat(grads), table.grad, rtol=1e-6, atol=1e-6)
-
-
-MAPPINGS = ("copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence")
 
 
 def _values(name: str, rank: int) -> Tensor:

@@ -20,6 +20,7 @@ from tests.pool import run_ranks
 SEQ, BATCH, HIDDEN, INNER = 8, 3, 10, 12
 COLUMNS, ROWS = ("mlp_in", "attention_in"), ("mlp_out", "attention_out")
 SHAPES = {name: (INNER, HIDDEN) for name in COLUMNS} | {name: (HIDDEN, INNER) for name in ROWS}
+WHOLE = (SEQ, BATCH, HIDDEN)
 
 
 class Case(NamedTuple):
@@ -207,9 +208,6 @@ def test_bf16_gradients_are_bf16() -> None:
     for results in run_ranks(run, 2, [Case(sequence, dtype=torch.bfloat16) for sequence in (False, True)]):
         for one in results:
             assert {tensor.dtype for tensor in one.found.values()} == {torch.bfloat16}
-
-
-WHOLE = (SEQ, BATCH, HIDDEN)
 
 
 @pytest.mark.parametrize("how", ["eager", "compiled"])

@@ -12,6 +12,7 @@ from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, 
 from megatron.mpu.quantized import QuantizedProduct
 
 SHAPES = {"x": (6, 2, 12), "weight": (16, 12), "bias": (16,), "grad": (6, 2, 16)}
+ROWS, COLUMNS = 96, 128
 
 
 class Counted:
@@ -105,9 +106,6 @@ def test_a_compiled_layer_takes_another_product(parallel: str) -> None:
     for found in seen:
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, whole[name].grad)
-
-
-ROWS, COLUMNS = 96, 128
 
 
 def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **more: Any) -> Linear:

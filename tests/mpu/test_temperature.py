@@ -12,6 +12,7 @@ from tests.pool import run_ranks
 RUNS: list[tuple[float, float | None, int | None]] = [
     (0.7, None, None), (2.5, None, VOCAB - 3), (0.7, 5.0, VOCAB - 3), (2.5, 30.0, None), (1.0, 5.0, None),
 ]  # fmt: skip
+PLACES = torch.tensor([3, 17, 64, 65, 70, 149, 0])  # of all three chunks, in no order
 
 
 def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
@@ -29,9 +30,6 @@ def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
         expected = of_logits @ weight.double()
         found.append(float((mine.grad.double() - expected).norm() / expected.norm()))  # type: ignore[union-attr]
     assert found[1] <= 1.1 * found[0], found
-
-
-PLACES = torch.tensor([3, 17, 64, 65, 70, 149, 0])  # of all three chunks, in no order
 
 
 def second(logits: Tensor) -> Tensor:
