@@ -1,7 +1,4 @@
-"""Older generations of GPT-NeoX's names, and rows of grouped queries before #1315, written and read back.
-
-They are held to GPT-NeoX's own HuggingFace exports, and to its gqa_project of before #1315, written here.
-"""
+"""Older generations of GPT-NeoX's names and rows of grouped queries, beside its exports and gqa_project."""
 
 from pathlib import Path
 from typing import Any

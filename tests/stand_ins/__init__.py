@@ -1,7 +1,5 @@
-"""Stand-ins for packages that need a GPU: modules under their names whose functions check that calls bind to
-the true signatures (`tests/data/signatures`) and then compute with plain torch, by the packages' documents.
-
-`installed` puts some of them where `import` finds them.
+"""Stand-ins for packages that need a GPU: modules under their names (`installed`) whose functions check that
+calls bind to true signatures (`tests/data/signatures`) and compute with plain torch, by their documents.
 """
 
 import sys

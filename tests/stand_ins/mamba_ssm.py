@@ -1,6 +1,5 @@
-"""Stand-ins for mamba_ssm, causal-conv1d and flash-linear-attention, by the docstrings of
-mamba_ssm/ops/selective_scan_interface.py, mamba_ssm/ops/triton/ssd_combined.py,
-causal_conv1d/causal_conv1d_interface.py and fla/ops/simple_gla/chunk.py: token by token, in fp32."""
+"""Stand-ins for mamba_ssm, causal-conv1d and flash-linear-attention, by the docstrings of their
+selective_scan_interface.py, ssd_combined.py, causal_conv1d_interface.py and simple_gla/chunk.py, in fp32."""
 
 from typing import Any
 
