@@ -30,9 +30,9 @@ COLLECTIVES = {
 
 
 class Observer(TorchDispatchMode):
-    """Notes, of operations while it is entered, `findings` (mistakes), `collectives` in order as (first rank,
-    stride between ranks, ranks, kind, bytes of the whole tensor), arguments of varlen kernels, FP8 products as
-    `scaled`, and bytes of storages on the device: `live` and `peak`."""
+    """Notes, while it is entered, `findings` (mistakes), `collectives` in their order as (first rank,
+    stride between ranks, ranks, kind, bytes of the whole tensor), arguments of varlen kernels, FP8 products
+    as `scaled`, and bytes of storages on the device: `live` and `peak`."""
 
     supports_higher_order_operators = True
 

@@ -31,7 +31,7 @@ ROWS = SEQ * TOP_K // TP  # choices of a micro-batch that are of a tensor rank's
 def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
     """Collectives of a step by (first rank, stride, ranks, kind, bytes), if experts are chosen alike."""
     group = (rank % TP, TP, EP, "all_to_all")  # all four data ranks share them out
-    # A block's tokens to experts and back: forwards, recomputed, as gradients; their numbers before, forwards.
+    # Tokens to experts and back: forwards, recomputed, as gradients; their numbers before, forwards.
     return Counter({(*group, 2 * ROWS * HIDDEN): layers * (2 + 2 + 2), (*group, 8 * EXPERTS // TP): layers * 2})
 
 
