@@ -1,11 +1,14 @@
 """Checkpoints that GPT-NeoX itself wrote, and the tensors in them, read by torch alone."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import layer_file, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs, load
@@ -61,6 +64,13 @@ def written(path: Path, args: NeoXArgs, weights: Weights, size: int = 1, naming:
 def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
     """A layer file as torch reads it."""
     return torch.load(path / layer_file(layer, rank), weights_only=True)
+
+
+def fails(facts: str, call: Callable[..., Any], *given: Any, **how: Any) -> str:
+    """What a call says that ends in a CheckpointError with these facts."""
+    with pytest.raises(CheckpointError, match=facts) as caught:
+        call(*given, **how)
+    return str(caught.value)
 
 
 def assert_same(one: Weights, other: Weights) -> None:

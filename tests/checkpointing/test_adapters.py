@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, load_weights, read_manifest
+from megatron.checkpointing import find_checkpoint, load_checkpoint_args, load_weights, read_manifest
 from megatron.checkpointing.adapters import AdapterSource, export_peft, open_adapter, open_base, open_with_base
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
@@ -21,6 +21,7 @@ from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.model.weight_map import adapter_params
 from tests.checkpointing.family_models import VOCAB, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout
+from tests.checkpointing.golden import fails
 from tests.marks import with_more
 
 BOUND = 2e-5  # absolute, of fp32 logits of order 1
@@ -160,10 +161,9 @@ def refusal(folder: Path, **fields: Any) -> str:
     file = folder / "peft" / "adapter_config.json"
     before = file.read_text()
     file.write_text(json.dumps({**json.loads(before), **fields}))
-    with pytest.raises(CheckpointError) as caught:
-        open_with_base([folder / "peft"])
+    said = fails("", open_with_base, [folder / "peft"])
     file.write_text(before)
-    return str(caught.value)
+    return said
 
 
 def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
@@ -200,8 +200,7 @@ def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
                   for layer, specs in adapter_params(args).items()}  # fmt: skip
         source = AdapterSource(tmp_path, args, lambda layer, values=values: values.get(layer, {}))
         if model == "neox":
-            with pytest.raises(CheckpointError, match="q_proj: gpt_neox .*query_key_value"):
-                export_peft(source, tmp_path / "no")
+            fails("q_proj: gpt_neox .*query_key_value", export_peft, source, tmp_path / "no")
             continue
         export_peft(source, tmp_path / "out", base=str(tmp_path / model))
         ours = unmerged_logits(base, source, TOKENS)
@@ -240,9 +239,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
     (tmp_path / "other").mkdir()
     import_hf(HFFolder(tmp_path / "model"), tmp_path / "other")
-    with pytest.raises(CheckpointError, match="trained on other weights than .*other"):
-        open_with_base([adapters], tmp_path / "other")
-    with pytest.raises(CheckpointError, match="adapters alone, .*base/global_step0"):
-        load_checkpoint_args(adapters)
+    fails("trained on other weights than .*other", open_with_base, [adapters], tmp_path / "other")
+    fails("adapters alone, .*base/global_step0", load_checkpoint_args, adapters)
     assert read_manifest(adapters).base["path"] == str(find_checkpoint(made).resolve())  # type: ignore
     assert open_adapter(adapters).iteration == 0

@@ -25,7 +25,7 @@ from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
-from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at, written
+from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, fails, golden_args, write_at, written
 from tests.marks import with_more
 from tests.model.stages import random_weights, small
 
@@ -252,9 +252,7 @@ def test_tokenizer_template_and_card(tmp_path: Path) -> None:
 
 
 def refused(message: str, *what: Any, **how: Any) -> str:
-    with pytest.raises(CheckpointError, match=message) as caught:
-        export_hf(*what, tokenizer=False, **how)
-    return str(caught.value)
+    return fails(message, export_hf, *what, tokenizer=False, **how)
 
 
 def test_missing_and_extra_tensors_are_all_told_and_grouped(tmp_path: Path) -> None:
@@ -394,10 +392,8 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match="no tokenizer.json"):
         import_hf(HFFolder(folder), tmp_path / "other", save_tokenizer=True)
     for name in ("nowhere/at/all", "/nowhere", "./nowhere"):
-        with pytest.raises(CheckpointError, match=f"{name}: no such folder.*ORG/NAME"):
-            find_hf(name)
-    with pytest.raises(CheckpointError, match=r"org/name at revision v1: .*hf download org/name"):
-        find_hf("hf://org/name@v1")
+        fails(f"{name}: no such folder.*ORG/NAME", find_hf, name)
+    fails(r"org/name at revision v1: .*hf download org/name", find_hf, "hf://org/name@v1")
     asked = []
 
     def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:

@@ -15,7 +15,7 @@ from megatron.checkpointing import EPHEMERAL, CheckpointError, Retention, begin_
 from megatron.checkpointing.layout import find_checkpoint, layer_file, list_checkpoints, read_latest, step_of
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest, verify
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
-from tests.checkpointing.golden import checkpoint, golden_args
+from tests.checkpointing.golden import checkpoint, fails, golden_args
 
 MANIFEST = Manifest("r1", 0, 12, ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
                     model_keys(golden_args("neox_pp1_mp1")), 1234, "sha256:ab", {"train": "sha256:cd"},
@@ -176,8 +176,7 @@ def test_incomplete_files_are_not_published(tmp_path: Path) -> None:
     temporary = begin_checkpoint(tmp_path, 2)
     record = save_tensors({"w": torch.zeros(9)}, temporary / "mp_rank_00_model_states.pt")
     manifest = replace(MANIFEST, files={record.name: record, "gone.pt": replace(record, name="gone.pt")})
-    with pytest.raises(CheckpointError, match=r"gone\.pt \(missing\)"):
-        publish(temporary, tmp_path, 2, manifest, {})
+    fails(r"gone\.pt \(missing\)", publish, temporary, tmp_path, 2, manifest, {})
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [1] and read_latest(tmp_path) == "global_step1"
 
 
@@ -187,17 +186,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (path / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{name} \(checksum\)"):
-        verify(path)
+    fails(rf"{name} \(checksum\)", verify, path)
     assert verify(path, [other]) is not None
     (path / name).write_bytes(data[:-5])
-    with pytest.raises(CheckpointError, match=rf"{name} \([\d,]+ bytes instead of"):
-        verify(path, [name])
+    fails(rf"{name} \([\d,]+ bytes instead of", verify, path, [name])
     (path / other).unlink()
-    with pytest.raises(CheckpointError, match="missing"):
-        verify(path)
-    with pytest.raises(CheckpointError, match="does not list x.pt"):
-        verify(path, ["x.pt"])
+    fails("missing", verify, path)
+    fails("does not list x.pt", verify, path, ["x.pt"])
 
 
 def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
@@ -205,14 +200,11 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
     text = (path / "manifest.json").read_text()
     for damaged in (text[: len(text) // 2], "[]", "{}", text.replace('"pipe"', '"pipes"')):
         (path / "manifest.json").write_text(damaged)
-        with pytest.raises(CheckpointError, match="manifest.json: damaged"):
-            verify(path)
+        fails("manifest.json: damaged", verify, path)
     (path / "manifest.json").write_text(text.replace('"consumed_samples": 12', '"consumed_samples": 13'))
-    with pytest.raises(CheckpointError, match="manifest.json: damaged .its own checksum"):
-        read_manifest(path)
+    fails("manifest.json: damaged .its own checksum", read_manifest, path)
     (path / "manifest.json").write_text(json.dumps({**json.loads(text), "format_version": 99}))
-    with pytest.raises(CheckpointError, match="format_version 99"):
-        read_manifest(path)
+    fails("format_version 99", read_manifest, path)
 
 
 def test_another_model_is_refused_with_a_manifest_and_without() -> None:
@@ -224,5 +216,4 @@ def test_another_model_is_refused_with_a_manifest_and_without() -> None:
         check_model(saved, golden_args("neox_pp1_mp1", num_attention_heads=2), "x")
     mine = json.loads(json.dumps(model_keys(args)))
     check_model(mine, args, "x")
-    with pytest.raises(CheckpointError, match="rotary_pct"):
-        check_model(mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")
+    fails("rotary_pct", check_model, mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")

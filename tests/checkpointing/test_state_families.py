@@ -18,6 +18,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import VOCAB, config_of, ours_of, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_of
+from tests.checkpointing.golden import fails
 from tests.checkpointing.test_families import args_of
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
 from tests.model.stages import small
@@ -96,9 +97,7 @@ def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, A
 
 def test_which_family_has_which_blocks() -> None:
     def refused(args: NeoXArgs, **how: Any) -> list[str]:
-        with pytest.raises(CheckpointError) as caught:
-            hf_config(args, **how)
-        return str(caught.value).splitlines()[1:]
+        return fails("", hf_config, args, **how).splitlines()[1:]
 
     plain: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
     one = small(**plain, attention_config=["mamba", "mamba"])
@@ -213,9 +212,7 @@ def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
         ({"mamba_num_groups": 2, "mamba_state_dim": 12}, "mamba_num_groups"),
         ({"mamba_time_step_limit": None}, "mamba_time_step_limit"),
     ):
-        with pytest.raises(CheckpointError, match=key):
-            check_model(saved, args.replace(**changes), "it")
+        fails(key, check_model, saved, args.replace(**changes), "it")
     alone = small(norm="rmsnorm", pos_emb="none", attention_config=["mamba", "mamba"])
     check_model(model_keys(alone), alone.replace(num_attention_heads=2), "it")
-    with pytest.raises(CheckpointError, match="mamba_bcdt_norm_epsilon"):
-        check_model(model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")
+    fails("mamba_bcdt_norm_epsilon", check_model, model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")
