@@ -161,7 +161,7 @@ def refusal(folder: Path, **fields: Any) -> str:
     file = folder / "peft" / "adapter_config.json"
     before = file.read_text()
     file.write_text(json.dumps({**json.loads(before), **fields}))
-    said = fails("", open_with_base, [folder / "peft"])
+    said = fails(".", open_with_base, [folder / "peft"])
     file.write_text(before)
     return said
 

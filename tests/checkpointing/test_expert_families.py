@@ -124,5 +124,5 @@ def test_which_family_has_which_experts() -> None:
         ({**shared, "moe_shared_expert_gate": False}, r"qwen2_moe: .*\(moe_shared_expert_gate\)"),
     ):
         fails(told, hf_config, small(**{**mixture, **changes}))
-    dense = fails("", hf_config, small(norm="scalenorm"))  # no family with experts is near to it
+    dense = fails(".", hf_config, small(norm="scalenorm"))  # no family with experts is near to it
     assert "experts" not in dense and "mixtral" not in dense

@@ -279,7 +279,7 @@ def broken(case: str, change: Any) -> str:
     check = partial(check_hf_tensors, config, from_hf(config, nothing)[0], shapes, "folder")
     check()
     change(shapes)
-    return fails("", check)
+    return fails(".", check)
 
 
 def test_missing_and_extra_tensors_are_told_by_kind() -> None:
@@ -322,7 +322,7 @@ def test_what_cannot_be_read_is_refused() -> None:
 
 
 def test_what_no_family_computes_is_refused() -> None:
-    _, whole, *near = fails("", hf_config, small(pos_emb="alibi")).splitlines()
+    _, whole, *near = fails(".", hf_config, small(pos_emb="alibi")).splitlines()
     assert "alibi" in whole and "pos_emb" in whole
     assert re.search("gpt_neox: .*rotary .*alibi", near[0]) and re.search("gpt2: .*learned .*alibi", near[1])
     fails(r"heads of keys \(num_kv_heads\): 4 there, 2 here", hf_config, small(num_kv_heads=2), family="gpt_neox")
@@ -340,7 +340,7 @@ def test_what_no_family_computes_is_refused() -> None:
 
 def test_models_of_other_families_are_told_the_nearest() -> None:
     def told(name: str) -> str:
-        said = fails("", family_of, getattr(transformers, name)().to_dict())
+        said = fails(".", family_of, getattr(transformers, name)().to_dict())
         assert "\n" not in said
         return said.partition("nearest to ")[2]
 

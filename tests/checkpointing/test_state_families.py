@@ -97,7 +97,7 @@ def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, A
 
 def test_which_family_has_which_blocks() -> None:
     def refused(args: NeoXArgs, **how: Any) -> list[str]:
-        return fails("", hf_config, args, **how).splitlines()[1:]
+        return fails(".", hf_config, args, **how).splitlines()[1:]
 
     plain: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
     one = small(**plain, attention_config=["mamba", "mamba"])

@@ -124,7 +124,7 @@ def test_only_the_asked_layers_are_opened(tmp_path: Path) -> None:
 
 
 def load_error(path: Path, run: str, **changes: object) -> str:
-    return fails("", whole, path, golden_args(run, **changes))
+    return fails(".", whole, path, golden_args(run, **changes))
 
 
 def test_every_missing_and_extra_tensor_is_named(tmp_path: Path) -> None:
