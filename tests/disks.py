@@ -1,6 +1,5 @@
-"""Small disks of their own for tests: `python -m tests.disks FOLDER KILOBYTES KEPT COMMAND...` runs a command
-that finds a tmpfs at FOLDER, and copies what is there at the end to the folder KEPT. 0 kilobytes: a read-only
-one."""
+"""Small disks for tests: `python -m tests.disks FOLDER KILOBYTES KEPT COMMAND...` runs a command that finds a
+tmpfs at FOLDER, of 0 kilobytes a read-only one, and copies what is there at the end to KEPT."""
 
 import ctypes
 import os

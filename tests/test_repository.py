@@ -12,25 +12,12 @@ import pytest
 from megatron.training.deepspeed.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = {
-    "process": 0,
-    "neox_arguments": 0,
-    "distributed": 1,
-    "mpu": 1,
-    "data": 1,
-    "tokenizer": 1,
-    "model": 2,
-    "objectives": 2,
-    "checkpointing": 2,
-    "callbacks": 2,
-    "launch": 3,
-    "training": 3,
-    "generation": 3,
-    "evaluation": 3,
-    "operations": 3,
-    "pipelines": 3,
-    "rollouts": 3,
-}
+ROOMS = (
+    ("process", "neox_arguments"), ("distributed", "mpu", "data", "tokenizer"),
+    ("model", "objectives", "checkpointing", "callbacks"),
+    ("launch", "training", "generation", "evaluation", "operations", "pipelines", "rollouts"),
+)  # fmt: skip
+FLOORS = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 # Rooms that may import less, or one neighbour more, than their floor says.
 ONLY = {
     "launch": {"neox_arguments", "process", "distributed"},
@@ -43,9 +30,7 @@ NEIGHBOURS = {
     ("operations", "launch"),  # sites, and what is submitted to Slurm
     ("pipelines", "launch"), ("pipelines", "operations"),  # commands that it starts; jobs, metrics and plots of runs
 }  # fmt: skip
-# The one package that knows the engine's library.
-ENGINE = Path("megatron/training/deepspeed")
-
+ENGINE = Path("megatron/training/deepspeed")  # the one package that knows the engine's library
 SOURCES = sorted(ROOT.glob("megatron/**/*.py"))
 
 

@@ -30,30 +30,21 @@ for line, words in json.loads(sys.argv[1]).items():
     print(json.dumps((line, (code, said.getvalue(), [name for name in HEAVY if name in sys.modules]))), flush=True)
     leave(0)
 """
-MODEL = """\
-num_layers: 2
-hidden_size: 8
-num_attention_heads: 2
-seq_length: 8
-max_position_embeddings: 8
-train_batch_size: 8
-train_iters: 1
-data_path: data
-tokenizer_type: CharLevelTokenizer
-"""
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8, "max_position_embeddings": 8}
+MORE = {"train_batch_size": 8, "train_iters": 1, "data_path": "data", "tokenizer_type": "CharLevelTokenizer"}
+MODEL = "".join(f"{key}: {value}\n" for key, value in {**SIZES, **MORE}.items())
 COMMANDS = ("train.py", "generate.py", "eval.py", "tools/serve.py")
-TOOLS = [
-    f"tools/{name}.py"
-    for name in ("ask", "new_config", "plot_metrics")
-    + tuple(f"ckpts/{path.stem}" for path in sorted((ROOT / "tools" / "ckpts").glob("*.py")))
-    if name not in ("ckpts/__init__", "ckpts/flags")
-]
+NAMES = {path.stem for path in (ROOT / "tools" / "ckpts").glob("*.py")} - {"__init__", "flags"}
+TOOLS = [f"tools/{name}.py" for name in ("ask", "new_config", "plot_metrics", *(f"ckpts/{n}" for n in sorted(NAMES)))]
 HELP = [
     *COMMANDS, *TOOLS, "deepy.py", "deepy.py train.py", "deepy.py generate.py", "deepy.py eval.py",
     "huggingface/convert_hf_gptneox_to_neox.py",
 ]  # fmt: skip
-
 Found = dict[str, tuple[int, str, list[str]]]
+
+
+def python(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", *words], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +60,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             lines[f"{script} {name}"] = [script, str(folder / f"{name}.yml")]
             lines[f"deepy.py {script} {name}"] = ["deepy.py", script, str(folder / f"{name}.yml")]
     lines["deepy.py train.py --dry-run"] = ["deepy.py", "train.py", str(folder / "good.yml"), "--dry-run"]
-    code = f"HEAVY = {HEAVY!r}\n{RUNNER}"
-    done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(lines)], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    done = python(f"HEAVY = {HEAVY!r}\n{RUNNER}", json.dumps(lines))
     assert done.returncode == 0, done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())
 
@@ -104,5 +92,5 @@ def test_nothing_imports_the_compiler() -> None:
         "print([name for name in ('torch._dynamo', 'torch._inductor', 'transformers', 'pandas', 'pyarrow', 'datasets', "
         "'matplotlib', 'tensorboard', 'lm_eval') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python(code)
     assert done.stdout.strip().splitlines()[-1:] == ["[]"], done.stdout + done.stderr

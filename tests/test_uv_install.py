@@ -1,5 +1,4 @@
-"""What `bash setup_uv_env.sh` installed: `LD_PRELOAD=$NCCL_LIBRARY uv run pytest tests/test_uv_install.py
--v`."""
+"""What setup_uv_env.sh installed: `LD_PRELOAD=$NCCL_LIBRARY uv run pytest tests/test_uv_install.py -v`."""
 
 import importlib
 import os

@@ -14,25 +14,20 @@ from megatron.checkpointing.families import from_hf
 from tests.model.stages import Weights
 
 VOCAB, PADDED = 90, 96
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8, "intermediate_size": 48,
-    "max_position_embeddings": 32, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+_SIZES: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 8,
+                          "intermediate_size": 48, "max_position_embeddings": 32, "bos_token_id": None,
+                          "eos_token_id": None, "pad_token_id": None}  # fmt: skip
 _GQA = {"num_key_value_heads": 4}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "attention_factor": 1.2}
-_LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8, "rope_theta": 500000.0,
-}  # fmt: skip
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+           "original_max_position_embeddings": 8, "rope_theta": 500000.0}  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _BASE = {"rope_type": "default", "rope_theta": 10000.0}
 _EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 _QWEN_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
 _HEADS = {"num_heads": 8, "head_dim": 8, "state_size": 8}
-_NEMOTRON = {
-    **_GQA, "head_dim": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 6,
-    "chunk_size": 7, "time_step_min": 0.4,
-}  # fmt: skip
+_NEMOTRON = {**_GQA, "head_dim": 6, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 6,
+             "chunk_size": 7, "time_step_min": 0.4}  # fmt: skip
 # name: (configuration class, what it has otherwise than _SIZES)
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"rotary_pct": 0.5}),
@@ -129,13 +124,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron h dense": ("NemotronHConfig", {**_NEMOTRON, "layers_block_type": ["mlp", "linear_attention", _FULL,
         "mlp"], "mlp_bias": True, "use_bias": True, "mlp_hidden_act": "silu", "num_key_value_heads": 8}),
 }  # fmt: skip
-
 # A case of every family in sizes that nothing divides: a third of the heads, heads of their own width,
 # another vocabulary, epsilon and base.
-_ODD: dict[str, Any] = {
-    "vocab_size": 91, "hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "intermediate_size": 50, "rms_norm_eps": 3e-4, "rope_theta": 777.0,
-}  # fmt: skip
+_ODD: dict[str, Any] = {"vocab_size": 91, "hidden_size": 36, "num_hidden_layers": 4, "num_attention_heads": 6,
+                        "num_key_value_heads": 2, "intermediate_size": 50, "rms_norm_eps": 3e-4,
+                        "rope_theta": 777.0}  # fmt: skip
 _PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}
 _WIDE = {"head_dim": 10}
 ODD: dict[str, dict[str, Any]] = {
@@ -168,20 +161,14 @@ ODD: dict[str, dict[str, Any]] = {
         "n_group": 3, "layer_norm_epsilon": 3e-4, "conv_kernel": 3},
     "nemotron h latent": {"head_dim": 10, "n_routed_experts": 6, "moe_latent_size": 14, "layer_norm_epsilon": 3e-4},
 }  # fmt: skip
-
-
 # Each way of stretching, over the families that know several; LongRoPE and Ministral's are theirs alone.
 SCALINGS: dict[str, dict[str, Any]] = {
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "yarn": _YARN,
+    "linear": {"rope_type": "linear", "factor": 4.0}, "dynamic": {"rope_type": "dynamic", "factor": 2.0}, "yarn": _YARN,
     "llama3": {key: value for key, value in _LLAMA3.items() if key != "rope_theta"},
-}
-SCALED = [
-    *("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
-    *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
-    *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss"),
-]
+}  # fmt: skip
+SCALED = [*("gpt_neox sequential", "llama 2", "mistral", "qwen 2", "qwen 3", "smollm 3", "olmo 1", "olmo 2", "gemma 2"),
+          *("granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
+          *("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")]  # fmt: skip
 
 
 def odd_model(case: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any:

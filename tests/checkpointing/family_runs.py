@@ -5,11 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
-from megatron.model import forward_only
-from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
-from tests.model.stages import Weights, groups_of, stage_with
+from tests.model.stages import Weights, groups_of, stage_with, whole_logits
 from tests.pool import run_ranks
 
 SEQ = 16
@@ -19,20 +17,9 @@ Model = tuple[dict[str, Any], Weights]
 
 
 def logits_of(keys: dict[str, Any], weights: Weights, groups: ParallelGroups | None = None) -> Tensor:
-    """`[batch, seq, padded vocabulary]`, whole on every rank."""
     args = NeoXArgs.from_dict({**keys, "seq_length": SEQ})
     groups = groups or groups_of(args, args.tp * args.pp)
-    stage = stage_with(args, weights, groups)
-
-    def read(head: HeadInput, batch: Batch) -> Tensor:
-        return gather_from_tensor(head.logits(), groups.group("tensor")).transpose(0, 1)
-
-    vocab = args.padded_vocab_size
-    assert vocab is not None
-    batch = Batch(TOKENS, TOKENS, torch.ones_like(TOKENS))
-    return forward_only(
-        stage, [batch], args, groups, read, dtype=torch.float32, shape=lambda batch: (*batch.tokens.shape, vocab)
-    )[0]
+    return whole_logits(stage_with(args, weights, groups), args, groups, TOKENS)
 
 
 def _on_ranks(rank: int, world_size: int, models: list[Model], layouts: list[tuple[int, int]]) -> list[list[Tensor]]:

@@ -1,24 +1,22 @@
 """Checkpoints that GPT-NeoX itself wrote, and the tensors in them, read by torch alone."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model.weight_map import layer_params
 from megatron.mpu import shard
 from megatron.neox_arguments import NeoXArgs, load
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 NEOX, LLAMA = GOLDEN / "ckpt_neox", GOLDEN / "ckpt_llama"
-RUNS = {
-    "neox_pp2_mp2": NEOX / "neox_pp2_mp2",
-    "neox_pp1_mp1": NEOX / "neox_pp1_mp1",
-    "neox_pp0_mp1": NEOX / "neox_pp0_mp1",
-    "llama_pp1_mp1": LLAMA / "llama_pp1_mp1",
-}
+RUNS = {"neox_pp2_mp2": NEOX / "neox_pp2_mp2", "neox_pp1_mp1": NEOX / "neox_pp1_mp1",
+        "neox_pp0_mp1": NEOX / "neox_pp0_mp1", "llama_pp1_mp1": LLAMA / "llama_pp1_mp1"}  # fmt: skip
 Weights = dict[int, dict[str, Tensor]]
 
 
@@ -66,6 +64,13 @@ def written(path: Path, args: NeoXArgs, weights: Weights, size: int = 1, naming:
 def read(path: Path, layer: int, rank: int = 0) -> dict[str, Tensor]:
     """A layer file as torch reads it."""
     return torch.load(path / layer_file(layer, rank), weights_only=True)
+
+
+def fails(facts: str, call: Callable[..., Any], *given: Any, **how: Any) -> str:
+    """What a call says that ends in a CheckpointError with these facts."""
+    with pytest.raises(CheckpointError, match=facts) as caught:
+        call(*given, **how)
+    return str(caught.value)
 
 
 def assert_same(one: Weights, other: Weights) -> None:

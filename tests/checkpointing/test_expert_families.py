@@ -10,6 +10,7 @@ from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import from_hf, hf_config
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import collected, config_of, on_disk, random_model
+from tests.checkpointing.golden import fails
 from tests.checkpointing.test_families import PUBLISHED, args_of, broken
 from tests.model.stages import small
 
@@ -23,11 +24,9 @@ def test_missing_experts_are_told_in_a_line() -> None:
             shapes |= {f"model.layers.{layer}.block_sparse_moe.experts.{8 + e}.w3.weight": (48, 32) for e in range(12)}
 
     _, *told = broken("mixtral", change).splitlines()
-    expected = (
-        r"missing model.layers.N.block_sparse_moe.experts.E.w1.weight .* 2; .* 0, 7\)",
-        r"extra model.layers.N.block_sparse_moe.experts.E.w3.weight .* 0, 1, 2, 3; .* 8, 9, .* 4 more\)",
-        r"model.layers.1.block_sparse_moe.experts.3.w2.weight: .*\(32, 47\).*\(32, 48\)",
-    )
+    expected = (r"missing model.layers.N.block_sparse_moe.experts.E.w1.weight .* 2; .* 0, 7\)",
+                r"extra model.layers.N.block_sparse_moe.experts.E.w3.weight .* 0, 1, 2, 3; .* 8, 9, .* 4 more\)",
+                r"model.layers.1.block_sparse_moe.experts.3.w2.weight: .*\(32, 47\).*\(32, 48\)")  # fmt: skip
     assert all(re.search(one, line) for one, line in zip(expected, told, strict=True)), told
 
 
@@ -93,21 +92,16 @@ def test_gpt_oss_is_read_as_published_and_refused_otherwise() -> None:
         ({"layer_types": ["chunked_attention"] * 24}, "layer_types: chunked_attention"),
         ({"num_local_experts": 1}, "num_experts: 1"),
     ):
-        with pytest.raises(CheckpointError, match=re.escape(message)):
-            args_of({**config, **changes})
+        fails(re.escape(message), args_of, {**config, **changes})
     llama = {**config_of("llama 2").to_dict(), "rope_parameters": {
         "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "truncate": False}}  # fmt: skip
-    with pytest.raises(CheckpointError, match="truncate: false"):
-        args_of(llama)
+    fails("truncate: false", args_of, llama)
     for changes, message in (
-        ({"attention_sinks": False}, "(attention_sinks)"),
-        ({"moe_expert_bias": False}, "(moe_expert_bias)"),
-        ({"moe_router_bias": False}, "(moe_router_bias)"),
-        ({"activation": "swiglu"}, "activation: swigluoai"),
+        ({"attention_sinks": False}, "(attention_sinks)"), ({"moe_expert_bias": False}, "(moe_expert_bias)"),
+        ({"moe_router_bias": False}, "(moe_router_bias)"), ({"activation": "swiglu"}, "activation: swigluoai"),
         ({"norm_topk_prob": False}, "add up to 1"),
-    ):
-        with pytest.raises(CheckpointError, match=re.escape(message)):
-            hf_config(args.replace(**changes))
+    ):  # fmt: skip
+        fails(re.escape(message), hf_config, args.replace(**changes))
 
 
 def test_which_family_has_which_experts() -> None:
@@ -129,8 +123,6 @@ def test_which_family_has_which_experts() -> None:
         ({"moe_router_bias": True}, r"mixtral: .*\(moe_router_bias\)"),
         ({**shared, "moe_shared_expert_gate": False}, r"qwen2_moe: .*\(moe_shared_expert_gate\)"),
     ):
-        with pytest.raises(CheckpointError, match=told):
-            hf_config(small(**{**mixture, **changes}))
-    with pytest.raises(CheckpointError) as dense:  # no family with experts is near to it
-        hf_config(small(norm="scalenorm"))
-    assert "experts" not in str(dense.value) and "mixtral" not in str(dense.value)
+        fails(told, hf_config, small(**{**mixture, **changes}))
+    dense = fails(".", hf_config, small(norm="scalenorm"))  # no family with experts is near to it
+    assert "experts" not in dense and "mixtral" not in dense

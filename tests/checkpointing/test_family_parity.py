@@ -19,6 +19,7 @@ from tests.checkpointing.test_huggingface import loaded
 from tests.model.stages import random_weights
 
 BOUND = 1e-5  # absolute, of fp32 logits of order 1
+Layouts = list[tuple[int, int]]
 
 
 def imported(case: str, **changes: Any) -> tuple[Model, Tensor]:
@@ -49,9 +50,6 @@ def exported(case: str, folder: Path) -> tuple[Model, Tensor]:
         return (keys, weights), loaded(folder)(TOKENS).logits
 
 
-Layouts = list[tuple[int, int]]
-
-
 def assert_within_bound(
     title: str, found: list[tuple[Model, Tensor]], layouts: Layouts, cases: Iterable[str] = ()
 ) -> None:
@@ -70,15 +68,12 @@ def assert_within_bound(
 LAST = tuple({kind: case for case, (kind, _) in CASES.items()}.values())
 
 
-@pytest.mark.parametrize(
-    ("cases", "layouts"),
-    [
-        pytest.param((), [(1, 1)], id="all"),
-        pytest.param(LAST, [(2, 2)], id="last"),
-        pytest.param(LAST, [(4, 1)], id="last, four ranks", marks=pytest.mark.more),
-        pytest.param((), [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2)], id="product", marks=pytest.mark.product),
-    ],
-)
+@pytest.mark.parametrize(("cases", "layouts"), [
+    pytest.param((), [(1, 1)], id="all"),
+    pytest.param(LAST, [(2, 2)], id="last"),
+    pytest.param(LAST, [(4, 1)], id="last, four ranks", marks=pytest.mark.more),
+    pytest.param((), [(2, 1), (1, 2), (2, 2), (4, 1), (4, 2)], id="product", marks=pytest.mark.product),
+])  # fmt: skip
 def test_transformers_to_ours(cases: tuple[str, ...], layouts: Layouts) -> None:
     assert_within_bound("HF -> ours", [imported(case) for case in cases or CASES], layouts, cases)
 

@@ -1,8 +1,4 @@
-"""Older generations of GPT-NeoX's names, and rows of grouped queries before #1315, written and read back.
-
-They are held to GPT-NeoX's own HuggingFace exports, whose GPT-NeoX names are its legacy ones and whose LLaMA
-projections are w1, w2 and w3; and to its gqa_project of before #1315, written down here.
-"""
+"""Older generations of GPT-NeoX's names and rows of grouped queries, beside its exports and gqa_project."""
 
 from pathlib import Path
 from typing import Any
@@ -13,19 +9,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron.checkpointing import (
-    CheckpointError,
-    ParallelLayout,
-    find_checkpoint,
-    load_tensors,
-    load_weights,
-    local_layer_state,
-    read_manifest,
-    reshard,
-    save_tensors,
-    verify,
-)  # fmt: skip
-from megatron.checkpointing.layout import layer_file, layer_files
+from megatron.checkpointing import CheckpointError, load_tensors, load_weights, local_layer_state, reshard, save_tensors
+from megatron.checkpointing.layout import find_checkpoint, layer_file, layer_files
+from megatron.checkpointing.manifest import ParallelLayout, read_manifest, verify
 from megatron.checkpointing.parameter_names import naming_of
 from megatron.checkpointing.weight_files import describe_checkpoint, describe_layout
 from megatron.model.weight_map import layer_params
@@ -166,11 +152,9 @@ def test_the_forks_olmo_names(tmp_path: Path) -> None:
     args = small(**OLMO3, use_bias_in_attn_linear=False, use_bias_in_mlp=False, **GROUPED)
     weights = random_weights(args)
     path = written(tmp_path / "c", args, weights, 2)
-    names = {
-        "input_layernorm.scale", "attention.q_norm.scale", "attention.k_norm.scale", "attention.query_key_value.weight",
-        "attention.dense.weight", "post_attention_layernorm.scale", "post_feedforward_layernorm.scale",
-        "mlp.linear1.weight", "mlp.linear2.weight",
-    }  # fmt: skip
+    names = {"input_layernorm.scale", "attention.q_norm.scale", "attention.k_norm.scale",
+             "attention.query_key_value.weight", "attention.dense.weight", "post_attention_layernorm.scale",
+             "post_feedforward_layernorm.scale", "mlp.linear1.weight", "mlp.linear2.weight"}  # fmt: skip
     block = read(path, 2, 1)
     assert block.keys() == names
     assert block["attention.q_norm.scale"].shape == (16,) and block["attention.k_norm.scale"].shape == (8,)
@@ -186,12 +170,10 @@ def test_what_has_no_such_names(tmp_path: Path) -> None:
     experts = small(activation="swiglu", moe_num_experts=2, intermediate_size=32)
     three = small(num_attention_heads=3, num_kv_heads=1, hidden_size=24)
     for args, naming, facts in (
-        (small(), "llama", "w1, w2, w3 .*gated.* gelu"),
-        (small(**TIED), "te", "gpt_j_tied: true"),
-        (experts, "legacy", "experts.* legacy .*neox"),
-        (experts, "llama", "experts.* llama .*neox"),
+        (small(), "llama", "w1, w2, w3 .*gated.* gelu"), (small(**TIED), "te", "gpt_j_tied: true"),
+        (experts, "legacy", "experts.* legacy .*neox"), (experts, "llama", "experts.* llama .*neox"),
         (three, "legacy", "#1315 .* 1 .* 8 .* 3 "),
-    ):
+    ):  # fmt: skip
         with pytest.raises(CheckpointError, match=facts):
             write(args, naming)
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,12 @@ from megatron.checkpointing.huggingface.logit_check import compare_logits
 from megatron.checkpointing.layout import layer_file, layer_files
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, ODD, odd_model, random_model
-from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, golden_args, write_at, written
+from tests.checkpointing.golden import GOLDEN, LLAMA, NEOX, RUNS, checkpoint, fails, golden_args, write_at, written
 from tests.marks import with_more
 from tests.model.stages import random_weights, small
 
 TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
+MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
 def model_folder(path: Path, case: str = "llama 3", dtype: torch.dtype = torch.float32, **how: Any) -> Path:
@@ -55,9 +57,8 @@ def there_and_back(folder: Path | HFFolder, place: Path, **how: Any) -> dict[str
 
 
 def same_bits(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        ours[name].dtype == value.dtype and ours[name].equal(value) for name, value in theirs.items()
-    )
+    same = (ours[name].dtype == value.dtype and ours[name].equal(value) for name, value in theirs.items())
+    return ours.keys() == theirs.keys() and all(same)
 
 
 def loaded(path: Path) -> Any:
@@ -66,9 +67,6 @@ def loaded(path: Path) -> Any:
     model, info = load(path, output_loading_info=True)
     assert not any(info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     return model.eval()
-
-
-# -- golden --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -86,8 +84,7 @@ def test_golden_checkpoints_become_folders_with_their_logits(run: str, step: int
     print(f"{run}: {difference:.2e}; {comparison}")
     assert difference <= 1e-5
     if step == 3 and (RUNS[run] / "hf_step3").exists():
-        theirs = tensors_of(RUNS[run] / "hf_step3")
-        ours = tensors_of(tmp_path / "hf")
+        theirs, ours = tensors_of(RUNS[run] / "hf_step3"), tensors_of(tmp_path / "hf")
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():  # sums of halved biases differ in the last bit
             torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-7 if name.endswith("bias") else 0)
@@ -100,23 +97,17 @@ def test_broken_weights_are_named(tmp_path: Path) -> None:
     args = small(gpt_j_residual=False, no_weight_tying=True)
     weights = random_weights(args)
     weights[2]["mlp.linear2.bias"][3] = float("nan")
-    with pytest.raises(CheckpointError, match=r"hf: NaN or Inf .*gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias"):
-        export_hf(written(tmp_path / "c", args, weights), args, tmp_path / "hf", tokenizer=False)
+    message = r"hf: NaN or Inf .*gpt_neox\.layers\.0\.mlp\.dense_4h_to_h\.bias"
+    refused(message, written(tmp_path / "c", args, weights), args, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
-# -- there and back ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("case", "dtype", "how"),
-    [
-        ("gpt_neox", "float32", {"tensor": 2, "pipe": 2}), ("llama 3", "bfloat16", {"naming": "te"}),
-        ("gpt_neox", "float32", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", "bfloat16", {"tensor": 4}),
-        ("qwen 3", "bfloat16", {"pipe": 2}), ("mistral", "float32", {"iteration": 7, "pipe": 0}),
-        ("mixtral", "float32", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", "bfloat16", {"tensor": 2}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("case", "dtype", "how"), [
+    ("gpt_neox", "float32", {"tensor": 2, "pipe": 2}), ("llama 3", "bfloat16", {"naming": "te"}),
+    ("gpt_neox", "float32", {"naming": "te", "tensor": 2, "pipe": 0}), ("smollm 3", "bfloat16", {"tensor": 4}),
+    ("qwen 3", "bfloat16", {"pipe": 2}), ("mistral", "float32", {"iteration": 7, "pipe": 0}),
+    ("mixtral", "float32", {"tensor": 4, "pipe": 2}), ("qwen 2 moe", "bfloat16", {"tensor": 2}),
+])  # fmt: skip
 def test_there_and_back_changes_no_bit(case: str, dtype: str, how: dict[str, Any], tmp_path: Path) -> None:
     """Through files, padded vocabulary and all; the checkpoint alone says how to go back."""
     folder = model_folder(tmp_path / "hf", case, getattr(torch, dtype), max_shard_size="40KB")
@@ -135,9 +126,6 @@ def test_there_and_back_changes_no_bit(case: str, dtype: str, how: dict[str, Any
     for file in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "back" / file).read_bytes() == (folder / file).read_bytes()
     assert HFFolder(tmp_path / "back").config["vocab_size"] == 90
-
-
-MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
 @pytest.mark.parametrize("case", with_more(ODD, *MORE, product=ODD.keys() - {"olmo 1", *MORE}))
@@ -214,9 +202,6 @@ def test_what_safetensors_and_transformers_write_is_read_and_the_other_way_round
     assert all(torch.equal(old.get(name), value) for name, value in made.items())
 
 
-# -- precision, tokenizer, card ------------------------------------------------------------------------------
-
-
 def test_precision_is_as_asked(tmp_path: Path) -> None:
     args = golden_args("neox_pp1_mp1")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
@@ -232,12 +217,10 @@ def test_mixed_and_too_large_numbers_are_refused(tmp_path: Path) -> None:
     state = torch.load(path / layer_file(3, 0), weights_only=True)
     state["mlp.linear1.bias"] = state["mlp.linear1.bias"].bfloat16()
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"bfloat16, float32.*--precision"):
-        export_hf(path, args, tmp_path / "hf", tokenizer=False)
+    refused(r"bfloat16, float32.*--precision", path, args, tmp_path / "hf")
     state["mlp.linear1.bias"] = torch.full_like(state["mlp.linear1.bias"], 1e6)
     save_tensors(state, path / layer_file(3, 0))
-    with pytest.raises(CheckpointError, match=r"layer 3: mlp.linear1.bias: .*9.99e\+05.*fp16"):
-        export_hf(path, args, tmp_path / "hf", dtype=torch.float16, tokenizer=False)
+    refused(r"layer 3: mlp.linear1.bias: .*9.99e\+05.*fp16", path, args, tmp_path / "hf", dtype=torch.float16)
     assert not list(tmp_path.glob("*hf*"))
 
 
@@ -268,13 +251,8 @@ def test_tokenizer_template_and_card(tmp_path: Path) -> None:
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "named")) == 380
 
 
-# -- what is refused -----------------------------------------------------------------------------------------
-
-
 def refused(message: str, *what: Any, **how: Any) -> str:
-    with pytest.raises(CheckpointError, match=message) as caught:
-        export_hf(*what, tokenizer=False, **how)
-    return str(caught.value)
+    return fails(message, export_hf, *what, tokenizer=False, **how)
 
 
 def test_missing_and_extra_tensors_are_all_told_and_grouped(tmp_path: Path) -> None:
@@ -338,13 +316,14 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
             yield layer
 
-    export_hf(source, args, tmp_path / "hf", tokenizer=False)
+    export = partial(export_hf, source, args, tmp_path / "hf", tokenizer=False)
+    export()
     before = (tmp_path / "hf" / "model.safetensors").read_bytes()
     with pytest.raises(KeyboardInterrupt):
-        export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False, each=stop)
+        export(dtype=torch.bfloat16, each=stop)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == before
     (tmp_path / ".tmp_hf").mkdir()  # of one that was killed
-    export_hf(source, args, tmp_path / "hf", dtype=torch.bfloat16, tokenizer=False)
+    export(dtype=torch.bfloat16)
     assert os.listdir(tmp_path) == ["hf"] and (tmp_path / "hf" / "model.safetensors").stat().st_size < len(before)
     with pytest.raises(KeyboardInterrupt):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", each=stop)
@@ -365,12 +344,10 @@ def test_damaged_layers_are_found_while_others_are_written(tmp_path: Path) -> No
         whole = bytearray((path / layer_file(layer, 0)).read_bytes())
         whole[len(whole) // 2] ^= 1
         (path / layer_file(layer, 0)).write_bytes(whole)
-    with pytest.raises(CheckpointError, match=r"layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\)"):
-        export_hf(path, args, tmp_path / "back", check=False)
+    refused(r"layer_04-\S+ \(checksum\), layer_08-\S+ \(checksum\)", path, args, tmp_path / "back", check=False)
     assert HFFolder(tmp_path / "back").config and not (tmp_path / ".tmp_back").exists(), "the earlier one stays"
     (path / layer_file(5, 0)).unlink()
-    with pytest.raises(CheckpointError, match="layer_05"):
-        export_hf(path, args, tmp_path / "back", check=False)
+    refused("layer_05", path, args, tmp_path / "back", check=False)
 
 
 def test_damaged_folders(tmp_path: Path) -> None:
@@ -415,10 +392,8 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(CheckpointError, match="no tokenizer.json"):
         import_hf(HFFolder(folder), tmp_path / "other", save_tokenizer=True)
     for name in ("nowhere/at/all", "/nowhere", "./nowhere"):
-        with pytest.raises(CheckpointError, match=f"{name}: no such folder.*ORG/NAME"):
-            find_hf(name)
-    with pytest.raises(CheckpointError, match=r"org/name at revision v1: .*hf download org/name"):
-        find_hf("hf://org/name@v1")
+        fails(f"{name}: no such folder.*ORG/NAME", find_hf, name)
+    fails(r"org/name at revision v1: .*hf download org/name", find_hf, "hf://org/name@v1")
     asked = []
 
     def download(name: str, revision: str | None, allow_patterns: list[str]) -> str:

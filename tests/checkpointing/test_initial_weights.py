@@ -16,7 +16,6 @@ from tests.pool import run_ranks
 from tests.training.runs import ADAMW, LLAMA, NEOX, begin, config
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYOUTS = {"plain": {}, "tp2": {"model_parallel_size": 2}, "pp2": {"pipe_parallel_size": 2}}
 
 
 def saved(rank: int, world_size: int, values: dict) -> None:
@@ -26,14 +25,16 @@ def saved(rank: int, world_size: int, values: dict) -> None:
     training.close()
 
 
-@pytest.mark.parametrize(("layout", "family"), [("plain", "llama"), ("tp2", "neox"), ("pp2", "llama")])
+@pytest.mark.parametrize(("family", "layout"), [
+    (LLAMA, {}), (NEOX, {"model_parallel_size": 2}), (LLAMA, {"pipe_parallel_size": 2}),
+], ids=["plain-llama", "tp2-neox", "pp2-llama"])  # fmt: skip
 def test_the_same_as_a_run_begins_with(tmp_path, family, layout):
-    values = config({"neox": NEOX, "llama": LLAMA}[family], ADAMW, LAYOUTS[layout])
+    values = config(family, ADAMW, layout)
     args = NeoXArgs.from_dict({**values, "save": str(tmp_path / "init"), "init_only": True})
     args = args.replace(padded_vocab_size=args.padded_vocab_size or 384)
     path = write_initial_weights(args, None)
     run = {**values, "padded_vocab_size": args.padded_vocab_size, "save": str(tmp_path / "run"), "train_iters": 2}
-    run_ranks(saved, 1 if layout == "plain" else 2, {**run, "checkpoint_factor": 1})
+    run_ranks(saved, 2 if layout else 1, {**run, "checkpoint_factor": 1})
     alone = args.replace(model_parallel_size=1)
     assert_same(whole(path, alone), whole(tmp_path / "run/global_step0", alone))
     manifest = read_manifest(path)

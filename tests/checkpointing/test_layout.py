@@ -2,19 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
-from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.layout import (
-    find_checkpoint,
-    layer_file,
-    list_checkpoints,
-    model_file,
-    read_latest,
-    step_of,
-    zero_file,
-)
-from tests.checkpointing.golden import RUNS
+from megatron.checkpointing import find_checkpoint
+from megatron.checkpointing.layout import layer_file, list_checkpoints, model_file, read_latest, step_of, zero_file
+from tests.checkpointing.golden import RUNS, fails
 
 
 def test_names_are_neox_names() -> None:
@@ -33,10 +23,8 @@ def test_golden_directories() -> None:
     assert find_checkpoint(ckpt).name == "global_step3"
     assert find_checkpoint(ckpt, 0).name == "global_step0"
     assert [p.name for p in list_checkpoints(ckpt)] == ["global_step0", "global_step3"]
-    with pytest.raises(CheckpointError, match="iteration 2.* 0, 3"):
-        find_checkpoint(ckpt, 2)
-    with pytest.raises(CheckpointError, match="folder around it"):
-        find_checkpoint(ckpt / "global_step3")
+    fails("iteration 2.* 0, 3", find_checkpoint, ckpt, 2)
+    fails("folder around it", find_checkpoint, ckpt / "global_step3")
 
 
 def test_natural_order_and_unfinished(tmp_path: Path) -> None:
@@ -45,8 +33,7 @@ def test_natural_order_and_unfinished(tmp_path: Path) -> None:
     (tmp_path / "global_step300").write_text("a file")
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [2, 10, 100]
     assert list_checkpoints(tmp_path / "none") == []
-    with pytest.raises(CheckpointError, match="`latest`.* 2, 10, 100"):
-        find_checkpoint(tmp_path)
+    fails("`latest`.* 2, 10, 100", find_checkpoint, tmp_path)
 
 
 def test_latest(tmp_path: Path) -> None:
@@ -57,11 +44,8 @@ def test_latest(tmp_path: Path) -> None:
     (tmp_path / "0").rename(tmp_path / "global_step0")
     assert find_checkpoint(tmp_path).name == "global_step0"
     (tmp_path / "latest").write_text("global_step7")
-    with pytest.raises(CheckpointError, match="global_step7.* 0"):
-        find_checkpoint(tmp_path)
+    fails("global_step7.* 0", find_checkpoint, tmp_path)
     for bad in ("", "../x", ".."):
         (tmp_path / "latest").write_text(bad)
-        with pytest.raises(CheckpointError, match="latest"):
-            find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no such directory"):
-        find_checkpoint(tmp_path / "typo")
+        fails("latest", find_checkpoint, tmp_path)
+    fails("no such directory", find_checkpoint, tmp_path / "typo")

@@ -19,21 +19,13 @@ from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of
 from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, config, run_to_end
 
-VOCAB = 384
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 12, "intermediate_size": 48, "max_position_embeddings": 32,
-}  # fmt: skip
-_VISION = {
-    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-    "patch_size": 14,
-}  # fmt: skip
-
-
-_ROPE = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
-    "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0,
-}  # fmt: skip
+_SIZES: dict[str, Any] = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+                          "num_key_value_heads": 2, "head_dim": 12, "intermediate_size": 48,
+                          "max_position_embeddings": 32}  # fmt: skip
+_VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+           "image_size": 28, "patch_size": 14}  # fmt: skip
+_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 8,
+         "llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
 
 
 def gemma3() -> Any:
@@ -77,8 +69,8 @@ def test_there_and_back(kind: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((path / "config.json").read_text())
     text = export_hf(made, args, tmp_path / "text", family=HFFolder(path).config["model_type"])
     assert text is not None and text.difference <= text.bound
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
-    both: Any = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    both = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     tokens = torch.arange(5, 25).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, both(input_ids=tokens).logits, rtol=0, atol=2e-5)
@@ -109,7 +101,6 @@ def test_a_tied_head_that_is_in_the_file_is_none(tmp_path: Path) -> None:
 def test_carried_tensors_are_one_file_and_outlive_their_source(tmp_path: Path) -> None:
     path = folder(tmp_path / "model", "gemma3")
     write = carried_writer(path, True)
-    assert write is not None
     for name in ("a", "b", "c", "d"):
         (tmp_path / name).mkdir()
     first = write(tmp_path / "a" / CARRIED, "x")
@@ -118,7 +109,6 @@ def test_carried_tensors_are_one_file_and_outlive_their_source(tmp_path: Path) -
     assert (tmp_path / "a" / CARRIED).samefile(tmp_path / "b" / CARRIED)
     content = (tmp_path / "a" / CARRIED).read_bytes()
     again = carried_writer(tmp_path / "b", False)
-    assert again is not None
     for name in ("a", "b"):
         shutil.rmtree(tmp_path / name)
     for name in ("c", "d"):  # no name of it is left: copies
@@ -131,25 +121,21 @@ def test_training_carries_the_rest(by_import: bool, tmp_path: Path) -> None:
     path = folder(tmp_path / "model", "gemma3", torch.float32)
     source = imported(path, tmp_path / "run")[0].parent if by_import else path
     opened = HFFolder(path)
-    keys = from_hf(opened.config, opened.get)[0]
-    del keys["padded_vocab_size"]
-    keys.pop("seq_length", None)
-    values = config(keys, {
-        "save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2, "checkpoint_factor": 1,
-        "keep_last_n_checkpoints": 1, "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "save_hf": 2,
-    })  # fmt: skip
+    keys = {key: value for key, value in from_hf(opened.config, opened.get)[0].items() if key != "padded_vocab_size"}
+    values = config(keys, {"save": str(tmp_path / "trained"), "load": str(source), "train_iters": 2,
+                           "checkpoint_factor": 1, "keep_last_n_checkpoints": 1,
+                           "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "save_hf": 2})  # fmt: skip
     run_ranks(run_to_end, 1, values)
     last = tmp_path / "trained" / "global_step2"
     manifest = read_manifest(last)
     assert manifest is not None and "huggingface/carried.safetensors" in manifest.files
     before = load_file(path / "model.safetensors")
-    after = load_file(tmp_path / "trained" / "huggingface" / "global_step2" / "model.safetensors")
+    exported = tmp_path / "trained" / "huggingface" / "global_step2"
+    after = load_file(exported / "model.safetensors")
     assert before.keys() == after.keys()
     for name, value in before.items():
         assert after[name].equal(value) == (not name.startswith("language_model.")), name
-    loaded, info = transformers.AutoModelForImageTextToText.from_pretrained(  # type: ignore[misc]
-        tmp_path / "trained" / "huggingface" / "global_step2", output_loading_info=True
-    )
+    _, info = transformers.AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError, NeoXOptimizer, load_tensors, read_manifest, save_tensors, zero_file
+from megatron.checkpointing.layout import model_file
 from megatron.model.weight_map import layer_params
 from megatron.mpu import unshard
-from tests.checkpointing.golden import checkpoint, golden_args
+from tests.checkpointing.golden import checkpoint, fails, golden_args
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.runs import begin
@@ -21,11 +22,6 @@ from tools.ckpts import merge
 # The layers of each pipeline stage, as GPT-NeoX cut them.
 STAGES = {run: [range(9)] for run in ("neox_pp1_mp1", "neox_pp0_mp1", "llama_pp1_mp1")}
 STAGES["neox_pp2_mp2"] = [range(4), range(4, 9)]
-MODEL_FILE = "mp_rank_{:02d}_model_states.pt"
-
-
-def entry(run: str, rank: int, step: int = 3) -> Any:
-    return load_tensors(checkpoint(run, step) / MODEL_FILE.format(rank))["optimizer"]
 
 
 @pytest.mark.parametrize("run", STAGES)
@@ -35,7 +31,8 @@ def test_golden_state_is_found_by_parameter(run: str) -> None:
     assert optimizer.names(specs) == {(layer, spec.name) for layer in specs for spec in specs[layer]}
     size = optimizer.tensor_size
     for stage, layers in enumerate(STAGES[run]):
-        saved = [entry(run, stage * size + rank)["state"] for rank in range(size)]
+        files = [checkpoint(run) / model_file(stage * size + rank) for rank in range(size)]
+        saved = [load_tensors(file)["optimizer"]["state"] for file in files]
         stage_params = [(layer, spec) for layer in layers for spec in specs.get(layer, ())]
         ordered = [one for decay in (True, False) for one in stage_params if one[1].weight_decay is decay]
         assert len(ordered) == len(saved[0])
@@ -75,8 +72,7 @@ def test_zero_files_of_deepspeed_hold_the_same(stage: int, tmp_path: Path) -> No
         for spec in specs:
             torch.testing.assert_close(zero.read(layer, spec, 0, 1), plain.read(layer, spec, 0, 1), rtol=0, atol=0)
     (path / zero_file(1, 0, False)).unlink()
-    with pytest.raises(CheckpointError, match="incomplete, .*mp_rank_00"):
-        NeoXOptimizer(path, args)
+    fails("incomplete, .*mp_rank_00", NeoXOptimizer, path, args)
 
 
 def copied(run: str, to: Path, change: Callable[[int, dict[str, Any]], None]) -> Path:
@@ -96,16 +92,12 @@ def without_moment(rank: int, state: dict[str, Any]) -> None:
     state["optimizer"]["state"][0] = {"exp_avg": torch.zeros(1)}
 
 
-@pytest.mark.parametrize(
-    ("change", "keys", "facts"),
-    [
-        (lambda rank, state: state.update(optimizer=None), {}, "plain torch form"),
-        (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "plain torch form"),
-        (without_moment, {}, "exp_avg_sq"),
-        (lambda rank, state: None, {"norm": "rmsnorm"}, "other parameters"),
-    ],
-    ids=["none", "fp16 without ZeRO", "no Adam", "another model"],
-)
+@pytest.mark.parametrize(("change", "keys", "facts"), [
+    (lambda rank, state: state.update(optimizer=None), {}, "plain torch form"),
+    (lambda rank, state: state.update(optimizer={"fp32_groups_flat": []}), {}, "plain torch form"),
+    (without_moment, {}, "exp_avg_sq"),
+    (lambda rank, state: None, {"norm": "rmsnorm"}, "other parameters"),
+], ids=["none", "fp16 without ZeRO", "no Adam", "another model"])  # fmt: skip
 def test_what_is_no_state_of_this_model_is_refused_with_the_way_out(
     change: Callable[[int, dict[str, Any]], None], keys: dict[str, Any], facts: str, tmp_path: Path
 ) -> None:

@@ -20,14 +20,9 @@ LLAMA3_70B = sizes("llama", 128256, 8192, 80, 64, 8, 28672, 8192, rope_theta=500
 PARAMETERS = 70_553_706_496  # https://huggingface.co/meta-llama/Meta-Llama-3-70B
 
 
-@pytest.fixture(scope="module")
-def large() -> dict[str, tuple[int, ...]]:
-    return hf_shapes(args_of(LLAMA3_70B))
-
-
-def test_a_folder_of_70b_is_planned_without_its_weights(large: dict[str, tuple[int, ...]]) -> None:
-    plan = _plan(large, torch.bfloat16, 5 * 10**9)
-    sizes = planned_sizes(large, torch.bfloat16)
+def test_a_folder_of_70b_is_planned_without_its_weights() -> None:
+    large = hf_shapes(args_of(LLAMA3_70B))
+    plan, sizes = _plan(large, torch.bfloat16, 5 * 10**9), planned_sizes(large, torch.bfloat16)
     assert list(sizes) == [*(f"model-{i:05d}-of-00030.safetensors" for i in range(1, 31)),
                            "model.safetensors.index.json"]  # fmt: skip
     assert all(4e9 < file.size - len(file.header) <= 5e9 for file in plan[:-1])
@@ -49,11 +44,10 @@ def test_the_plan_is_what_is_written(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_tells_what_an_import_of_70b_would_write(
-    large: dict[str, tuple[int, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of a folder whose files have headers and holes."""
-    plan = _plan(large, torch.bfloat16, 5 * 10**9)
+    plan = _plan(hf_shapes(args_of(LLAMA3_70B)), torch.bfloat16, 5 * 10**9)
     for file in plan:
         (tmp_path / file.name).write_bytes(file.header)
         os.truncate(tmp_path / file.name, file.size)

@@ -11,30 +11,23 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpointing import EPHEMERAL
-from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing import EPHEMERAL, CheckpointError, Retention, begin_checkpoint, publish
 from megatron.checkpointing.layout import find_checkpoint, layer_file, list_checkpoints, read_latest, step_of
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest, verify
-from megatron.checkpointing.publish import begin_checkpoint, publish
-from megatron.checkpointing.retention import Retention
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
-from tests.checkpointing.golden import checkpoint, golden_args
+from tests.checkpointing.golden import checkpoint, fails, golden_args
 
-LAYOUT = ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4)
-MODEL = model_keys(golden_args("neox_pp1_mp1"))
-DATA, VERSIONS, CREATED = {"train": "sha256:cd"}, {"torch": torch.__version__}, "2025-01-01T00:00:00+00:00"
-MANIFEST = Manifest("r1", 0, 12, LAYOUT, MODEL, 1234, "sha256:ab", DATA, VERSIONS, CREATED)
+MANIFEST = Manifest("r1", 0, 12, ParallelLayout(pipe=2, data=1, tensor=2, zero_stage=1, precision="bf16", world_size=4),
+                    model_keys(golden_args("neox_pp1_mp1")), 1234, "sha256:ab", {"train": "sha256:cd"},
+                    {"torch": torch.__version__}, "2025-01-01T00:00:00+00:00")  # fmt: skip
 
 
-def save(
-    folder: Path | str, step: int, value: float = 0.0, *, validation_loss: float | None = None, for_now: bool = False,
-    **kw: Any,
-) -> Path:  # fmt: skip
+def save(folder: Path | str, step: int, value: float = 0, loss: Any = None, for_now: bool = False, **kw: Any) -> Path:
     temporary = begin_checkpoint(folder, step)
     assert not temporary.name.startswith("global_step")
     records = [save_tensors({"w": torch.full((4,), value)}, temporary / layer_file(i, 0)) for i in (0, 2)]
     records += [write_bytes(b"", temporary / EPHEMERAL)] if for_now else []
-    manifest = replace(MANIFEST, files={r.name: r for r in records}, validation_loss=validation_loss)
+    manifest = replace(MANIFEST, files={r.name: r for r in records}, validation_loss=loss)
     return publish(temporary, folder, step, manifest, {"conf/a.yml": "seed: 1 # kept\n", "b.yml": "{}"}, **kw)
 
 
@@ -75,10 +68,10 @@ def test_what_else_stays(tmp_path: Path) -> None:
     """Multiples, and the best of those with a validation loss; what stands only until the next goes first."""
     losses = {4: 0.5, 5: 0.4, 6: None, 7: 0.9, 8: None, 9: 0.6, 10: 0.7}
     for step, loss in losses.items():
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), validation_loss=loss)
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), loss=loss)
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [4, 5, 8, 9, 10]
     for step in (11, 12, 13):
-        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, validation_loss=0.1)
+        save(tmp_path, step, keep=Retention(2, every=4, best=1), for_now=step != 13, loss=0.1)
         expected = [4, 5, 8, 9, 10, step] if step != 13 else [4, 8, 10, 13]
         assert [step_of(p) for p in list_checkpoints(tmp_path)] == expected, step
     save(tmp_path, 14, for_now=True)
@@ -122,8 +115,8 @@ def test_links_are_left_alone(tmp_path: Path) -> None:
 
 def test_an_old_checkpoint_that_cannot_be_read_ends_no_save(tmp_path: Path) -> None:
     log_lines: list[str] = []
-    (save(tmp_path, 1, validation_loss=0.5) / "manifest.json").write_text("{")
-    save(tmp_path, 2, keep=Retention(1, best=1), validation_loss=0.5, say=log_lines.append)
+    (save(tmp_path, 1, loss=0.5) / "manifest.json").write_text("{")
+    save(tmp_path, 2, keep=Retention(1, best=1), loss=0.5, say=log_lines.append)
     assert read_latest(tmp_path) == "global_step2" and len(log_lines) == 1
     assert "global_step1" in log_lines[0] and "deleted" in log_lines[0]
 
@@ -183,8 +176,7 @@ def test_incomplete_files_are_not_published(tmp_path: Path) -> None:
     temporary = begin_checkpoint(tmp_path, 2)
     record = save_tensors({"w": torch.zeros(9)}, temporary / "mp_rank_00_model_states.pt")
     manifest = replace(MANIFEST, files={record.name: record, "gone.pt": replace(record, name="gone.pt")})
-    with pytest.raises(CheckpointError, match=r"gone\.pt \(missing\)"):
-        publish(temporary, tmp_path, 2, manifest, {})
+    fails(r"gone\.pt \(missing\)", publish, temporary, tmp_path, 2, manifest, {})
     assert [step_of(p) for p in list_checkpoints(tmp_path)] == [1] and read_latest(tmp_path) == "global_step1"
 
 
@@ -194,17 +186,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
     data = bytearray((path / name).read_bytes())
     data[len(data) // 2] ^= 1
     (path / name).write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{name} \(checksum\)"):
-        verify(path)
+    fails(rf"{name} \(checksum\)", verify, path)
     assert verify(path, [other]) is not None
     (path / name).write_bytes(data[:-5])
-    with pytest.raises(CheckpointError, match=rf"{name} \([\d,]+ bytes instead of"):
-        verify(path, [name])
+    fails(rf"{name} \([\d,]+ bytes instead of", verify, path, [name])
     (path / other).unlink()
-    with pytest.raises(CheckpointError, match="missing"):
-        verify(path)
-    with pytest.raises(CheckpointError, match="does not list x.pt"):
-        verify(path, ["x.pt"])
+    fails("missing", verify, path)
+    fails("does not list x.pt", verify, path, ["x.pt"])
 
 
 def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
@@ -212,14 +200,11 @@ def test_manifest_that_cannot_be_read(tmp_path: Path) -> None:
     text = (path / "manifest.json").read_text()
     for damaged in (text[: len(text) // 2], "[]", "{}", text.replace('"pipe"', '"pipes"')):
         (path / "manifest.json").write_text(damaged)
-        with pytest.raises(CheckpointError, match="manifest.json: damaged"):
-            verify(path)
+        fails("manifest.json: damaged", verify, path)
     (path / "manifest.json").write_text(text.replace('"consumed_samples": 12', '"consumed_samples": 13'))
-    with pytest.raises(CheckpointError, match="manifest.json: damaged .its own checksum"):
-        read_manifest(path)
+    fails("manifest.json: damaged .its own checksum", read_manifest, path)
     (path / "manifest.json").write_text(json.dumps({**json.loads(text), "format_version": 99}))
-    with pytest.raises(CheckpointError, match="format_version 99"):
-        read_manifest(path)
+    fails("format_version 99", read_manifest, path)
 
 
 def test_another_model_is_refused_with_a_manifest_and_without() -> None:
@@ -231,5 +216,4 @@ def test_another_model_is_refused_with_a_manifest_and_without() -> None:
         check_model(saved, golden_args("neox_pp1_mp1", num_attention_heads=2), "x")
     mine = json.loads(json.dumps(model_keys(args)))
     check_model(mine, args, "x")
-    with pytest.raises(CheckpointError, match="rotary_pct"):
-        check_model(mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")
+    fails("rotary_pct", check_model, mine, golden_args("neox_pp1_mp1", rotary_pct=0.5), "x")

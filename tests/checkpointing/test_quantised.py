@@ -15,23 +15,18 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import (
-    HFFolder,
-    dequantize,
-    export_hf,
-    import_hf,
-    load_checkpoint_args,
-    load_hf_weights,
-    vocab_size_from_hf,
-)
+from megatron.checkpointing.huggingface import HFFolder, dequantize, export_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface.importing import import_hf, load_hf_weights, vocab_size_from_hf
 from megatron.generation.from_huggingface import hf_model_keys
 from tests.checkpointing.family_models import random_model
+from tests.checkpointing.golden import fails
 from tests.checkpointing.test_huggingface import same_bits, tensors_of
 from tools.ckpts import convert_hf_to_neox
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"]}
 FP8_WHOLE = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
 MXFP4 = {"quant_method": "mxfp4"}
+SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
 
 def folder_of(path: Path, tensors: dict[str, Tensor], quantization: Any, **config: Any) -> Path:
@@ -90,18 +85,16 @@ def test_fp8_with_one_scale_leaves_those_of_activations_out(scale: Tensor, tmp_p
     """As Ministral 3 has it; of experts each has its own."""
     values, experts = numbers(40, 24).to(torch.float8_e4m3fn), numbers(3, 8, 16).to(torch.float8_e4m3fn)
     own = torch.tensor([1.0, 2.0, 4.0])
-    tensors = {
-        "q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
-        "experts.up": experts, "experts.up_scale_inv": own[:, None, None], "experts.up_activation_scale": scale,
-    }  # fmt: skip
+    tensors = {"q.weight": values, "q.weight_scale_inv": scale, "q.activation_scale": scale, "norm.weight": numbers(3),
+               "experts.up": experts, "experts.up_scale_inv": own[:, None, None],
+               "experts.up_activation_scale": scale}  # fmt: skip
     folder = HFFolder(folder_of(tmp_path, tensors, FP8_WHOLE, text_config={"dtype": "float16"}))
     assert folder.shapes.keys() == {"q.weight", "norm.weight", "experts.up"}
     assert torch.equal(folder.get("q.weight"), values.half() * 0.25)
     assert torch.equal(folder.get("experts.up"), experts.half() * own[:, None, None].half())
     large = {"q.weight": values, "q.weight_scale_inv": torch.tensor(1e6)}
     folder = HFFolder(folder_of(tmp_path, large, FP8_WHOLE), dtype=torch.float16)
-    with pytest.raises(CheckpointError, match="q.weight: holds numbers that fp16 cannot"):
-        folder.get("q.weight")
+    fails("q.weight: holds numbers that fp16 cannot", folder.get, "q.weight")
 
 
 def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
@@ -109,10 +102,8 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = torch.randint(0, 256, (3, 700, 70, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 150, (3, 700, 70), dtype=torch.uint8, generator=generator)
-    tensors = {
-        "experts.up_blocks": experts, "experts.up_scales": scales, "experts.up_bias": numbers(3, 700).bfloat16(),
-        "q.weight_blocks": experts[1].clone(), "q.weight_scales": scales[1].clone(),
-    }  # fmt: skip
+    tensors = {"experts.up_blocks": experts, "experts.up_scales": scales, "experts.up_bias": numbers(3, 700).bfloat16(),
+               "q.weight_blocks": experts[1].clone(), "q.weight_scales": scales[1].clone()}  # fmt: skip
     folder = HFFolder(folder_of(tmp_path, tensors, MXFP4, torch_dtype="bfloat16"))
     assert folder.shapes == {"experts.up": (3, 2240, 700), "experts.up_bias": (3, 700), "q.weight": (700, 2240)}
     assert set(folder.dtypes.values()) == {torch.bfloat16} and folder.quantised is not None
@@ -120,9 +111,6 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(folder.get("experts.up").view(torch.int16), theirs.view(torch.int16))
     assert torch.equal(folder.get("q.weight").view(torch.int16), theirs[1].T.contiguous().view(torch.int16))
     assert folder.get("experts.up").is_contiguous()
-
-
-SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
 
 def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:
@@ -174,10 +162,8 @@ def in_mxfp4(path: Path) -> dict[str, Tensor]:
         tensors[f"{name}_scales"] = torch.randint(121, 125, groups, dtype=torch.uint8, generator=generator)
     not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     folder_of(path, tensors, {**MXFP4, "modules_to_not_convert": not_converted}, **config)
-    theirs = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.bfloat16, attn_implementation="eager", quantization_config=Mxfp4Config(dequantize=True)
-    )
-    return theirs.state_dict()
+    how = {"attn_implementation": "eager", "quantization_config": Mxfp4Config(dequantize=True)}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, **how).state_dict()
 
 
 def test_gpt_oss_is_imported_from_mxfp4(
@@ -243,7 +229,6 @@ def test_scales_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None
             HFFolder(folder_of(tmp_path, tensors, quantization))
     # Without the word in config.json they are no weights
     folder = HFFolder(folder_of(tmp_path, {"a": values}, None))
-    with pytest.raises(CheckpointError, match="a is no floating-point tensor"):
-        folder.get("a")
+    fails("a is no floating-point tensor", folder.get, "a")
     with pytest.raises(CheckpointError):
         import_hf(folder, tmp_path / "neox")

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpointing.layout import layer_file, model_file, optimizer_file
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, verify
+from megatron.checkpointing import Manifest, ParallelLayout, layer_file, model_file, model_keys, optimizer_file, verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.tensor_files import save_tensors
@@ -15,10 +14,9 @@ from tests.checkpointing.golden import assert_same, whole
 from tests.live_bytes import LiveBytes
 from tools.ckpts import reshard
 
-CONFIG = {
-    "num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64, "max_position_embeddings": 64,
-    "padded_vocab_size": 128, "norm": "layernorm", "pos_emb": "rotary", "train_micro_batch_size_per_gpu": 1,
-}  # fmt: skip
+CONFIG = {"num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64,
+          "max_position_embeddings": 64, "padded_vocab_size": 128, "norm": "layernorm", "pos_emb": "rotary",
+          "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 # Weights in fp32, master and two moments, each whole and cut.
 LAYER_BYTES = 2 * 4 * 4 * 12 * 64 * 64
 
@@ -33,11 +31,9 @@ def synthetic(save: Path) -> Path:
         moments = {name: {key: w * 2 for key in ("master", "exp_avg", "exp_avg_sq")} for name, w in weights.items()}
         records.append(save_tensors(weights, temporary / layer_file(layer, 0)))
         records.append(save_tensors(moments, temporary / optimizer_file(layer, 0)))
-    manifest = Manifest(
-        run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
-        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
-        files={record.name: record for record in records},
-    )  # fmt: skip
+    manifest = Manifest(run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
+                        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
+                        files={record.name: record for record in records})  # fmt: skip
     return publish(temporary, save, 7, manifest, {})
 
 

@@ -9,15 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, has_score_head
+from megatron.checkpointing import CheckpointError, has_score_head, load_weights
 from megatron.checkpointing.families import from_hf, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.huggingface.raw_llama import write_raw
-from megatron.checkpointing.weights import load_weights
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.family_models import CASES, config_of, randomise
-from tests.checkpointing.golden import written
+from tests.checkpointing.golden import fails, written
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of
 from tests.marks import with_more
 from tests.model.stages import random_weights, small
@@ -86,10 +85,8 @@ def test_scores_are_equal_and_there_and_back_changes_no_bit(case: str, tmp_path:
 def test_what_ends_texts_does_not_pad_them(tmp_path: Path) -> None:
     folder = reward_folder(tmp_path / "hf", "llama 3")
     path, args = imported(folder, tmp_path / "neox")
-    with pytest.raises(CheckpointError, match="--pad-token-id 2 "):
-        export_hf(path, args, tmp_path / "back", pad_token_id=EOS)
-    with pytest.raises(CheckpointError, match="no token .*pad"):
-        export_hf(path, args, tmp_path / "back", tokenizer=False)
+    fails("--pad-token-id 2 ", export_hf, path, args, tmp_path / "back", pad_token_id=EOS)
+    fails("no token .*pad", export_hf, path, args, tmp_path / "back", tokenizer=False)
     assert not (tmp_path / "back").exists()
     export_hf(path, args, tmp_path / "back", pad_token_id=PAD)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
@@ -105,8 +102,7 @@ def test_what_has_no_place_for_a_score_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="num_labels: 2"):
         import_hf(HFFolder(reward_folder(tmp_path / "two", "llama 3", labels=2)), tmp_path / "neox")
     args = NeoXArgs.from_dict({**from_hf(config_of("granite").to_dict(), lambda name: None)[0], "score_head": True})
-    with pytest.raises(CheckpointError, match="reward models of granite"):
-        hf_config(args, family="granite")
+    fails("reward models of granite", hf_config, args, family="granite")
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -117,9 +113,7 @@ def test_weights_of_gpt_neox_say_themselves_what_they_are(tied: bool, tmp_path: 
         path = written(tmp_path / name, args, random_weights(args))
         assert has_score_head(path, args) == (name == "reward")
     whole = {"layers": [5, 6], "tensor_rank": 0, "tensor_size": 1}
-    with pytest.raises(CheckpointError, match="language model.*train_impl: rm .*finetune"):
-        load_weights(tmp_path / "language", models["reward"], **whole)
+    fails("language model.*train_impl: rm .*finetune", load_weights, tmp_path / "language", models["reward"], **whole)
     begun = load_weights(tmp_path / "language", models["reward"], **{**whole, "layers": [5]}, new_head=True)
     assert begun.keys() == {5} and len(begun[5]) == 2
-    with pytest.raises(CheckpointError, match=r"extra.*reward model"):
-        load_weights(tmp_path / "reward", models["language"], **whole)
+    fails(r"extra.*reward model", load_weights, tmp_path / "reward", models["language"], **whole)

@@ -11,19 +11,18 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError
+from megatron.checkpointing import CheckpointError, check_model, model_keys, saved_model
 from megatron.checkpointing.families import canonical_config, hf_config
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
-from megatron.checkpointing.manifest import check_model, model_keys, saved_model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.checkpointing.family_models import VOCAB, config_of, ours_of, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_of
+from tests.checkpointing.golden import fails
 from tests.checkpointing.test_families import args_of
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
 from tests.model.stages import small
 
-CASES = ("mamba", "falcon mamba", "mamba 2", "nemotron h")
 FULL, LINEAR = "full_attention", "linear_attention"
 
 
@@ -98,9 +97,7 @@ def test_what_cannot_be_read_is_refused_by_field(case: str, changes: dict[str, A
 
 def test_which_family_has_which_blocks() -> None:
     def refused(args: NeoXArgs, **how: Any) -> list[str]:
-        with pytest.raises(CheckpointError) as caught:
-            hf_config(args, **how)
-        return str(caught.value).splitlines()[1:]
+        return fails(".", hf_config, args, **how).splitlines()[1:]
 
     plain: dict[str, Any] = {"norm": "rmsnorm", "pos_emb": "none"}
     one = small(**plain, attention_config=["mamba", "mamba"])
@@ -173,9 +170,8 @@ def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
         model = random_model("nemotron h", layers_block_type=kinds)
         model.save_pretrained(tmp_path / "files")
         state = {name: value.clone() for name, value in model.state_dict().items()}
-        assert "model.embeddings.weight" in state and ("model.layers.1.mixer.experts.up_proj" in state) == (
-            "moe" in kinds
-        )
+        assert "model.embeddings.weight" in state
+        assert ("model.layers.1.mixer.experts.up_proj" in state) == ("moe" in kinds)
         (tmp_path / "memory").mkdir(exist_ok=True)
         save_file(state, tmp_path / "memory" / "model.safetensors", {"format": "pt"})
         (tmp_path / "memory" / "config.json").write_bytes((tmp_path / "files" / "config.json").read_bytes())
@@ -186,7 +182,7 @@ def test_names_in_memory_are_read_too(tmp_path: Path) -> None:
         import_hf(found, tmp_path / "ours")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["mamba", "falcon mamba", "mamba 2", "nemotron h"])
 def test_bits_of_a_checkpoint_in_16_bits(case: str, tmp_path: Path) -> None:
     """A_log and D in fp32 beside bf16, as training leaves them."""
     random_model(case, torch.bfloat16).save_pretrained(tmp_path / "hf")
@@ -216,9 +212,7 @@ def test_a_checkpoint_names_the_blocks_that_it_is_of(tmp_path: Path) -> None:
         ({"mamba_num_groups": 2, "mamba_state_dim": 12}, "mamba_num_groups"),
         ({"mamba_time_step_limit": None}, "mamba_time_step_limit"),
     ):
-        with pytest.raises(CheckpointError, match=key):
-            check_model(saved, args.replace(**changes), "it")
+        fails(key, check_model, saved, args.replace(**changes), "it")
     alone = small(norm="rmsnorm", pos_emb="none", attention_config=["mamba", "mamba"])
     check_model(model_keys(alone), alone.replace(num_attention_heads=2), "it")
-    with pytest.raises(CheckpointError, match="mamba_bcdt_norm_epsilon"):
-        check_model(model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")
+    fails("mamba_bcdt_norm_epsilon", check_model, model_keys(alone), alone.replace(mamba_bcdt_norm_epsilon=1e-5), "it")

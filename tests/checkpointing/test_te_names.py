@@ -1,8 +1,4 @@
-"""Files under Transformer-Engine's names and row orders, unused norms, and the rotary buffer.
-
-The row orders are those of Transformer-Engine's own source: MultiheadAttention.forward splits its projection
-as `te_split` does, and its tests compute LayerNormMLP's gated activations as `te_mlp` does.
-"""
+"""Transformer-Engine's names and row orders (`te_split`, `te_mlp`), unused norms, and the rotary buffer."""
 
 from pathlib import Path
 from typing import Any
@@ -13,15 +9,13 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing import layer_file, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.families import hf_config, to_hf
-from megatron.checkpointing.layout import layer_file
 from megatron.data import Batch
-from megatron.model import build_stage
-from megatron.model.weight_map import layer_params
+from megatron.model import build_stage, layer_params
 from megatron.mpu import ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
-from tests.checkpointing.golden import assert_same, checkpoint, golden_args, raw_layer, read, whole, written
+from tests.checkpointing.golden import assert_same, checkpoint, fails, golden_args, raw_layer, read, whole, written
 from tests.checkpointing.test_names import LAYERS, TE, renamed
 from tests.model.stages import Weights, random_weights, small, stage_with
 
@@ -100,11 +94,9 @@ def test_grouped_queries_and_gates_have_transformer_engines_rows(size: int, tmp_
         theirs = [te_split(rows, 2 // size, 2, 8) for rows in projected]
         for part, by_rank in zip(ours, zip(*theirs, strict=True), strict=True):
             torch.testing.assert_close(part, torch.cat(by_rank, 2))
-        assert files[0].keys() == {
-            "input_layernorm.scale", "attention.qkv.weight", "attention.qkv.bias", "attention.proj.weight",
-            "attention.proj.bias", "mlp.layer_norm_weight", "mlp.fc1_weight", "mlp.fc1_bias", "mlp.fc2_weight",
-            "mlp.fc2_bias",
-        }  # fmt: skip
+        assert files[0].keys() == {"input_layernorm.scale", "attention.qkv.weight", "attention.qkv.bias",
+                                   "attention.proj.weight", "attention.proj.bias", "mlp.layer_norm_weight",
+                                   "mlp.fc1_weight", "mlp.fc1_bias", "mlp.fc2_weight", "mlp.fc2_bias"}  # fmt: skip
         if size == 1:
             normed = block.post_attention_layernorm(x)  # type: ignore[union-attr,operator]
             mlp = block.mlp.linear2(block.mlp.core(normed)[0])  # type: ignore[union-attr,operator]
@@ -150,14 +142,12 @@ def test_norms_that_gpt_neox_saves_unused(keys: dict[str, Any], unused: dict[str
 
 def test_trained_norms_are_not_dropped(tmp_path: Path) -> None:
     _, _, path = files_of(tmp_path, gpt_j_residual=True)
-    with pytest.raises(CheckpointError, match=r"post_attention_layernorm\.\w+ .*gpt_j_tied: false"):
-        whole(path, small(**TIED))
+    fails(r"post_attention_layernorm\.\w+ .*gpt_j_tied: false", whole, path, small(**TIED))
 
 
 def test_biases_of_norms_that_are_not_wanted(tmp_path: Path) -> None:
     args, weights, path = files_of(tmp_path)
-    with pytest.raises(CheckpointError, match="extra input_layernorm.bias.*compat_norm_bias: true"):
-        whole(path, args.replace(use_bias_in_norms=False))
+    fails("extra input_layernorm.bias.*compat_norm_bias: true", whole, path, args.replace(use_bias_in_norms=False))
     assert_same(whole(path, args.replace(use_bias_in_norms=False, compat_norm_bias=True)), weights)
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.distributed import init_process_group
-from megatron.launch import process_info
-from megatron.launch.environment import ProcessInfo
+from megatron.launch.environment import ProcessInfo, process_info
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import small
 from tests.pool import run_ranks

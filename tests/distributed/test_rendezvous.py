@@ -50,6 +50,7 @@ def meet(
 
 
 def test_missing_ranks_are_named_to_all_that_came() -> None:
+    assert [named(ranks) for ranks in ([3], [0, 1, 2, 5], [7, 4, 6])] == ["rank 3", "ranks 0-2, 5", "ranks 4, 6-7"]
     outcomes = run_ranks(meet, 5, 2.0, {0: 0, 1: 1, 3: 3}, init=False)
     assert outcomes[2][0] == outcomes[4][0] == "absent"
     text, seconds = outcomes[0]
@@ -126,13 +127,6 @@ def test_in_the_store_of_torchruns_agent() -> None:
     assert run_ranks(in_agents_store, 2, init=False)[0] == [["0", "0"], ["1", "1"]]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0-2, 5"), ([7, 4, 6], "ranks 4, 6-7")]
-)
-def test_named(ranks: list[int], text: str) -> None:
-    assert named(ranks) == text
-
-
 def test_a_store_that_comes_later_is_reached_and_a_key_is_claimed_once() -> None:
     port = free_port()
     with pytest.raises(store.StoreUnreachable, match="refused"):
@@ -160,8 +154,7 @@ def test_who_waits_is_reminded_and_each_arrival_gives_the_next_its_time(monkeypa
     monkeypatch.setattr(store, "REMIND_EVERY_S", 30.0)
     for patience_s, in_time in ((150.0, True), (50.0, False)):
         clock[0] = 0.0
-        come = store.wait_for_arrivals(
-            lambda: 1 + int(clock[0] / 100), 4, patience_s, 1.0, lambda: reminders.append(clock[0])
-        )
+        remind = lambda: reminders.append(clock[0])  # noqa: E731
+        come = store.wait_for_arrivals(lambda: 1 + int(clock[0] / 100), 4, patience_s, 1.0, remind)
         assert come == in_time and clock[0] == (300.0 if come else 51.0)
     assert reminders == [31.0 * i for i in range(1, 10)] + [31.0]

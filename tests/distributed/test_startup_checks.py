@@ -22,18 +22,10 @@ ON = {"rendezvous_timeout_s": 10.0, "optimizer": {"type": "Adam", "params": {"lr
 
 
 def told(
-    rank: int,
-    world_size: int,
-    keys: dict[int, dict[str, Any]] | None = None,
-    patches: dict[int, dict[str, Any]] | None = None,
-    folders: dict[int, str] | None = None,
-    shared: str | None = None,
-) -> str | None:
-    """What this rank is told; None when it may go on.
-
-    By rank: other keys, functions of startup_checks.py replaced by what they give, a working folder (then
-    every rank is a machine of its own).
-    """
+    rank: int, world_size: int, keys: dict[int, dict[str, Any]] | None = None,
+    patches: dict[int, dict[str, Any]] | None = None, folders: dict[int, str] | None = None, shared: str | None = None,
+) -> str | None:  # fmt: skip
+    """What this rank is told, or None. By rank: keys, functions of startup_checks.py by results, folders."""
     startup_checks._PROBE_S = 2.0
     for name, value in (patches or {}).get(rank, {}).items():
         setattr(startup_checks, name, lambda value=value: value)

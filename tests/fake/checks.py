@@ -83,8 +83,7 @@ def assert_layout(fake_cuda: FakeCuda, cases: list[Case]) -> None:
 
 
 def assert_construction(fake_cuda: FakeCuda, case: Case) -> None:
-    """No more is held at any moment than this rank's part, in the dtype it trains in, and the values of two
-    parameters as they are drawn, whole and in fp32."""
+    """At most this rank's part is held, in its dtype, and two parameters as drawn, whole and in fp32."""
     seen = fake_cuda.run(case)
     largest = 4 * HIDDEN * max(VOCAB, 3 * HIDDEN, 2 * MODEL["intermediate_size"])
     assert seen["parameters"] < seen["construction"] <= seen["parameters"] + 2 * largest, "construction"

@@ -1,5 +1,4 @@
-"""The process that has loaded the shim, as tests see it, and what it does: it imports torch after the shim,
-once for all cases (`python -m tests.fake.client LIBRARY`)."""
+"""The process that imports torch after the shim, once for all cases, and what tests see of it."""
 
 import json
 import os
@@ -17,25 +16,23 @@ class FakeCuda:
     """A process that runs cases, and what it answered: each case is run once."""
 
     def __init__(self, library: Path) -> None:
-        command = [sys.executable, "-m", "tests.fake.client", str(library)]
+        command, pipe = [sys.executable, "-m", "tests.fake.client", str(library)], subprocess.PIPE
         root = Path(__file__).parents[2]
-        self._process = subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process: Any = subprocess.Popen(command, cwd=root, stdin=pipe, stdout=pipe, text=True)
         self._answers: dict[str, dict[str, Any]] = {}
 
     def run(self, case: Case) -> dict[str, Any]:
         """What `runs.run` says of a case. Raises RuntimeError where the process has died."""
         asked = json.dumps(asdict(case))
         if asked not in self._answers:
-            assert self._process.stdin is not None and self._process.stdout is not None
             print(asked, file=self._process.stdin, flush=True)
             answer = self._process.stdout.readline()
             if not answer:
-                raise RuntimeError(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}")  # type: ignore[arg-type]
+                raise RuntimeError(f"{' '.join(map(str, self._process.args))}: ended with {self._process.wait()}")
             self._answers[asked] = json.loads(answer)
         return self._answers[asked]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
 

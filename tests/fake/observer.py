@@ -21,25 +21,18 @@ MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
 VARLEN = {"torch_attn._varlen_attn": 3, "aten._efficient_attention_forward": 4}
 # Of a collective's name in torch, eager or compiled: the field's name, and which tensor is the larger one.
 COLLECTIVES = {
-    "c10d.allreduce_": "all_reduce",
-    "c10d._allgather_base_": "all_gather",
-    "c10d._reduce_scatter_base_": "reduce_scatter",
-    "c10d.broadcast_": "broadcast",
-    "c10d.alltoall_base_": "all_to_all",
-    "_c10d_functional.all_reduce": "all_reduce",
-    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "c10d.allreduce_": "all_reduce", "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter", "c10d.broadcast_": "broadcast", "c10d.alltoall_base_": "all_to_all",
+    "_c10d_functional.all_reduce": "all_reduce", "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_gather_into_tensor_coalesced": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
-}
+}  # fmt: skip
 
 
 class Observer(TorchDispatchMode):
-    """Notes, of all operations while it is entered, `findings` (mistakes, in words), `collectives` in their
-    order as (first rank, stride between ranks, number of ranks, kind, bytes of the whole tensor), the varlen
-    kernel's arguments, those of products in FP8 as `scaled`, and bytes.
-
-    live, peak: bytes of storages on the device.
-    """
+    """Notes, while it is entered, `findings` (mistakes), `collectives` in their order as (first rank,
+    stride between ranks, ranks, kind, bytes of the whole tensor), arguments of varlen kernels, FP8 products
+    as `scaled`, and bytes of storages on the device: `live` and `peak`."""
 
     supports_higher_order_operators = True
 
@@ -81,15 +74,12 @@ class Observer(TorchDispatchMode):
         return output
 
     def begin_step(self, seq: int) -> None:
-        """Forget the collectives, kernels and peak of construction. From here on nothing is `[.., seq, seq]`;
-        choosing kernels tries some with masks."""
+        """Forget construction, which tries kernels with masks. From here on nothing is `[.., seq, seq]`."""
         self.square, self.peak = (seq, seq), self.live
         self.collectives.clear()
         self.kernels.clear()
         self.varlen.clear()
         self.scaled.clear()
-
-    # -- devices and shapes ----------------------------------------------------------------------------------
 
     def _check_inputs(self, name: str, inputs: list[Tensor]) -> None:
         if name == "aten._local_scalar_dense" and inputs[0].device.type == "cuda":
@@ -142,14 +132,10 @@ class Observer(TorchDispatchMode):
         fast = bool(given.get("use_fast_accum", False))
         self.scaled[a.shape[0], b.shape[1], a.shape[1], *formats, *scales, result, fast] += 1
 
-    # -- collectives -----------------------------------------------------------------------------------------
-
     def _note_collective(self, kind: str, args: Any, inputs: list[Tensor], output: Any) -> None:
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         size = max(tensor.numel() * tensor.element_size() for tensor in [*inputs, *outputs])
         self.collectives.append((*_members(args), kind, size))
-
-    # -- memory ----------------------------------------------------------------------------------------------
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

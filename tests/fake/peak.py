@@ -1,13 +1,9 @@
-"""Prints what a rank of a large model holds at most. `python -m tests.fake.peak`, in GiB:
+"""Prints, in GiB, what a rank of a large model holds at most: `python -m tests.fake.peak`.
 
-A 70B model at tp8 pp4 dp8, the model's part without optimizer: of a rank of each pipeline stage, one
-micro-batch forwards and backwards with sequence parallelism and recomputation, parameters, the peak while
-they are made, and the peak of both passes (parameters, gradients and activations), all in bf16.
-
-A 13B model at dp8 under the native engine, a whole step in bf16 with recomputation: the peak while it is
-built, what is kept between steps, and the peak of a step.
-
-What kernels reserve within is not seen.
+70B at tp8 pp4 dp8 without optimizer, of a rank of each stage: parameters, the peak while they are made, and
+that of both passes of a micro-batch, with sequence parallelism and recomputation. 13B at dp8 under the native
+engine: the peak while it is built, what is kept between steps, and the peak of a step. All is in bf16; what
+kernels reserve within is not seen.
 """
 
 import sys
@@ -17,18 +13,9 @@ from tests.fake.client import FakeCuda
 from tests.fake.layouts import BIG, LLAMA_13B, Case
 from tests.fake.shim import build, lacking
 
-LLAMA_70B: dict[str, Any] = {
-    **BIG,
-    "num_layers": 80,
-    "hidden_size": 8192,
-    "num_attention_heads": 64,
-    "num_kv_heads": 8,
-    "intermediate_size": 28672,
-    "padded_vocab_size": 128256,
-    "seq_length": 4096,
-    "max_position_embeddings": 4096,
-    "train_micro_batch_size_per_gpu": 1,
-}
+LLAMA_70B: dict[str, Any] = {**BIG, "num_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "num_kv_heads": 8,
+                             "intermediate_size": 28672, "padded_vocab_size": 128256, "seq_length": 4096,
+                             "max_position_embeddings": 4096, "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 TENSOR, PIPE, DATA = 8, 4, 8
 
 

@@ -19,8 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 import megatron.mpu
-from megatron.data import Batch
-from megatron.data.batch import collate, share_prefixes
+from megatron.data.batch import Batch, collate, share_prefixes
 from megatron.model import HiddenStates, InferenceContext, Stage, forward_only
 from megatron.model.init import init_stage, parameters_with_specs
 from megatron.mpu import DTYPES, ParallelGroups, gather_from_tensor
@@ -57,13 +56,9 @@ def run(case: Case) -> dict[str, Any]:
                     _run(case, args, groups, observer, seen)
         except Exception as problem:
             seen["error"] = f"{type(problem).__name__}: {problem} at {_line_of(problem)}"
-    return seen | {
-        "findings": observer.findings,
-        "collectives": observer.collectives,
-        "kernels": observer.kernels,
-        "varlen": observer.varlen,
-        "scaled": [[*call, times] for call, times in observer.scaled.items()],
-    }
+    return seen | {"findings": observer.findings, "collectives": observer.collectives, "kernels": observer.kernels,
+                   "varlen": observer.varlen,
+                   "scaled": [[*call, times] for call, times in observer.scaled.items()]}  # fmt: skip
 
 
 def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
@@ -73,8 +68,7 @@ def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen
     with observer:
         engine = build_engine(args, groups, engine=NativeEngine)
         seen["construction"] = observer.peak
-        # What is copied to the device once; in steps nothing is.
-        observer.findings.clear()
+        observer.findings.clear()  # what is copied to the device once; in steps nothing is
         if not args.compile:
             engine.train_step(batches, 1e-4)
     if args.compile:
@@ -93,7 +87,6 @@ def _run_native(args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen
 def _run(case: Case, args: NeoXArgs, groups: ParallelGroups, observer: Observer, seen: dict[str, Any]) -> None:
     with observer:
         engine = build_engine(args, groups, engine=ModelStep)
-        assert isinstance(engine, ModelStep)
         seen["parameters"] = sum(p.numel() * p.element_size() for p in engine.stage.parameters())
         seen["construction"] = observer.peak
     steps = range(max(1, len(case.documents)))
@@ -133,20 +126,13 @@ def calls_compiled() -> int:
     return torch._dynamo.utils.counters["stats"]["calls_captured"]
 
 
-# -- the machine ---------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
-    values |= {
-        "get_device_capability": tuple(capability),
-        "is_current_stream_capturing": False,
-        "is_bf16_supported": True,
-    }
+    values |= {"get_device_capability": tuple(capability), "is_bf16_supported": True}
+    values |= {"is_current_stream_capturing": False, "get_rng_state": torch.get_rng_state()}
     values |= dict.fromkeys(("_lazy_init", "synchronize", "set_device", "set_rng_state"))
-    values["get_rng_state"] = torch.get_rng_state()
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
@@ -162,8 +148,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "compile", compiler))
         stack.enter_context(mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")))
         # A mesh is a tensor of ranks on the host, which is made before the first step.
-        from_group = staticmethod(real(DeviceMesh.from_group))
-        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", from_group))
+        stack.enter_context(mock.patch.object(DeviceMesh, "from_group", staticmethod(real(DeviceMesh.from_group))))
         # torch.tensor(.., device=) would copy before a fake tensor is made of it.
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, False)
@@ -173,14 +158,11 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
 
 
 def shared_out_evenly(args: NeoXArgs) -> Any:
-    """A patch for what the host reads of where tokens go: of a micro-batch's choices those of this tensor
-    rank's experts, to all of their ranks alike."""
-    assert args.train_micro_batch_size_per_gpu is not None
+    """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
     each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
-    return mock.patch(
-        "megatron.model.moe.dispatch.read_sizes", lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))
-    )
+    sizes = lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))  # noqa: E731
+    return mock.patch("megatron.model.moe.dispatch.read_sizes", sizes)
 
 
 def real(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -230,10 +212,9 @@ def process_group(case: Case) -> Iterator[None]:
 
 
 class ModelStep(EngineBase):
-    """What DeepSpeed's engine does in a step of its own accord, without DeepSpeed: the weight of the batch
-    over data ranks, forward, backward, verdict, norm and clipping."""
+    """A step as DeepSpeed's engine takes it: weight over data ranks, passes, verdict, norm, clipping."""
 
-    name = "deepspeed"
+    name = "model step"
 
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
@@ -246,8 +227,6 @@ class ModelStep(EngineBase):
         self.watch.watch(list(named.values()))
         self._loss = StepLoss(objective, groups, self.watch)
         stage.train()
-
-    name = "model step"
 
     @staticmethod
     def notes(args: NeoXArgs) -> list[str]:
@@ -282,15 +261,11 @@ class ModelStep(EngineBase):
         return HiddenStates(torch.empty(shape, dtype=dtype, device=DEVICE, requires_grad=True))
 
 
-# -- batches -------------------------------------------------------------------------------------------------
-
-
 def make_batch(
     args: NeoXArgs, case: Case, documents: list[list[int]] | None, prefixes: list[int] | None = None
 ) -> Batch:
     """A micro-batch as collation makes it, its tensors then fake ones on the device."""
     rows, seq = args.train_micro_batch_size_per_gpu, args.seq_length
-    assert rows is not None
     windows = np.ones((rows, seq + 1), np.int64)
     for row, starts in enumerate(documents or []):
         windows[row, [start - 1 for start in starts if start]] = EOD

@@ -29,8 +29,7 @@ def lacking() -> str | None:
 
 
 def build() -> Path:
-    """The library for the installed torch, compiled by the first process that asks. Raises RuntimeError with
-    what is lacking, or with the compiler's words."""
+    """The library for this torch, compiled for who asks first. Raises RuntimeError with what is lacking."""
     compile_with = compiler()
     if (reason := lacking()) is not None or compile_with is None:
         raise RuntimeError(reason)
@@ -61,6 +60,4 @@ def preload(library: Path) -> None:
 
 
 def _torch_folder() -> Path:
-    spec = importlib.util.find_spec("torch")
-    assert spec is not None and spec.origin is not None
-    return Path(spec.origin).parent
+    return Path(importlib.util.find_spec("torch").origin).parent  # type: ignore[union-attr,arg-type]

@@ -6,21 +6,7 @@ import pytest
 
 from tests.fake.checks import assert_documents, assert_layout, clean, compiled
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import (
-    COMPILE,
-    DROPOUT,
-    LAYERS,
-    PACKED,
-    PACKED_DPO,
-    PAIRS,
-    PREFIXES,
-    RECOMPUTE,
-    SELECTIVE,
-    SP2,
-    TP2,
-    WINDOW,
-    Case,
-)
+from tests.fake.layouts import COMPILE, DROPOUT, LAYERS, PACKED, PACKED_DPO, RECOMPUTE, SHARED, SP2, TP2, WINDOW, Case
 from tests.marks import with_more
 
 # Of all blocks, and of what is done to a chunk of logits: before tensor ranks tell each other, and after.
@@ -60,20 +46,18 @@ def test_packed_steps_with_validation_between(name: str, fake_cuda: FakeCuda) ->
 
 
 def test_prompts_that_pairs_share_may_change(fake_cuda: FakeCuda) -> None:
-    values = {**COMPILE, **PACKED_DPO}
     # Before the first step FlexAttention was tried by itself; blocks, logits forwards, logits backwards.
-    compiled(fake_cuda, Case(values=values, documents=PAIRS, prefixes=PREFIXES, pairs=True), 4)
+    compiled(fake_cuda, Case(values={**COMPILE, **PACKED_DPO}, **SHARED), 4)
 
 
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.product)], ids=["eager", "compiled"])
 def test_what_recomputation_runs_again(eager: bool, fake_cuda: FakeCuda) -> None:
-    """Full: attention of each block, or of every other one; selective: none of it, and no product; what is
-    kept for the backward passes lies between full and none."""
-    compile_ = {} if eager else COMPILE
-    forms = {"none": {}, "selective": SELECTIVE, "half": {**RECOMPUTE, "recompute_every": 2}, "full": RECOMPUTE}
-    seen = {name: clean(fake_cuda, Case(values={**compile_, **values})) for name, values in forms.items()}
-    attention = "aten._scaled_dot_product_cudnn_attention"
-    counts = {name: one["kernels"][attention] for name, one in seen.items()}
+    """Attention of each block, of every other, or selectively none and no product; kept bytes lie between."""
+    selective = {"checkpoint_activations": True, "recompute_granularity": "selective"}
+    forms = {"none": {}, "selective": selective, "half": {**RECOMPUTE, "recompute_every": 2}, "full": RECOMPUTE}
+    cases = {name: Case(values={**({} if eager else COMPILE), **values}) for name, values in forms.items()}
+    seen = {name: clean(fake_cuda, case) for name, case in cases.items()}
+    counts = {name: one["kernels"]["aten._scaled_dot_product_cudnn_attention"] for name, one in seen.items()}
     assert counts == {"none": LAYERS, "selective": LAYERS, "half": 3 * LAYERS // 2, "full": 2 * LAYERS}
     products = {name: one["kernels"]["aten.mm"] for name, one in seen.items()}
     assert products["selective"] == products["none"] < products["half"] < products["full"]

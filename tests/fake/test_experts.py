@@ -1,5 +1,4 @@
-"""Mixtures of experts on fake CUDA: a step of a model of 30 billion parameters over ranks that share out its
-experts, whose collectives and bytes are derived by hand; and compiled blocks that are one graph."""
+"""Experts on fake CUDA: collectives and bytes of a step of 30 billion parameters; compiled blocks."""
 
 from collections import Counter
 from typing import Any
@@ -20,30 +19,20 @@ QWEN: dict[str, Any] = {
     "moe_num_experts": EXPERTS, "moe_top_k": TOP_K, "moe_intermediate_size": WIDTH, "moe_router_type": "topk",
     "norm_topk_prob": True, "moe_aux_loss_coeff": 1e-3, "train_micro_batch_size_per_gpu": 1, **RECOMPUTE,
 }  # fmt: skip
-SHARED_OUT: dict[str, Any] = {
-    "model_parallel_size": TP, "expert_parallel_size": EP, "sequence_parallel": True,
-    "zero_optimization": {"stage": 2},
-}  # fmt: skip
+SHARED_OUT: dict[str, Any] = {"model_parallel_size": TP, "expert_parallel_size": EP, "sequence_parallel": True,
+                              "zero_optimization": {"stage": 2}}  # fmt: skip
 # Of one tensor rank: all experts, and of a block all other parameters; elements.
 OF_EXPERTS = EXPERTS * 3 * WIDTH * HIDDEN // TP
 OF_BLOCK = ((HEADS + 2 * KV) * HEAD_DIM * HIDDEN + HEADS * HEAD_DIM * HIDDEN) // TP + 2 * HIDDEN + EXPERTS * HIDDEN
 OF_REST = 2 * VOCAB * HIDDEN // TP + HIDDEN
-
-
-# Choices of a micro-batch that are of a tensor rank's experts.
-ROWS = SEQ * TOP_K // TP
+ROWS = SEQ * TOP_K // TP  # choices of a micro-batch that are of a tensor rank's experts
 
 
 def derived(rank: int, layers: int) -> Counter[tuple[Any, ...]]:
-    """Collectives of a step over the ranks of expert parallelism, by (first rank, stride, ranks, kind,
-    bytes): each block's tokens travel to experts and back, forwards, once more for recomputation, and as
-    gradients; their numbers before, forwards alone. All experts are chosen alike."""
-    counted: Counter[tuple[Any, ...]] = Counter()
-    first, stride = rank % TP, TP  # all four data ranks share them out
-    # Of a tensor rank's whole sequence those choices that are of its experts.
-    counted[first, stride, EP, "all_to_all", 2 * ROWS * HIDDEN] += layers * (2 + 2 + 2)
-    counted[first, stride, EP, "all_to_all", 8 * EXPERTS // TP] += layers * 2
-    return counted
+    """Collectives of a step by (first rank, stride, ranks, kind, bytes), if experts are chosen alike."""
+    group = (rank % TP, TP, EP, "all_to_all")  # all four data ranks share them out
+    # Tokens to experts and back: forwards, recomputed, as gradients; their numbers before, forwards.
+    return Counter({(*group, 2 * ROWS * HIDDEN): layers * (2 + 2 + 2), (*group, 8 * EXPERTS // TP): layers * 2})
 
 
 def assert_step(seen: dict[str, Any], rank: int, layers: int) -> None:
@@ -77,10 +66,9 @@ def test_30b_over_eight_gpus(fake_cuda: FakeCuda) -> None:
     assert max(seen["construction"], seen["peak"]) < 80e9 * 0.9
 
 
-SMALL: dict[str, Any] = {
-    "moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "moe_router_type": "topk",
-    "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001, "moe_shared_expert_intermediate_size": 128,
-}  # fmt: skip
+SMALL: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_intermediate_size": 64, "moe_router_type": "topk",
+                         "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001,
+                         "moe_shared_expert_intermediate_size": 128}  # fmt: skip
 COMPILED: dict[str, Case] = {
     "one": Case(values={**SMALL, **COMPILE}),
     "tp2 sp": Case(2, 1, {**SMALL, **COMPILE, "model_parallel_size": 2, "sequence_parallel": True}),

@@ -1,5 +1,4 @@
-"""FlexAttention: in the graph of a compiled block, or compiled by itself; new boundaries of documents compile
-nothing anew, and no tensor is seq x seq."""
+"""FlexAttention in compiled blocks or by itself: no boundary compiles anew, no tensor is seq x seq."""
 
 from typing import Any
 
@@ -7,31 +6,25 @@ import pytest
 
 from tests.fake.checks import assert_layout, clean, compiled
 from tests.fake.client import FakeCuda
-from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, PACKED_DPO, PAIRS, PREFIXES, RECOMPUTE, SP2, WINDOW, Case
+from tests.fake.layouts import COMPILE, GQA, LAYERS, PACKED, PACKED_DPO, RECOMPUTE, SHARED, SP2, WINDOW, Case
 from tests.marks import with_more
 
 FLEX: dict[str, Any] = {"attention_backend": "flex"}
 CAPPED: dict[str, Any] = {"attn_logit_softcapping": 30.0}  # flex is what `auto` takes
 SINKS: dict[str, Any] = {"attention_sinks": True}  # and here
 DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]
-SHARED: dict[str, Any] = {"documents": PAIRS, "prefixes": PREFIXES, "pairs": True}
 CASES: dict[str, Case] = {
     "documents": Case(values={**FLEX, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
     "documents, by itself": Case(values={**FLEX, **PACKED, **GQA}, documents=DOCUMENTS),
-    "windows": Case(values={**FLEX, **WINDOW, **COMPILE}),
-    "rows, by itself": Case(values=FLEX),
+    "windows": Case(values={**FLEX, **WINDOW, **COMPILE}), "rows, by itself": Case(values=FLEX),
     "capped logits": Case(values={**CAPPED, **PACKED, **COMPILE}, documents=DOCUMENTS),
     "capped rows, by itself": Case(values=CAPPED),
     "sinks": Case(values={**SINKS, **PACKED, **GQA, **COMPILE}, documents=DOCUMENTS),
-    "sinks, by itself": Case(values=SINKS),
-    "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
+    "sinks, by itself": Case(values=SINKS), "shared prompts": Case(values={**PACKED_DPO, **COMPILE}, **SHARED),
     "shared prompts, by itself": Case(values=PACKED_DPO, **SHARED),
     "shared prompts, recomputed": Case(values={**PACKED_DPO, **COMPILE, **RECOMPUTE}, **SHARED),
-}
-
-
-# What is not compiled takes a second or two.
-MORE = ("rows, by itself", "sinks, by itself")
+}  # fmt: skip
+MORE = ("rows, by itself", "sinks, by itself")  # what is not compiled takes a second or two
 
 
 @pytest.mark.parametrize("name", with_more(CASES, *MORE, product=CASES.keys() - {"documents", *MORE}))

@@ -1,5 +1,4 @@
-"""FP8 on fake CUDA: which products every recipe asks the tensor cores for, with which formats, layouts and
-scales, in which blocks; compiled blocks are one graph, also where scales have a state."""
+"""FP8 on fake CUDA: products, formats, layouts and scales of every recipe; compiled blocks are one graph."""
 
 from collections import Counter
 from typing import Any
@@ -20,9 +19,8 @@ DEEP, INNER = {"num_layers": 4}, 2
 
 def linears(tensor: int) -> list[tuple[int, int]]:
     """(features out, in) of a block's linears on a tensor rank: QKV, output, gate and up, down."""
-    return [
-        (3 * HIDDEN // tensor, HIDDEN), (HIDDEN, HIDDEN // tensor), (2 * FFN // tensor, HIDDEN), (HIDDEN, FFN // tensor)
-    ]  # fmt: skip
+    width, inner = HIDDEN // tensor, FFN // tensor
+    return [(3 * width, HIDDEN), (HIDDEN, width), (2 * inner, HIDDEN), (HIDDEN, inner)]
 
 
 def derived(recipe: str, blocks: int, tensor: int = 1, wgrad: bool = True) -> Counter[tuple[Any, ...]]:
@@ -99,6 +97,5 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"te, ZeRO 3"}))
 def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
-    """One for blocks in bf16, one for those in FP8, whose scales are its inputs, and that of the logits (over
-    tensor ranks two); new scales compile nothing."""
+    """Of blocks in bf16, in FP8 with scales as inputs, and of logits (over ranks two), for any scales."""
     compiled(fake_cuda, COMPILED[name], graphs=4 if "tp2" in name else 3)

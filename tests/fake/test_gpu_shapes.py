@@ -1,5 +1,4 @@
-"""The models whose speed `make gpu` measures, on fake CUDA: the step its contestants take runs, on the
-kernels that it is meant to, and fits into the memory of a GPU of 80 GB."""
+"""The models whose speed `make gpu` measures, on fake CUDA: kernels of their step, and that 80 GB hold it."""
 
 from typing import Any
 
@@ -35,11 +34,9 @@ def starts(keys: dict[str, Any], mean: int) -> list[list[int]]:
 def pairs_of_400m() -> dict[str, Any]:
     """A pair of the longest answers, a row each."""
     shape, seq = PAIR_SHAPES["400M"], CUT - SHORTER
-    return {
-        **DPO, "num_layers": shape["layers"], "hidden_size": shape["hidden"], "num_attention_heads": shape["heads"],
-        "intermediate_size": shape["ffn"], "padded_vocab_size": shape["vocab"], "seq_length": seq,
-        "max_position_embeddings": seq,
-    }  # fmt: skip
+    return {**DPO, "num_layers": shape["layers"], "hidden_size": shape["hidden"], "num_attention_heads": shape["heads"],
+            "intermediate_size": shape["ffn"], "padded_vocab_size": shape["vocab"], "seq_length": seq,
+            "max_position_embeddings": seq}  # fmt: skip
 
 
 PLAIN, PACKED = "aten._scaled_dot_product_cudnn_attention_backward", "torch_attn._varlen_attn_backward"

@@ -21,9 +21,9 @@ from tests.fake.layouts import (
     PACKED_DPO,
     PAIRS,
     PP2,
-    PREFIXES,
     RECOMPUTE,
     SEQ,
+    SHARED,
     SP2,
     TP2,
     VOCAB,
@@ -34,19 +34,11 @@ from tests.marks import with_more
 
 TWO_DOCUMENTS = [[[0, 100], [0]], [[0, 7, 50], [0, 150]]]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, TP2),
-    "tp2 sp": (2, SP2),
-    "pp2": (2, PP2),
-    "dp2": (2, {}),
-    "tp2 pp2 dp2 sp": (8, {**SP2, **PP2}),
-    "tp2 recompute": (2, {**TP2, **RECOMPUTE}),
-    "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}),
-    "tp2 gqa": (2, {**TP2, **GQA}),
-    "tp2 window": (2, {**TP2, **WINDOW}),
-    "tp2 sp dropout": (2, {**SP2, **DROPOUT}),
-    "tp2 preferences": (2, {**TP2, **DPO}),
-}
+    "one": (1, {}), "tp2": (2, TP2), "tp2 sp": (2, SP2), "pp2": (2, PP2), "dp2": (2, {}),
+    "tp2 pp2 dp2 sp": (8, {**SP2, **PP2}), "tp2 recompute": (2, {**TP2, **RECOMPUTE}),
+    "tp2 sp recompute": (2, {**SP2, **RECOMPUTE}), "tp2 gqa": (2, {**TP2, **GQA}), "tp2 window": (2, {**TP2, **WINDOW}),
+    "tp2 sp dropout": (2, {**SP2, **DROPOUT}), "tp2 preferences": (2, {**TP2, **DPO}),
+}  # fmt: skip
 BIG_WORLD = 1024  # tp8 pp4 dp32
 
 
@@ -88,10 +80,8 @@ def test_documents(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> 
 
 
 def test_peak_bytes(fake_cuda: FakeCuda) -> None:
-    """Recomputation keeps the inputs of the blocks and the insides of one; sequence parallelism a part of all
-    that lies between the linears."""
-    deep = {"num_layers": 4}
-    plain, recomputed = (fake_cuda.run(Case(values={**deep, **keys})) for keys in ({}, RECOMPUTE))
+    """Recomputation keeps blocks' inputs and one's insides; sequence parallelism parts between linears."""
+    plain, recomputed = (fake_cuda.run(Case(values={"num_layers": 4, **keys})) for keys in ({}, RECOMPUTE))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
     weights_and_gradients = 2 * plain["parameters"]
     inside = (plain["passes"] - weights_and_gradients) / 4
@@ -106,19 +96,13 @@ def test_construction(values: dict[str, Any], fake_cuda: FakeCuda) -> None:
     assert_construction(fake_cuda, Case(values.get("model_parallel_size", 1), values=values))
 
 
-@pytest.mark.parametrize(
-    ("values", "kernel"),
-    [
-        ({}, "flex_attention"),
-        (
-            {"attention_dropout": 0.1, "disable_dropout": False, "prefix_sharing": True},
-            "aten._efficient_attention_forward",
-        ),  # written out
-    ],
-    ids=["flex", "dropout"],
-)
+@pytest.mark.parametrize(("values", "kernel"), [
+    ({}, "flex_attention"),
+    ({"attention_dropout": 0.1, "disable_dropout": False, "prefix_sharing": True},
+     "aten._efficient_attention_forward"),  # written out
+], ids=["flex", "dropout"])  # fmt: skip
 def test_prompts_that_pairs_share(values: dict[str, Any], kernel: str, fake_cuda: FakeCuda) -> None:
-    case = Case(2, 1, {**TP2, **PACKED_DPO, **values}, documents=PAIRS, prefixes=PREFIXES, pairs=True)
+    case = Case(2, 1, {**TP2, **PACKED_DPO, **values}, **SHARED)
     assert_layout(fake_cuda, [case])
     assert fake_cuda.run(case)["kernels"][kernel] == LAYERS * len(PAIRS)
 
@@ -137,13 +121,12 @@ def test_scoring_and_generation(fake_cuda: FakeCuda) -> None:
 
 @pytest.mark.parametrize("more", [{}, pytest.param(COMPILE, marks=pytest.mark.product)], ids=["eager", "compiled"])
 def test_async_tensor_parallel(more: dict[str, Any], fake_cuda: FakeCuda) -> None:
-    """Each linear gathers with one product and scatters with another, and columns gather again beside; the
-    other collectives are as without."""
+    """Linears gather with one product and scatter with another, columns gather again; no more differs."""
     values = {**SP2, **more, "async_tensor_parallel": True}
     seen, without = clean(fake_cuda, Case(2, 1, values)), derived(Case(2, 1, SP2))
     hidden = 2 * SEQ * MICRO_BATCH * HIDDEN
-    for kind, fewer in (("all_gather", 4 * LAYERS), ("reduce_scatter", 4 * LAYERS)):
-        without[0, 1, 2, kind, hidden] -= fewer
+    for kind in ("all_gather", "reduce_scatter"):
+        without[0, 1, 2, kind, hidden] -= 4 * LAYERS
     assert Counter(map(tuple, seen["collectives"])) == without
     for kernel in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         assert seen["kernels"][f"symm_mem.{kernel}"] == 4 * LAYERS

@@ -1,5 +1,4 @@
-"""Hybrids of Mamba on fake CUDA: no wait for the device, compiled blocks that are one graph, and over two
-tensor ranks the collectives and bytes that are derived by hand."""
+"""Hybrids of Mamba on fake CUDA: no wait for the device, one graph a block, derived collectives and bytes."""
 
 from collections import Counter
 from typing import Any
@@ -23,8 +22,6 @@ CASES: dict[str, Case] = {
     "packed": Case(values={**HYBRID, **COMPILE}, documents=[[[0, 300]], [[0, 17, 417]]]),
     "ZeRO 3": Case(8, 3, {**HYBRID, **COMPILE, "zero_optimization": {"stage": 3}}, native=True),
 }
-
-
 # Elements on one of two ranks.
 INNER, RANK = HEADS * HEAD_DIM, HIDDEN // 16
 SHARED = 2 * GROUPS * STATE

@@ -1,5 +1,4 @@
-"""A whole step of the native engine as any rank, on fake CUDA: no wait for the device, nothing on the host,
-no more memory than derived, and compiled blocks that are one graph within `fully_shard`."""
+"""A step of the native engine as any rank, on fake CUDA: no wait, no more memory than derived, one graph."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,16 +12,12 @@ from tests.marks import with_more
 
 # Blocks so large and tokens so few that weights are all that counts.
 LAYERS, HIDDEN, FFN, VOCAB, SEQ = 6, 512, 2048, 512, 16
-SHAPE: dict[str, Any] = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "intermediate_size": FFN,
-    "padded_vocab_size": VOCAB,
-    "seq_length": SEQ,
-    "max_position_embeddings": SEQ,
-    "train_micro_batch_size_per_gpu": 1,
-}
+SHAPE: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN,
+                         "padded_vocab_size": VOCAB, "seq_length": SEQ, "max_position_embeddings": SEQ,
+                         "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 DATA = 8
+# ZeRO's stage, tensor ranks, micro-batches.
+LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (2, 8, 2), (1, 1, 1), (2, 1, 2), *((n, 8, 1) for n in range(4))]
 
 
 def native(stage: int, tensor: int = 1, micro_batches: int = 1, **more: Any) -> Case:
@@ -39,8 +34,7 @@ def elements(tensor: int) -> tuple[int, int]:
 
 
 def derived(stage: int, tensor: int, micro_batches: int) -> tuple[int, int, int]:
-    """Bytes that are kept between steps; those that a step has at once beside them, at least; and how many
-    more there may be at that time."""
+    """Bytes kept between steps, those that a step has beside them at least, and how many more at most."""
     whole, block = elements(tensor)
     tokens = SEQ * LAYERS * (12 * HIDDEN + 6 * FFN) * 2  # activations, of one tensor rank or of more
     if stage == 0:  # bf16 weights, fp32 gradients, master weights and two moments; a block's bf16 gradients
@@ -55,10 +49,6 @@ def derived(stage: int, tensor: int, micro_batches: int) -> tuple[int, int, int]
     if micro_batches == 1:  # from backward's begin on, weights go faster than gradients come
         return kept, 2 * whole, buffers + tokens
     return kept, 2 * whole + (4 * whole if stage == 1 else gradients), buffers + tokens
-
-
-# ZeRO's stage, tensor ranks, micro-batches.
-LAYOUTS = [(0, 1, 1), (2, 1, 1), (3, 1, 1), (1, 1, 2), (2, 8, 2), (1, 1, 1), (2, 1, 2), *((n, 8, 1) for n in range(4))]
 
 
 @pytest.mark.parametrize("layout", with_more(LAYOUTS, *LAYOUTS[3:5], product=LAYOUTS[5:]), ids=str)
@@ -82,20 +72,15 @@ def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
 
 
 COMPILED: dict[str, Case] = {
-    "ZeRO 0": native(0, **COMPILE),
-    "ZeRO 1": native(1, **COMPILE),
-    "ZeRO 2": native(2, **COMPILE),
-    "ZeRO 3": native(3, **COMPILE),
-    "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
-    "ZeRO 2, tp8": native(2, 8, **COMPILE),
-    "ZeRO 3, tp8": native(3, 8, **COMPILE),
-}
+    "ZeRO 0": native(0, **COMPILE), "ZeRO 1": native(1, **COMPILE), "ZeRO 2": native(2, **COMPILE),
+    "ZeRO 3": native(3, **COMPILE), "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
+    "ZeRO 2, tp8": native(2, 8, **COMPILE), "ZeRO 3, tp8": native(3, 8, **COMPILE),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"ZeRO 3"}))
 def test_compiled_blocks_are_one_graph(name: str, fake_cuda: FakeCuda) -> None:
-    """`fully_shard` gathers weights outside of the graph, which has all of a block in it (and that of the
-    logits is another, over tensor ranks two): as many calls as where weights are whole."""
+    """And of logits one, over ranks two; with as many calls as where `fully_shard` gathers nothing."""
     case = COMPILED[name]
     seen = compiled(fake_cuda, case, graphs=3 if "tp8" in name else 2)
     whole = fake_cuda.run(replace(case, values={**case.values, "zero_optimization": {"stage": 0}}))

@@ -1,5 +1,4 @@
-"""The device of the tests here and its process group, for all of them: the first GPU and NCCL; in a rehearsal
-(`--rehearse` of tests.gpu.outcomes) the CPU and gloo."""
+"""The device of the tests and its group: the first GPU and NCCL; in a rehearsal the CPU and gloo."""
 
 import os
 from collections.abc import Iterator

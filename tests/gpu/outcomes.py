@@ -1,8 +1,7 @@
 """A plugin of pytest that writes what became of each test as it ends: a run that is cut leaves a table.
 
 `-p tests.gpu.outcomes --outcomes FILE`: a line of JSON when a test begins, one when it has ended, and one
-when all have. Tests that the file says have ended are not run again. `--rehearse` has tests for GPUs run on
-a CPU.
+when all have. Tests that have ended there are not run again. `--rehearse` runs tests for GPUs on a CPU.
 """
 
 import json

@@ -38,11 +38,7 @@ def fp16(power: int) -> dict[str, Any]:
     return {"precision": "fp16", "fp16": {"enabled": True, "initial_scale_power": power, "hysteresis": 1}}
 
 
-PRECISIONS: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32"},
-    "bf16": {"precision": "bfloat16"},
-    "fp16": fp16(8),
-}
+PRECISIONS = {"fp32": {"precision": "fp32"}, "bf16": {"precision": "bfloat16"}, "fp16": fp16(8)}
 
 
 def join(device: torch.device) -> None:
@@ -52,8 +48,7 @@ def join(device: torch.device) -> None:
 
 
 def stage_on(args: NeoXArgs, device: torch.device) -> Stage:
-    """The model of `args` with random weights, the same on every device, in its dtype; matrices of wide
-    models are smaller, so that their products stay as large."""
+    """The model with random weights, the same anywhere, in its dtype; wide matrices are smaller numbers."""
     weights, factor = random_weights(args), (32 / args.hidden_size) ** 0.5
     scaled = {
         layer: {name: factor * value if value.dim() > 1 else value for name, value in tensors.items()}
@@ -73,8 +68,7 @@ def loss_and_gradients(stage: Stage, batch: Batch) -> tuple[Tensor, dict[tuple[i
 def assert_gradients(
     actual: Mapping[tuple[int, str], Tensor], expected: Mapping[tuple[int, str], Tensor], bound: float
 ) -> None:
-    """Each parameter's gradient is within `bound` of the expected one, by 2-norms. One that is zero but for
-    rounding may differ by that share of the largest."""
+    """Each gradient is within `bound` of the expected one, by 2-norms, or of a thousandth of the largest."""
     assert actual.keys() == expected.keys()
     largest = max(float(value.norm()) for value in expected.values())
     for key, value in expected.items():
@@ -126,9 +120,8 @@ def on_ranks(
         for rank, log in enumerate(logs):
             place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world), **(env or {})}
             command = [sys.executable, "-m", "tests.gpu.rank", str(call)]
-            ranks.append(
-                subprocess.Popen(command, cwd=ROOT, env={**common, **place}, stdout=log, stderr=subprocess.STDOUT)
-            )
+            streams = {"stdout": log, "stderr": subprocess.STDOUT}
+            ranks.append(subprocess.Popen(command, cwd=ROOT, env={**common, **place}, **streams))  # type: ignore
         try:
             codes = [process.wait(timeout) for process in ranks]
         except subprocess.TimeoutExpired:

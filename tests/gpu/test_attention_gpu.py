@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 # bf16 holds 8 bits, 2^-8 = 0.004 of a value; probabilities, outputs and gradients are each rounded once or
 # twice.
 BOUND = 2e-2
+PROMPT = 70  # tokens before two answers, in the middle of blocks of 128; a document follows
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def qkv(device: torch.device, heads: int, kv_heads: int, seq: int = 128) -> list
     return [value.bfloat16().float().to(device).requires_grad_() for value in values]
 
 
-def causal(name: str, seq: int, device: torch.device) -> AttentionInputs:
-    """What plainly causal rows give to a backend."""
-    return AttentionInputs(blocks=block_mask(seq, device)) if name == "flex" else AttentionInputs()
+def assert_near(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
 
 
 def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: torch.dtype, **run: Any) -> list[Tensor]:
@@ -57,16 +58,16 @@ def outcome(name: str, inputs: AttentionInputs, leaves: list[Tensor], dtype: tor
 def test_kernel_equals_math(name: str, kv_heads: int, device: torch.device, own_flash: None) -> None:
     leaves, run = qkv(device, 4, kv_heads, 128), {"num_kv_heads": kv_heads, "seq_length": 128}
     expected = outcome("math", AttentionInputs(), leaves, torch.float32, **run)
+    inputs = AttentionInputs(blocks=block_mask(128, device)) if name == "flex" else AttentionInputs()
     try:
-        actual = outcome(name, causal(name, 128, device), leaves, torch.bfloat16, **run)
+        actual = outcome(name, inputs, leaves, torch.bfloat16, **run)
     except ConfigError as problem:
         hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
         absent = "not installed" in str(problem)
         assert not hopper or kv_heads == 2 or absent, "whole heads run on each of them there"
         assert device.type == "cpu" or name != "auto", "there is always one"
         pytest.skip(str(problem))
-    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
-        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
+    assert_near(actual, expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])  # flash's kernel and the memory-efficient one
@@ -78,8 +79,7 @@ def test_documents_equal_their_mask(precision: str, device: torch.device) -> Non
     expected = outcome("math", masked, leaves, torch.float32, **run)
     inputs = AttentionInputs(cu_seqlens=starts.to(device), longest=torch.empty(127, 0))
     actual = outcome("auto", inputs, leaves, DTYPES[precision], **run)
-    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
-        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
+    assert_near(actual, expected)
 
 
 @pytest.mark.only_gpu("CPUs have no kernel for windows, but a mask")
@@ -92,11 +92,7 @@ def test_windows_through_varlen_equal_their_mask(width: int, precision: str, dev
     starts = torch.tensor([0, seq, 2 * seq], dtype=torch.int32, device=device)
     inputs = AttentionInputs(cu_seqlens=starts, longest=torch.empty(seq, 0), window=width)
     actual = outcome("auto", inputs, leaves, DTYPES[precision], **run)
-    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
-        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
-
-
-PROMPT = 70  # tokens before two answers, in the middle of blocks of 128; a document follows
+    assert_near(actual, expected)
 
 
 @pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")
@@ -113,17 +109,14 @@ def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: t
         branches = torch.bucketize(place, ends, right=True).int().expand(2, seq)
         contexts = {"rows": torch.zeros_like(branches), "documents": branches}.get(kind, branches // 3 * 3)
         branches = torch.zeros_like(branches) if kind == "rows" else branches
-        positions = (
-            torch.where(branches == 2, place - answer, place) if kind == "shared prompts" else place.expand(2, seq)
-        )
-        masked, blocks = (
-            tree_inputs(spec, positions, branches, contexts, seq, form, lambda *_: None) for form in (None, "blocks")
-        )
+        shared = kind == "shared prompts"
+        positions = torch.where(branches == 2, place - answer, place) if shared else place.expand(2, seq)
+        given = (spec, positions, branches, contexts, seq)
+        masked, blocks = (tree_inputs(*given, form, lambda *_: None) for form in (None, "blocks"))
         expected = outcome("math", masked, leaves, torch.float32, **run)
         actual = outcome("flex", blocks, leaves, torch.bfloat16, **run)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
-            assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
+        assert_near(actual, expected)
     assert graphs[0] == graphs[1]
 
 
@@ -132,13 +125,10 @@ def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: t
 def test_packed_rows_on_flex_attention(compiled: Any, device: torch.device) -> None:
     """Through the model: in the graph of a block and by itself, beside the plain formula in fp32."""
     keys, found = {**WIDE, "num_kv_heads": 2}, []
-    for more in (
-        {"attention_backend": "flex", "precision": "bfloat16", "compile": compiled},
-        {"attention_backend": "math"},
-    ):
+    flex = {"attention_backend": "flex", "precision": "bfloat16", "compile": compiled}
+    for more in (flex, {"attention_backend": "math"}):
         args = small(**keys, **more)
         stage, batch = stage_on(args, device).train(), document_batch(args).to(device)
-        assert batch.positions is not None
         assert (inputs_of(stage, batch, batch.positions).blocks is not None) == (args.attention_backend == "flex")
         found.append(loss_and_gradients(stage, batch))
     (loss, grads), (expected, expected_grads) = found
@@ -152,7 +142,6 @@ def test_a_packed_batch_takes_the_varlen_kernel(device: torch.device) -> None:
     plain = small(**{**WIDE, "attention_backend": "math"})
     batch = document_batch(plain).to(device)
     stage = stage_on(small(**values), device)
-    assert batch.positions is not None
     assert inputs_of(stage, batch, batch.positions).cu_seqlens is not None
     read = partial(token_logprobs, labels=batch.labels.t(), group=None)
     logprobs, expected = stage(None, batch, read), stage_on(plain, device)(None, batch, read)
@@ -187,11 +176,10 @@ def test_a_single_token_needs_no_other_choice(device: torch.device) -> None:
 def test_dropout_is_a_function_of_its_seed(precision: str, device: torch.device) -> None:
     args = small(precision=precision, hidden_dropout=0.1, attention_dropout=0.1, **WIDE)
     stage = stage_on(args, device).train()
+    batch = random_batch(args, seed=3).to(device)
     with torch.no_grad():
-        one, again = (stage(None, random_batch(args, seed=3).to(device)) for _ in range(2))
+        one, again = (stage(None, batch) for _ in range(2))
         torch.manual_seed(99)
-        third = stage(None, random_batch(args, seed=3).to(device))
-        batch = random_batch(args, seed=3).to(device)
-        without = stage.eval()(None, batch)
+        third, without = stage(None, batch), stage.eval()(None, batch)
     assert torch.equal(one, again) and torch.equal(one, third)
     assert not torch.equal(one, without)

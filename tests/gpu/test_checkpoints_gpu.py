@@ -25,10 +25,8 @@ def repeatable() -> Iterator[None]:
 
 
 def values_of(precision: str, save: Path) -> dict[str, Any]:
-    return config(
-        NEOX, ADAMW, PRECISIONS[precision], train_micro_batch_size_per_gpu=4, train_iters=6, hidden_dropout=0.1,
-        attention_backend="math", checkpoint_factor=100, save=str(save),
-    )  # fmt: skip
+    return config(NEOX, ADAMW, PRECISIONS[precision], train_micro_batch_size_per_gpu=4, train_iters=6,
+                  hidden_dropout=0.1, attention_backend="math", checkpoint_factor=100, save=str(save))  # fmt: skip
 
 
 def weights_after(values: dict[str, Any]) -> tuple[int, Weights]:

@@ -17,10 +17,9 @@ DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 LLAMA: dict[str, Any] = {**WIDE, "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 EXPERTS: dict[str, Any] = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
-HYBRID: dict[str, Any] = {
-    **WIDE, "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_num_groups": 2,
-    "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_chunk_size": 32, "norm": "rmsnorm",
-}  # fmt: skip
+HYBRID: dict[str, Any] = {**WIDE, "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"],
+                          "mamba_num_groups": 2, "mamba_head_dim": 16, "mamba_state_dim": 32, "mamba_chunk_size": 32,
+                          "norm": "rmsnorm"}  # fmt: skip
 _MORE = pytest.mark.only_gpu("one kind of block takes long enough to compile on a CPU")
 
 
@@ -37,28 +36,25 @@ def compiler(device: torch.device) -> Iterator[None]:
 
 
 # bf16 is rounded at other places where operators are put together.
-@pytest.mark.parametrize(
-    ("precision", "packed", "changes", "bound"),
-    [
-        pytest.param("fp32", True, LLAMA, 1e-4, id="packed"),
-        pytest.param("fp32", False, {**WIDE, "gpt_j_residual": True}, 1e-4, marks=_MORE, id="neox"),
-        pytest.param("bfloat16", False, {**WIDE, "gpt_j_residual": True}, 5e-2, marks=_MORE, id="neox bf16"),
-        pytest.param("bfloat16", True, LLAMA, 5e-2, marks=_MORE, id="packed bf16"),
-        pytest.param("bfloat16", False, {**LLAMA, "sliding_window_width": 20}, 5e-2, marks=_MORE, id="window bf16"),
-        # Eager blocks without recomputation are the other side in all.
-        pytest.param("bfloat16", True, {**LLAMA, **SELECTIVE}, 5e-2, marks=_MORE, id="selective bf16"),
-        pytest.param("bfloat16", True, {**LLAMA, "activation_memory_budget": 0.3}, 5e-2, marks=_MORE, id="budget bf16"),
-        pytest.param("bfloat16", False, {**LLAMA, "compile": "block-max"}, 5e-2, marks=_MORE, id="block-max bf16"),
-        pytest.param(
-            "fp32", False, {**WIDE, **DROPOUT, "sliding_window_width": 20}, 1e-4, marks=_MORE, id="window dropout"
-        ),
-        pytest.param("fp32", True, {**LLAMA, **EXPERTS}, 1e-4, marks=_MORE, id="experts"),
-        pytest.param("fp32", True, HYBRID, 1e-4, marks=_MORE, id="hybrid"),
-        pytest.param("bfloat16", True, HYBRID, 5e-2, marks=_MORE, id="hybrid bf16"),
-        pytest.param("fp32", False, {**WIDE, **DROPOUT}, 1e-4, marks=_MORE, id="dropout"),
-        pytest.param("bfloat16", True, {**LLAMA, **DROPOUT}, 5e-2, marks=_MORE, id="packed dropout bf16"),
-    ],
-)
+@pytest.mark.parametrize(("precision", "packed", "changes", "bound"), [
+    pytest.param("fp32", True, LLAMA, 1e-4, id="packed"),
+    pytest.param("fp32", False, {**WIDE, "gpt_j_residual": True}, 1e-4, marks=_MORE, id="neox"),
+    pytest.param("bfloat16", False, {**WIDE, "gpt_j_residual": True}, 5e-2, marks=_MORE, id="neox bf16"),
+    pytest.param("bfloat16", True, LLAMA, 5e-2, marks=_MORE, id="packed bf16"),
+    pytest.param("bfloat16", False, {**LLAMA, "sliding_window_width": 20}, 5e-2, marks=_MORE, id="window bf16"),
+    # Eager blocks without recomputation are the other side in all.
+    pytest.param("bfloat16", True, {**LLAMA, **SELECTIVE}, 5e-2, marks=_MORE, id="selective bf16"),
+    pytest.param("bfloat16", True, {**LLAMA, "activation_memory_budget": 0.3}, 5e-2, marks=_MORE, id="budget bf16"),
+    pytest.param("bfloat16", False, {**LLAMA, "compile": "block-max"}, 5e-2, marks=_MORE, id="block-max bf16"),
+    pytest.param(
+        "fp32", False, {**WIDE, **DROPOUT, "sliding_window_width": 20}, 1e-4, marks=_MORE, id="window dropout"
+    ),
+    pytest.param("fp32", True, {**LLAMA, **EXPERTS}, 1e-4, marks=_MORE, id="experts"),
+    pytest.param("fp32", True, HYBRID, 1e-4, marks=_MORE, id="hybrid"),
+    pytest.param("bfloat16", True, HYBRID, 5e-2, marks=_MORE, id="hybrid bf16"),
+    pytest.param("fp32", False, {**WIDE, **DROPOUT}, 1e-4, marks=_MORE, id="dropout"),
+    pytest.param("bfloat16", True, {**LLAMA, **DROPOUT}, 5e-2, marks=_MORE, id="packed dropout bf16"),
+])  # fmt: skip
 def test_compiled_blocks_equal_eager_ones(
     precision: str, packed: bool, changes: dict[str, Any], bound: float, device: torch.device
 ) -> None:

@@ -34,10 +34,6 @@ def test_every_gpu_is_asked_and_computes(capsys: pytest.CaptureFixture[str]) -> 
     assert "bf16 yes" in checks["ability"]["found"] and "torch's own" in checks["nccl"]["found"]
 
 
-def test_the_group_is_the_devices(device: torch.device) -> None:
-    assert dist.get_backend() == {"cuda": "nccl", "cpu": "gloo"}[device.type]
-
-
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
     "all_reduce": lambda out, given: dist.all_reduce(out),
     "broadcast": lambda out, given: dist.broadcast(out, 0),
@@ -56,7 +52,8 @@ def test_collectives_with_one_rank(name: str, dtype: torch.dtype, device: torch.
     assert torch.equal(out, given)
 
 
-def test_objects_are_gathered(device: torch.device) -> None:
+def test_the_group_is_the_devices_and_objects_are_gathered(device: torch.device) -> None:
+    assert dist.get_backend() == {"cuda": "nccl", "cpu": "gloo"}[device.type]
     found: list[object] = [None]
     dist.all_gather_object(found, {"rank": 0})
     dist.barrier()

@@ -1,8 +1,7 @@
-"""FP8 on tensor cores beside a CPU: the same casts bit for bit, products to the last bit of bf16, steps
-beside bf16, and compiled blocks beside eager ones."""
+"""FP8 on tensor cores: casts bit for bit a CPU's, products to bf16, steps beside bf16's, compiled blocks."""
 
 import shutil
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,21 +15,13 @@ from tests.training.runs import ADAMW, LLAMA, config
 
 pytestmark = pytest.mark.gpu
 LEAST = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
-SHAPE: dict[str, Any] = {
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "seq_length": 128,
-    "max_position_embeddings": 128,
-}
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "seq_length": 128, "max_position_embeddings": 128}
 
 
 def made(recipe: str, device: torch.device) -> ScaledProduct:
     if recipe == "te":
-        scaling = DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0)
-        return scaling.add("a")
-    plain: dict[str, Callable[[], ScaledProduct]] = {
-        "tensorwise": lambda: TensorwiseProduct(Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct,
-    }  # fmt: skip
+        return DelayedScaling(ParallelGroups.single(device), Formats(), True, 1, "max", 0).add("a")
+    plain = {"tensorwise": partial(TensorwiseProduct, Formats()), "rowwise": RowwiseProduct, "mxfp8": MXProduct}
     return plain[recipe]()
 
 

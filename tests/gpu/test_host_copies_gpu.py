@@ -64,10 +64,9 @@ def test_memory_that_cannot_be_locked_leaves_no_error() -> None:
 def test_saves_are_those_through_ordinary_memory(stage: int, tmp_path: Path) -> None:
     files = {}
     for kind in ("locked", "ordinary"):
-        values = config(
-            NEOX, ADAMW, precision="bfloat16", train_micro_batch_size_per_gpu=4, train_iters=3, checkpoint_factor=1,
-            attention_backend="math", zero_optimization={"stage": stage}, save=str(tmp_path / kind),
-        )  # fmt: skip
+        values = config(NEOX, ADAMW, precision="bfloat16", train_micro_batch_size_per_gpu=4, train_iters=3,
+                        checkpoint_factor=1, attention_backend="math", zero_optimization={"stage": stage},
+                        save=str(tmp_path / kind))  # fmt: skip
         torch.use_deterministic_algorithms(True)
         try:
             with run(values) as training:

@@ -34,15 +34,13 @@ def test_dpo_begins_at_ln_2(precision: str, pack_impl: str, tmp_path: Path, devi
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Path, device: torch.device) -> None:
-    """Scores of the reference that were made of rows with shared prompts are what rows without give, which
-    score some again; and losses of steps of all pairs are equal."""
+    """Scores of the reference from rows with shared prompts serve rows without; losses of steps are equal."""
     losses = []
     for sharing in (True, False):
         save = tmp_path / str(sharing)
-        values = pairwise(
-            pairs(tmp_path), PRECISIONS[precision], pack_impl="best_fit", prefix_sharing=sharing, train_batch_size=None,
-            train_iters=3, save=str(save), checkpoint_factor=100, reference_cache_dir=str(tmp_path / "references"),
-        )  # fmt: skip
+        values = pairwise(pairs(tmp_path), PRECISIONS[precision], pack_impl="best_fit", prefix_sharing=sharing,
+                          train_batch_size=None, train_iters=3, save=str(save), checkpoint_factor=100,
+                          reference_cache_dir=str(tmp_path / "references"))  # fmt: skip
         rows = preference_samples_per_epoch(NeoXArgs.from_dict(values))
         with run({**values, "train_batch_size": rows, "train_micro_batch_size_per_gpu": rows}) as training:
             train(training)
@@ -52,11 +50,9 @@ def test_shared_prompts_are_those_that_stand_twice(precision: str, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["neox_pp1_mp1", "llama_pp1_mp1"])
 def test_greedy_text_is_that_of_the_cpu(name: str, device: torch.device) -> None:
-    texts = []
+    texts, sampling, seeds = [], SamplingParams(), range(len(GIVEN))
     for backend, kind in (("gloo", "cpu"), ("nccl", device.type)):
         model = golden_model(name, {**LAYOUTS["one process"][1], "distributed_backend": backend, "precision": "fp32"})
         assert model.groups.device.type == kind
-        texts.append(
-            [c.tokens for c in complete(model, GIVEN, SamplingParams(), maximum_tokens=32, seeds=range(len(GIVEN)))]
-        )
+        texts.append([c.tokens for c in complete(model, GIVEN, sampling, maximum_tokens=32, seeds=seeds)])
     assert texts[0] == texts[1]

@@ -1,5 +1,4 @@
-"""The packages that people compile, where they are installed: flash-attn's and Transformer-Engine's attention
-beside the plain formula, their FP8 products, norms and Adam beside ours and torch's."""
+"""Packages that people compile, where installed: attention, FP8 products, norms and Adam beside ours."""
 
 from typing import Any
 
@@ -13,7 +12,7 @@ from megatron.mpu.fp8.transformer_engine import EngineProduct, TransformerEngine
 from megatron.neox_arguments import ConfigError
 from megatron.training.apex import apex_problem
 from megatron.training.native.apex_adam import ApexAdam
-from tests.gpu.test_attention_gpu import BOUND, outcome, qkv
+from tests.gpu.test_attention_gpu import BOUND, assert_near, outcome, qkv
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +35,7 @@ def test_attention_equals_math(package: str, rows: str, device: torch.device) ->
     except ConfigError as problem:
         pytest.skip(str(problem))
     expected = outcome("math", masked, leaves, torch.float32, **run)
-    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
-        assert (actual_tensor - expected_tensor).norm() <= BOUND * expected_tensor.norm()
+    assert_near(actual, expected)
 
 
 def test_products_of_transformer_engine_are_ours(device: torch.device) -> None:
@@ -45,9 +43,8 @@ def test_products_of_transformer_engine_are_ours(device: torch.device) -> None:
     if problem is not None:
         pytest.skip(f"it needs {problem}")
     generator = torch.Generator().manual_seed(0)
-    x, weight, grad = (
-        torch.randn(shape, generator=generator).bfloat16().to(device) for shape in ((120, 256), (128, 256), (120, 128))
-    )
+    shapes = ((120, 256), (128, 256), (120, 128))
+    x, weight, grad = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in shapes)
     ours, theirs = TensorwiseProduct(Formats()), EngineProduct(TransformerEngine(), Formats(), True, False)
     for name, given in (("output", (x, weight)), ("input_gradient", (grad, weight)), ("weight_gradient", (grad, x))):
         expected, actual = getattr(ours, name)(*given).float(), getattr(theirs, name)(*given).float()
@@ -62,16 +59,12 @@ def test_norms_equal_torchs(package: str, device: torch.device) -> None:
         pytest.skip(f"it needs {problem}")
     norms = apex_norms() if package == "apex" else transformer_engine_norms()
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(shape, generator=generator).bfloat16().to(device).requires_grad_()
-        for shape in ((7, 3, 256), 256, 256)
-    )
+    drawn = (torch.randn(shape, generator=generator) for shape in ((7, 3, 256), 256, 256))
+    x, weight, bias = (value.bfloat16().to(device).requires_grad_() for value in drawn)
     for name, given in (
-        ("layer_norm", ((256,), weight, bias, 1e-5)),
-        ("layer_norm", ((256,), weight, None, 1e-5)),
-        ("rms_norm", ((256,), weight, 1e-6, False)),
-        ("rms_norm", ((256,), weight, 1e-6, True)),
-    ):
+        ("layer_norm", ((256,), weight, bias, 1e-5)), ("layer_norm", ((256,), weight, None, 1e-5)),
+        ("rms_norm", ((256,), weight, 1e-6, False)), ("rms_norm", ((256,), weight, 1e-6, True)),
+    ):  # fmt: skip
         results = []
         for functions in (norms, TORCH_NORMS):
             out = getattr(functions, name)(x, *given)
@@ -100,7 +93,6 @@ def test_adam_of_apex_equals_torchs(device: torch.device) -> None:
             optimizer.found_inf = torch.tensor(float(i == 1), device=device)
             optimizer.step()
         states = [optimizer.state[param] for param in params]
-        results.append(
-            [*params, *(state[key].float() for state in states for key in ("step", "exp_avg", "exp_avg_sq"))]
-        )
+        moments = [state[key].float() for state in states for key in ("step", "exp_avg", "exp_avg_sq")]
+        results.append([*params, *moments])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

@@ -15,10 +15,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tp2 sp async": (LLAMA, {**SP2, "async_tensor_parallel": "auto"}),
     **{name: (NEOX, TABLE[name][1]) for name in ("dp2", "zero1", "zero2", "zero3")},
 }
-MOE = {
-    **LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
-    "moe_aux_loss_scope": "sequence",
-}  # fmt: skip
+MOE = {**LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+       "moe_aux_loss_scope": "sequence"}  # fmt: skip
 LAYOUTS["ep2"] = (MOE, {"expert_parallel_size": 2})
 LAYOUTS["ep2 zero2"] = (MOE, {"expert_parallel_size": 2, "zero_optimization": {"stage": 2}})
 LAYOUTS["tp2 experts"] = (MOE, TABLE["tp2"][1])
@@ -37,14 +35,12 @@ def ran(device: torch.device) -> dict[str, tuple[float, float, float]]:
     """How far losses, gradient norms and weights of each layout are from one process's."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs two GPUs, there is {torch.cuda.device_count()}")
-    names = list(LAYOUTS)
-    alone = [configuration(name, {}) for name in names]
-    cut = [configuration(name, LAYOUTS[name][1]) for name in names]
-    both = on_ranks(curves, 2, cut, STEPS)
-    single = on_ranks(curves, 1, alone, STEPS)[0]
+    alone = [configuration(name, {}) for name in LAYOUTS]
+    cut = [configuration(name, LAYOUTS[name][1]) for name in LAYOUTS]
+    both, (single,) = on_ranks(curves, 2, cut, STEPS), on_ranks(curves, 1, alone, STEPS)
     return {
         name: furthest(whole([parts[i] for parts in both], cut[i]), whole([single[i]], alone[i]))
-        for i, name in enumerate(names)
+        for i, name in enumerate(LAYOUTS)
     }
 
 

@@ -14,8 +14,7 @@ COPIED = ("megatron", "tests", "tools", "docs", "configs", "deepy.py", "train.py
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. language: as written behind the fence; path: the file that the line before it names, ""
-    without; new: whether that file is made by it."""
+    """A fenced block. language: behind the fence; path: the file named before it or ""; new: it makes it."""
 
     language: str
     text: str
@@ -32,9 +31,8 @@ def recipes(text: str) -> dict[str, list[Block]]:
 
 def _blocks(title: str, body: str) -> list[Block]:
     blocks = []
-    for before, language, text in re.findall(
-        r"([^\n]*)\n\n?```(\w+)\n(.*?)^```$", body, flags=re.DOTALL | re.MULTILINE
-    ):
+    fenced = re.compile(r"([^\n]*)\n\n?```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+    for before, language, text in fenced.findall(body):
         label = re.search(r"`([\w./-]+)`(, new file)?:$", before)
         if label is None and language not in ("console", "yaml"):
             raise ValueError(f"{title}: a block of {language} after {before!r}, which names no file")

@@ -1,5 +1,4 @@
-"""tests/claims.toml: what the documentation claims to be equal to something else has its test, in the target
-that it names."""
+"""tests/claims.toml: each claim of the documentation has its test, in the target that it names."""
 
 import re
 import tomllib
@@ -14,15 +13,13 @@ CLAIMS: list[dict[str, Any]] = tomllib.loads((ROOT / "tests" / "claims.toml").re
 BESIDE: dict[str, set[str]] = {"make test": set(), ".ci/run": {"more"}, "make test-all": {"more", "product"}}
 ALONE = {"make gpu": "gpu", "make test-real": "real", "make test-slurm": "slurm", "make soak": "soak"}
 DECIDE = {"more", "product", "browser", "install", *ALONE.values()}
-COMPARES = re.compile(
-    r"\b(TRL|transformers|peft|DeepSpeed|lm-eval|datatrove|Megatron|GPT-NeoX|(every|any) layout|one process)\b"
-)
+PEERS = "TRL|transformers|peft|DeepSpeed|lm-eval|datatrove|Megatron|GPT-NeoX"
+COMPARES = re.compile(rf"\b({PEERS}|(every|any) layout|one process)\b")
 
 
 @cache
 def marks_of(file: str) -> dict[str, set[str]]:
-    """The marks of a file's test functions, those of single parameters left out; by its lines, since a parser
-    takes so long that `make test CHANGED=1` would leave this test out."""
+    """The marks of a file's test functions, not of single parameters; by lines, since a parser is slow."""
     text = (ROOT / file).read_text()
     of_file = re.search(r"^pytestmark = (\[[^]]*]|.*)", text, re.MULTILINE)
     of_all = set(re.findall(r"pytest\.mark\.(\w+)", of_file[1])) if of_file else set()

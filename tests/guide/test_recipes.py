@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,7 +15,6 @@ from tests.marks import with_more
 
 RECIPES = recipes(PAGE.read_text(encoding="utf-8"))
 Fork = Callable[[Path, str], str]
-
 START = """
 import json, runpy, sys
 from pathlib import Path
@@ -116,8 +116,8 @@ def fork() -> Iterator[Fork]:
     """Runs code in a copy of the tree, in a process that finds the copy's packages."""
     command = [sys.executable, "-P", str(ROOT / "tests" / "guide" / "zygote.py")]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd="/")
-    assert server.stdin is not None and server.stdout is not None
-    reader, writer = server.stdout, server.stdin
+    reader: Any = server.stdout
+    writer: Any = server.stdin
 
     def run(folder: Path, code: str) -> str:
         log = folder / "recipe.log"
@@ -148,13 +148,10 @@ def test_recipe(title: str, fork: Fork, tmp_path: Path) -> None:
     lint = [sys.executable, "-m", "ruff", "check", "--no-cache", *changed]
     done = subprocess.run(lint, cwd=tmp_path, capture_output=True, text=True) if changed else None
     assert done is None or done.returncode == 0, done.stdout
-    keys = {}
-    for block in RECIPES[title]:
-        if block.language == "yaml" and not block.path:
-            keys |= yaml.safe_load(block.text)
+    texts = [block.text for block in RECIPES[title] if block.language == "yaml" and not block.path]
+    keys = {key: value for text in texts for key, value in yaml.safe_load(text).items()}
     code = f"{START}KEYS = {keys!r}\nLOG = lambda: Path('recipe.log').read_text()\n"
-    for words in commands(RECIPES[title]):
-        code += f"tool(*{words!r})\n"
+    code += "".join(f"tool(*{words!r})\n" for words in commands(RECIPES[title]))
     fork(tmp_path, code + CHECKS[title])
     if commands(RECIPES[title]):
         page = (tmp_path / "docs" / "configuration.md").read_text()

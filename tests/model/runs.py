@@ -14,6 +14,7 @@ from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
 from megatron.training.parallelize import parallelize
 from tests.model.stages import Weights, document_batch, groups_of, random_weights, small, stage_with
+from tests.pool import run_ranks
 
 LR = 0.5
 DEEP: dict[str, Any] = {"num_layers": 4}
@@ -31,28 +32,16 @@ QK_NORMS: dict[str, Any] = {"use_qk_layernorm": True, "use_separate_qk_norms": T
 YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}
 # Layers of every kind, and norms wherever one can stand.
 GEMMA: dict[str, Any] = {
-    **TIED_LLAMA,
-    **EVERY_OTHER,
-    **QK_NORMS,
-    "activation": "geglu_tanh",
-    "head_dim": 16,
-    "zero_centered_gamma": True,
-    "norm_placement": "sandwich",
-    "rope_local_base_freq": 100.0,
-    "no_rope_layers": [1, 1, 0, 1],
-    "query_pre_attn_scalar": 11,
-    "embedding_multiplier": 3.0,
-}
+    **TIED_LLAMA, **EVERY_OTHER, **QK_NORMS, "activation": "geglu_tanh", "head_dim": 16, "zero_centered_gamma": True,
+    "norm_placement": "sandwich", "rope_local_base_freq": 100.0, "no_rope_layers": [1, 1, 0, 1],
+    "query_pre_attn_scalar": 11, "embedding_multiplier": 3.0,
+}  # fmt: skip
 # Blocks that differ in all that a list can say.
 MIXED: dict[str, Any] = {
-    **TIED_LLAMA,
-    "num_kv_heads": [2, 4],
-    "intermediate_size": [48, 48, 32],
-    "sliding_window_width": 3,
+    **TIED_LLAMA, "num_kv_heads": [2, 4], "intermediate_size": [48, 48, 32], "sliding_window_width": 3,
     "layer_types": ["full_attention", "full_attention", "sliding_attention", "sliding_attention"],
-    "no_rope_layers": [1, 0, 0, 1],
-    "attention_config": [[["flash"], 2], [["global"], 2]],
-}
+    "no_rope_layers": [1, 0, 0, 1], "attention_config": [[["flash"], 2], [["global"], 2]],
+}  # fmt: skip
 # What single families have, all at once.
 OPTIONS: dict[str, Any] = {
     **DEEP, **NO_BIASES, "norm": "layernorm", "use_bias_in_norms": False, "gpt_j_residual": True, "gpt_j_tied": True,
@@ -61,41 +50,19 @@ OPTIONS: dict[str, Any] = {
     "attn_logit_softcapping": 0.6, "final_logit_softcapping": 1.5, "residual_multiplier": 0.4, "logit_scale": 1.3,
 }  # fmt: skip
 # What gpt-oss has beside its experts.
-SINKS: dict[str, Any] = {
-    **DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num_kv_heads": 2, "no_weight_tying": True, "head_dim": 16,
-    "attention_sinks": True, "rope_scaling": {**YARN, "truncate": False},
-}  # fmt: skip
+SINKS: dict[str, Any] = {**DEEP, **GATED, **EVERY_OTHER, "norm": "rmsnorm", "num_kv_heads": 2, "no_weight_tying": True,
+                         "head_dim": 16, "attention_sinks": True,
+                         "rope_scaling": {**YARN, "truncate": False}}  # fmt: skip
 # Experts in some blocks. Losses that balance them depend on rows: tests/training/test_experts.py.
-MOE: dict[str, Any] = {
-    **LLAMA,
-    "moe_num_experts": 4,
-    "moe_top_k": 2,
-    "moe_router_type": "topk",
-    "moe_layer_freq": [0, 1, 1, 1],
-    "moe_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 16,
-    "norm_topk_prob": True,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "neox": NEOX,
-    "llama": LLAMA,
-    "alibi": ALIBI,
-    "learned": LEARNED,
-    "rpe": RPE,
-    "window": WINDOW,
-    "gemma": GEMMA,
-    "mixed": MIXED,
-    "options": OPTIONS,
-    "moe": MOE,
-    "sinks": SINKS,
-}
-SGD: dict[str, Any] = {
-    "optimizer": {"type": "SGD", "params": {"lr": LR}},
-    "gradient_clipping": 0.0,
-    "weight_decay": 0.0,
-    "train_micro_batch_size_per_gpu": 2,
-    "gradient_accumulation_steps": 2,
-}
+MOE: dict[str, Any] = {**LLAMA, "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk",
+                       "moe_layer_freq": [0, 1, 1, 1], "moe_intermediate_size": 32,
+                       "moe_shared_expert_intermediate_size": 16, "norm_topk_prob": True}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {"neox": NEOX, "llama": LLAMA, "alibi": ALIBI, "learned": LEARNED, "rpe": RPE,
+                                     "window": WINDOW, "gemma": GEMMA, "mixed": MIXED, "options": OPTIONS, "moe": MOE,
+                                     "sinks": SINKS}  # fmt: skip
+SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": LR}}, "gradient_clipping": 0.0,
+                       "weight_decay": 0.0, "train_micro_batch_size_per_gpu": 2,
+                       "gradient_accumulation_steps": 2}  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -110,7 +77,7 @@ class Step(NamedTuple):
 def engine_for(values: dict[str, Any], world_size: int) -> Engine:
     args = small(**SGD, **values).for_world(world_size)
     groups = groups_of(args, world_size)
-    stage, engine = stage_with(args, random_weights(args), groups), choose_engine(args, False).load()
+    stage, engine = stage_with(args, groups=groups), choose_engine(args, False).load()
     return parallelize(stage, LANGUAGE_MODELLING, args, groups, engine)
 
 
@@ -144,17 +111,21 @@ def whole_weights(args: NeoXArgs, parts: Sequence[Any]) -> Weights:
     return weights
 
 
-def assert_same_step(args: NeoXArgs, ours: list[Step], reference: Step) -> None:
-    """Losses and log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
-    for part in ours:
-        torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
-        torch.testing.assert_close(part.logprobs, reference.logprobs, rtol=1e-5, atol=2e-5)
-    before, expected = random_weights(args), whole_weights(args, [reference])
-    for layer, tensors in whole_weights(args, ours).items():
-        for name, after in tensors.items():
-            gradient = before[layer][name] - expected[layer][name]
-            difference = (after - expected[layer][name]).norm()
-            assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
-            # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
-            allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
-            assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"
+def assert_steps(cells: Sequence[tuple[dict[str, Any], Step]], world_size: int, steps: Any = sgd_steps) -> None:
+    """Each configuration on so many ranks makes the step of one process that stands beside it: losses and
+    log-probabilities on every rank, and the weights' gradients, agree to fp32 rounding."""
+    by_rank = run_ranks(steps, world_size, [values for values, _ in cells])
+    for (values, reference), *ours in zip(cells, *by_rank, strict=True):
+        args = small(**{**values, "model_parallel_size": 1, "pipe_parallel_size": 0})
+        for part in ours:
+            torch.testing.assert_close(part.loss, reference.loss, rtol=1e-5, atol=0)
+            torch.testing.assert_close(part.logprobs, reference.logprobs, rtol=1e-5, atol=2e-5)
+        before, expected = random_weights(args), whole_weights(args, [reference])
+        for layer, tensors in whole_weights(args, ours).items():
+            for name, after in tensors.items():
+                gradient = before[layer][name] - expected[layer][name]
+                difference = (after - expected[layer][name]).norm()
+                assert gradient.norm() > 1e-6, f"{layer} {name} did not move"
+                # The step is a small change of a larger weight, which rounds it to about 1e-7 of that.
+                allowed = 1e-5 * gradient.norm() + 1e-7 * before[layer][name].norm()
+                assert difference <= allowed, f"{layer} {name}: {difference} of {gradient.norm()}"

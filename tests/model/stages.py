@@ -8,29 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.data import Batch
-from megatron.data.batch import document_starts
-from megatron.model import InferenceContext, Stage, build_stage, layer_params, materialize
+from megatron.data.batch import Batch, document_starts
+from megatron.model import InferenceContext, Stage, build_stage, forward_only, layer_params, materialize
 from megatron.model.attention import AttentionBackends, AttentionInputs, choose_backends
 from megatron.model.init import stage_parameters
 from megatron.model.specs import attention_spec
-from megatron.mpu import ParallelGroups, build_groups, shard
+from megatron.mpu import HeadInput, ParallelGroups, build_groups, gather_from_tensor, shard
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.compile_blocks import compile_blocks
 from megatron.training.recompute import recompute_blocks
 
 Weights = dict[int, dict[str, Tensor]]
-
-SMALL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 16,
-    "max_position_embeddings": 32,
-    "padded_vocab_size": 64,
-    "pos_emb": "rotary",
-    "precision": "fp32",
-}
+SMALL: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 16,
+                         "max_position_embeddings": 32, "padded_vocab_size": 64, "pos_emb": "rotary",
+                         "precision": "fp32"}  # fmt: skip
 
 
 def small(**changes: Any) -> NeoXArgs:
@@ -57,9 +48,9 @@ def random_weights(args: NeoXArgs, seed: int = 0) -> Weights:
 
 
 @torch.no_grad()
-def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None = None) -> Stage:
-    """This rank's stage with its part of `weights`, in evaluation mode."""
-    groups = groups or ParallelGroups.single()
+def stage_with(args: NeoXArgs, weights: Weights | None = None, groups: ParallelGroups | None = None) -> Stage:
+    """This rank's stage with its part of `weights`, by default random ones, in evaluation mode."""
+    weights, groups = weights or random_weights(args), groups or ParallelGroups.single()
     stage, specs = materialize(build_stage(args, groups)), layer_params(args)
     recompute_blocks(stage, args)
     compile_blocks(stage, args)
@@ -69,16 +60,26 @@ def stage_with(args: NeoXArgs, weights: Weights, groups: ParallelGroups | None =
     return stage.eval()
 
 
+def whole_logits(
+    stage: Stage, args: NeoXArgs, groups: ParallelGroups, tokens: Tensor, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`[batch, seq, padded vocabulary]`, the same on every rank."""
+
+    def read(head: HeadInput, batch: Batch) -> Tensor:
+        return gather_from_tensor(head.logits(), groups.group("tensor")).transpose(0, 1)
+
+    batch, shape = Batch(tokens, tokens, torch.ones_like(tokens)), (*tokens.shape, args.padded_vocab_size)
+    return forward_only(stage, [batch], args, groups, read, dtype=dtype, shape=lambda batch: shape)[0]
+
+
 def inputs_of(stage: Stage, batch: Batch, positions: Tensor, block: int = 0) -> AttentionInputs:
     """What the attention of a block is given in training."""
     return stage.attention_inputs(stage.blocks[block].index, batch, positions, InferenceContext())
 
 
 def groups_of(args: NeoXArgs, world_size: int) -> ParallelGroups:
-    data = world_size // (args.pp * args.tp)
-    return build_groups(
-        pipe=args.pp, data=data, tensor=args.tp, device=torch.device("cpu"), expert=args.expert_parallel_size
-    )
+    data, cpu = world_size // (args.pp * args.tp), torch.device("cpu")
+    return build_groups(pipe=args.pp, data=data, tensor=args.tp, device=cpu, expert=args.expert_parallel_size)
 
 
 def gradients(stage: Stage) -> dict[tuple[int, str], Tensor]:
@@ -116,7 +117,6 @@ def document_batch(args: NeoXArgs, rows: int = 2, seed: int = 0) -> Batch:
 
 def documents(batch: Batch) -> list[tuple[int, int, int]]:
     """(row, first, last + 1) of every document."""
-    assert batch.cu_seqlens is not None
     seq, bounds = batch.tokens.shape[1], sorted(set(batch.cu_seqlens.tolist()))
     spans = [(first // seq, first % seq, last - first) for first, last in pairwise(bounds)]
     return [(row, first, first + length) for row, first, length in spans]

@@ -12,16 +12,7 @@ from megatron.model.attention import AttentionInputs, AttentionOptions, document
 from megatron.model.attention.backends import AttentionBackend
 from megatron.model.positions import alibi_bias, alibi_slopes
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    documents,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
+from tests.model.stages import chosen, document_batch, documents, inputs_of, random_batch, small, stage_with
 
 SEQ, BATCH, HEADS, DIM = 10, 2, 4, 8
 
@@ -56,8 +47,7 @@ def test_attend_equals_its_formula(kv_heads: int, name: str, kind: str) -> None:
 def test_bf16_stays_bf16_with_a_bias() -> None:
     q = torch.randn(SEQ, 1, HEADS, DIM, dtype=torch.bfloat16)
     inputs = AttentionInputs(mask=alibi_bias(SEQ, torch.tensor(alibi_slopes(HEADS))))
-    out = chosen(small()).attend(q, q, q, inputs, AttentionOptions())
-    assert out.dtype == torch.bfloat16
+    assert chosen(small()).attend(q, q, q, inputs, AttentionOptions()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("pos_emb", ["rotary", "learned", "none", "alibi"])
@@ -69,7 +59,7 @@ def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.
         return real(*args, **kwargs)
 
     args = small(pos_emb=pos_emb, attention_dropout=0.1)
-    stage = stage_with(args, random_weights(args)).train()
+    stage = stage_with(args).train()
     monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
     stage(None, random_batch(args))
     assert len(seen) == args.num_layers
@@ -87,28 +77,21 @@ def no_gpu_is_tried(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-@pytest.mark.parametrize(
-    "changes, alone",
-    [
-        ({}, True),
-        ({"attention_backend": "math"}, True),
-        ({"sliding_window_width": 8}, False),
-        ({"compile": "block"}, False),
-    ],
-)
+@pytest.mark.parametrize("changes, alone", [
+    ({}, True), ({"attention_backend": "math"}, True), ({"sliding_window_width": 8}, False),
+    ({"compile": "block"}, False),
+])  # fmt: skip
 def test_documents_on_a_cpu_run_by_themselves(
     changes: dict[str, Any], alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No query meets the keys of another document, not even to hide them."""
-    args, lengths = small(**changes), []
-    real = F.scaled_dot_product_attention
+    args, lengths, real = small(**changes), [], F.scaled_dot_product_attention
 
     def watch(q: Tensor, *rest: Tensor, **kwargs: Any) -> Tensor:
         lengths.append(q.shape[2])
         return real(q, *rest, **kwargs)
 
-    stage, batch = stage_with(args, random_weights(args)), document_batch(args)
-    assert batch.positions is not None
+    stage, batch = stage_with(args), document_batch(args)
     inputs = inputs_of(stage, batch, batch.positions)
     assert (inputs.cu_seqlens is not None, inputs.mask is None) == (alone, alone)
     if alone:
@@ -117,15 +100,13 @@ def test_documents_on_a_cpu_run_by_themselves(
         assert lengths == [last - first for _, first, last in documents(batch)] * args.num_layers
 
 
-@pytest.mark.parametrize("name", ["efficient", "cudnn"])
-def test_kernels_of_a_gpu_are_refused_on_a_cpu(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention_backend: {name} .*GPU"):
-        chosen(small(attention_backend=name))
-
-
-def test_a_kernel_that_cannot_do_this_run_is_refused_at_start() -> None:
-    with pytest.raises(ConfigError, match="attention_backend: flash .*dropout.*attention_backend: auto"):
-        chosen(small(attention_backend="flash", attention_dropout=0.1))
+@pytest.mark.parametrize("name, keys, facts", [
+    ("efficient", {}, "GPU"), ("cudnn", {}, "GPU"), ("flash", {"attention_sinks": True}, "attention_sinks"),
+    ("flash", {"attention_dropout": 0.1}, "dropout.*attention_backend: auto"),
+])  # fmt: skip
+def test_a_kernel_that_cannot_do_this_run_is_refused_at_start(name: str, keys: dict[str, Any], facts: str) -> None:
+    with pytest.raises(ConfigError, match=f"attention_backend: {name} .*{facts}"):
+        chosen(small(attention_backend=name, **keys))
 
 
 def test_auto_is_one_kernel_and_draws_no_random_numbers() -> None:

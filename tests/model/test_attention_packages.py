@@ -1,5 +1,4 @@
-"""Attention by flash-attn and Transformer-Engine, which stand-ins with their signatures replace: loss and
-gradients beside the plain mathematics; packages that are not there or broken."""
+"""Attention by stand-ins of flash-attn and Transformer-Engine; packages that are not there or broken."""
 
 import re
 import sys
@@ -13,7 +12,7 @@ from torch import Tensor
 from megatron.model import build_stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from tests.model.runs import SGD, assert_same_step, sgd_steps
+from tests.model.runs import assert_steps, sgd_steps
 from tests.model.stages import chosen, document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_trees import flex_runs_on_a_cpu
 from tests.pool import run_ranks
@@ -57,7 +56,7 @@ def test_flash_attn_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None
     with installed("flash_attn"):
         monkeypatch.setattr(sys.modules["flash_attn"], "flash_attn_func", attend)
         args, batch = small(attention_backend="flash_attn"), random_batch(small())
-        stage = stage_with(args, random_weights(args))
+        stage = stage_with(args)
         eager = stage(None, batch)
         for spec in stage.blocks:
             stage.layers[str(spec.index)].compile(fullgraph=True, backend="aot_eager")
@@ -74,8 +73,7 @@ def test_tensor_parallel_steps_equal_those_of_one_process() -> None:
     grouped = KINDS["grouped"]
     (reference,) = run_ranks(sgd_steps, 1, [{**grouped, "attention_backend": "math"}])[0]
     configs = [{**grouped, "attention_backend": name, "model_parallel_size": 2} for name in (*PACKAGES, "flex")]
-    for ours in zip(*run_ranks(steps_anywhere, 2, configs), strict=True):
-        assert_same_step(small(**SGD, **grouped), list(ours), reference)
+    assert_steps([(values, reference) for values in configs], 2, steps_anywhere)
 
 
 @torch.no_grad()
@@ -84,7 +82,7 @@ def test_what_flash_attn_is_asked_for(deterministic: bool) -> None:
     calls: list[dict[str, Any]] = []
     args = small(attention_backend="flash_attn", attention_dropout=0.25, query_pre_attn_scalar=11)
     with modules(flash_attn.modules(calls=calls)):
-        stage = stage_with(args, random_weights(args))
+        stage = stage_with(args)
         calls.clear()
         torch.use_deterministic_algorithms(deterministic)
         try:

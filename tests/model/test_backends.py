@@ -19,28 +19,28 @@ from megatron.model.attention.flex import Flex
 from megatron.model.specs import attention_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.fake.layouts import PACKED_DPO as PAIRS
+from tests.model.stages import document_batch, random_batch, small, stage_with
 from tests.model.test_attention import no_gpu_is_tried
 
 KERNEL = "aten::_scaled_dot_product_"
 MIXED: dict[str, Any] = {"num_layers": 4, "attention_config": [[["flash", "global"], 1], [["global", "flash"], 1]]}
+HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
+NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_attn.cute.interface")]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "asked, backend, kernels",
-    [
-        (MIXED["attention_config"], "math", ["flash", "math", "math", "flash"]),
-        (MIXED["attention_config"], "flash", ["flash"] * 4),
-        ([[["flash"], 4]], "math", ["math"] * 4),  # all the same: the key decides, as ever
-        (None, "math", ["math"] * 4),
-    ],
-)
+@pytest.mark.parametrize("asked, backend, kernels", [
+    (MIXED["attention_config"], "math", ["flash", "math", "math", "flash"]),
+    (MIXED["attention_config"], "flash", ["flash"] * 4),
+    ([[["flash"], 4]], "math", ["math"] * 4),  # all the same: the key decides, as ever
+    (None, "math", ["math"] * 4),
+])  # fmt: skip
 def test_a_layer_runs_what_attention_config_names(asked: Any, backend: str, kernels: list[str]) -> None:
     args, log_lines = small(num_layers=4, attention_config=asked, attention_backend=backend), list[str]()
     build_stage(args, ParallelGroups.single(), log=log_lines.append)
     assert not log_lines, "each is what was asked for"
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         stage(None, random_batch(args))
     ran = [event.name for event in profile.events() or () if event.name.startswith(KERNEL)]
@@ -58,13 +58,6 @@ def test_on_a_gpu_layers_of_one_kind_may_mask_what_others_need_not(monkeypatch: 
     assert specs[0].inputs == specs[3].inputs != specs[1].inputs == specs[2].inputs
 
 
-HOPPER, BLACKWELL, AMPERE, ADA = (9, 0), (10, 3), (8, 0), (8, 9)
-PAIRS: dict[str, Any] = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-    "pack_impl": "best_fit",
-}  # fmt: skip
-
-
 def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **changes: Any) -> AttentionBackends:
     """What is chosen there, where whatever is tried works."""
     args = small(**{"precision": "bfloat16", **changes})
@@ -74,25 +67,22 @@ def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **ch
         return choose_backends(args, torch.device("cuda"), [spec], log, capability)[spec.backend]
 
 
-@pytest.mark.parametrize(
-    "capability, changes, expected",
-    [
-        (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
-        (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
-        (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
-        (HOPPER, {"attention_dropout": 0.1}, {"with dropout": "Cudnn", "over documents": "EfficientVarlen"}),
-        (HOPPER, {"precision": "fp32"}, {"over documents": "EfficientVarlen"}),
-        (HOPPER, {"pos_emb": "alibi"}, {"with a mask": "Cudnn"}),
-        (HOPPER, PAIRS, {"plain": "Cudnn", "over documents": "Varlen", "with shared prompts": "Flex"}),
-        (AMPERE, PAIRS, {"plain": "Flash", "over documents": "Varlen", "with shared prompts": "Flex"}),
-        (HOPPER, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (AMPERE, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
-        (HOPPER, {"attention_backend": "flex"}, {"plain": "Flex", "over documents": "Flex", "with a mask": "Cudnn"}),
-        (HOPPER, {"attention_backend": "math", **PAIRS}, {"plain": "Math"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("capability, changes, expected", [
+    (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
+    (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
+    (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
+    (HOPPER, {"attention_dropout": 0.1}, {"with dropout": "Cudnn", "over documents": "EfficientVarlen"}),
+    (HOPPER, {"precision": "fp32"}, {"over documents": "EfficientVarlen"}),
+    (HOPPER, {"pos_emb": "alibi"}, {"with a mask": "Cudnn"}),
+    (HOPPER, PAIRS, {"plain": "Cudnn", "over documents": "Varlen", "with shared prompts": "Flex"}),
+    (AMPERE, PAIRS, {"plain": "Flash", "over documents": "Varlen", "with shared prompts": "Flex"}),
+    (HOPPER, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (AMPERE, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (HOPPER, {"attention_backend": "flex"}, {"plain": "Flex", "over documents": "Flex", "with a mask": "Cudnn"}),
+    (HOPPER, {"attention_backend": "math", **PAIRS}, {"plain": "Math"}),
+])  # fmt: skip
 def test_the_choice_by_gpu_and_kind_of_call(
     capability: tuple[int, int], changes: dict[str, Any], expected: dict[str, str]
 ) -> None:
@@ -128,25 +118,18 @@ def test_the_table_at_start() -> None:
     log_lines: list[str] = []
     on_gpu(HOPPER, log_lines, **PAIRS)
     on_gpu(AMPERE, log_lines, precision="fp32")
-    rows = [
-        ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
-        [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"],
-    ]
+    rows = [["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
+            [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"]]  # fmt: skip
     for said, expected in zip(log_lines, rows, strict=True):
         assert said.startswith("attention_backend: auto")
         for row in expected:
             assert re.search(f"^ +{row}", said, re.MULTILINE), said
 
 
-@pytest.mark.parametrize(
-    "asked, capability, at_length, at_others",
-    [
-        ("auto", HOPPER, "Cudnn", "Flash"),
-        ("auto", AMPERE, "Flash", "Flash"),
-        ("cudnn", HOPPER, "Cudnn", "Cudnn"),
-        ("cudnn", AMPERE, "Cudnn", "Cudnn"),
-    ],
-)
+@pytest.mark.parametrize("asked, capability, at_length, at_others", [
+    ("auto", HOPPER, "Cudnn", "Flash"), ("auto", AMPERE, "Flash", "Flash"), ("cudnn", HOPPER, "Cudnn", "Cudnn"),
+    ("cudnn", AMPERE, "Cudnn", "Cudnn"),
+])  # fmt: skip
 def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
     asked: str, capability: tuple[int, int], at_length: str, at_others: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,9 +139,6 @@ def test_cudnn_runs_rows_of_training_on_gpus_it_is_fast_on(
         x = torch.zeros(length, 1, 4, 8)
         backends.attend(x, x, x, AttentionInputs(), AttentionOptions())
     assert ran == [at_length, at_others]
-
-
-NEWER = [("flash3", "FA3", "flash_attn_interface"), ("flash4", "FA4", "flash_attn.cute.interface")]
 
 
 @pytest.mark.parametrize("name, implementation, module", NEWER)

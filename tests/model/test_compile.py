@@ -15,7 +15,7 @@ from megatron.neox_arguments import ConfigError
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.compile_blocks import compile_blocks
 from tests.marks import with_more
-from tests.model.stages import document_batch, gradients, groups_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, gradients, groups_of, random_batch, small, stage_with
 from tests.objectives.steps import as_head
 from tests.pool import run_ranks
 
@@ -41,7 +41,7 @@ def losses(rank: int, world_size: int, backend: str, values: dict[str, Any], ste
     for compile_ in (False, "block"):
         args = small(**values, compile=compile_)
         groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-        stage = stage_with(args, random_weights(args), groups).train()
+        stage = stage_with(args, groups=groups).train()
         early = 0
         for step in range(steps):
             batch = random_batch(args, seed=step + 1)
@@ -82,7 +82,7 @@ def other_shapes(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
     stages = []
     for compile_ in (False, "block"):
         args = small(compile=compile_)
-        stages.append(stage_with(args, random_weights(args)))
+        stages.append(stage_with(args))
     batches = [random_batch(args), document_batch(args), random_batch(args, seq=8), random_batch(args, rows=1, seq=11)]
     with torch.no_grad():
         return [(stages[0](None, batch), stages[1](None, batch)) for batch in batches]

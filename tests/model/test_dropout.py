@@ -8,29 +8,24 @@ from torch import Tensor
 
 from megatron.model.attention import AttentionInputs
 from megatron.model.attention.seeded_attention import seeded_attention
-from tests.model.runs import LLAMA, NEOX, Step, assert_same_step, sgd_steps
-from tests.model.stages import groups_of, random_batch, random_weights, small, stage_with
+from tests.model.runs import LLAMA, NEOX, Step, assert_steps, sgd_steps
+from tests.model.stages import groups_of, random_batch, small, stage_with
 from tests.pool import run_ranks
-
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def test_hidden_dropout_is_the_same_for_any_layout_of_whole_activations() -> None:
     models = [{**model, "hidden_dropout": 0.2} for model in (NEOX, LLAMA)]
     references: list[Step] = run_ranks(sgd_steps, 1, models)[0]
     layouts = ({"model_parallel_size": 2}, {"pipe_parallel_size": 2})
-    ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in layouts for values in models])
-    for i, reference in enumerate(references * 2):
-        assert_same_step(small(**models[i % 2]), [steps[i] for steps in ranks], reference)
+    assert_steps([({**m, **layout}, step) for layout in layouts for m, step in zip(models, references, strict=True)], 2)
 
 
 def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
     """What is dropped after the embedding, and attention whose weights are alike on every rank."""
-    args = small(
-        model_parallel_size=2, sequence_parallel=sequence, hidden_dropout=0.5, attention_dropout=0.5, num_layers=1
-    )
+    dropout = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
+    args = small(model_parallel_size=2, sequence_parallel=sequence, num_layers=1, **dropout)
     groups, batch = groups_of(args, world_size), random_batch(args)
-    stage = stage_with(args, random_weights(args), groups).train()
+    stage = stage_with(args, groups=groups).train()
     positions = torch.arange(args.seq_length).expand_as(batch.tokens)
     with torch.no_grad():
         embedded = stage.layers["0"](batch.tokens, positions, 5) == 0
@@ -50,10 +45,6 @@ def test_masks_differ_between_tensor_ranks_only_where_their_values_do(sequence: 
 
 
 def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    import megatron.model.attention.backends as attention_module
-    import megatron.model.block as block_module
-    import megatron.model.embedding as embedding_module
-
     seeds: list[int] = []
 
     def record(x: Tensor, p: float, seed: Tensor, training: bool) -> Tensor:
@@ -64,11 +55,11 @@ def test_layers_micro_batches_and_places_have_their_own_masks(monkeypatch: pytes
         seeds.append(int(given[4]))
         return seeded_attention(*given)
 
-    args = small(num_layers=3, **DROPOUT)
-    stage = stage_with(args, random_weights(args)).train()
-    monkeypatch.setattr(block_module, "dropout", record)
-    monkeypatch.setattr(embedding_module, "dropout", record)
-    monkeypatch.setattr(attention_module, "seeded_attention", record_attention)
+    args = small(num_layers=3, hidden_dropout=0.1, attention_dropout=0.1)
+    stage = stage_with(args).train()
+    for module in ("block", "embedding"):
+        monkeypatch.setattr(f"megatron.model.{module}.dropout", record)
+    monkeypatch.setattr("megatron.model.attention.backends.seeded_attention", record_attention)
     for seed in (0, 1):
         stage(None, random_batch(args, seed=seed))
     assert len(seeds) == len(set(seeds)) == 2 * (1 + 3 * 3)

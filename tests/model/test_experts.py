@@ -7,25 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.model.moe import MoE, Router
 from megatron.model.moe.balance import balancing_loss
 from megatron.model.moe.dispatch import limit
-from megatron.model.moe.layer import MoE
-from megatron.model.moe.router import Router
 from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.stages import random_batch, small, stage_with
 
-SPEC: dict[str, Any] = {
-    "activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none", "use_bias_in_mlp": False,
-    "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk", "num_layers": 1,
-}  # fmt: skip
+SPEC: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none",
+                        "use_bias_in_mlp": False, "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk",
+                        "num_layers": 1}  # fmt: skip
 
 
 def moe_of(**changes: Any) -> MoE:
-    args = small(**{**SPEC, **changes})
-    module = stage_with(args, random_weights(args)).layers["2"].mlp
-    assert isinstance(module, MoE)
-    return module.train()
+    return stage_with(small(**{**SPEC, **changes})).layers["2"].mlp.train()  # type: ignore[union-attr,return-value]
 
 
 def router_of(**values: Any) -> Router:
@@ -36,9 +31,8 @@ def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
     """One expert of all tokens, by plain products."""
     experts, n = moe.experts.mlp, moe.experts.mlp.number
     w1, w2, w3 = (w.view(n, -1, 32)[number] for w in (experts.w1, experts.w2, experts.w3) if w is not None)
-    b1, b2, b3 = (
-        0.0 if b is None else b.view(n, -1)[number] for b in (experts.w1_bias, experts.w2_bias, experts.w3_bias)
-    )
+    biases = (experts.w1_bias, experts.w2_bias, experts.w3_bias)
+    b1, b2, b3 = (0.0 if b is None else b.view(n, -1)[number] for b in biases)
     return (torch.nn.functional.silu(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2 + b2
 
 
@@ -57,11 +51,11 @@ def test_a_token_is_the_sum_of_its_experts(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(routing.weights.sum(-1), torch.ones(16, 2))
 
 
-GROUPS = {"moe_router_num_groups": 4, "moe_router_group_topk": 1}
-
-
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
-@pytest.mark.parametrize("choice", [GROUPS, {"moe_router_bias_update_rate": 0.1}, {"moe_router_type": "sinkhorn"}])
+@pytest.mark.parametrize("choice", [
+    {"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {"moe_router_bias_update_rate": 0.1},
+    {"moe_router_type": "sinkhorn"},
+])  # fmt: skip
 def test_weights_are_scores_of_the_chosen(scores: str, choice: dict[str, Any]) -> None:
     """However they were chosen."""
     router = router_of(**{**SPEC, "moe_router_score_function": scores, **choice}).train()
@@ -144,7 +138,7 @@ def test_sinkhorn_balances_without_padding() -> None:
 def test_what_padding_is_changes_nothing(train: bool) -> None:
     """With experts that are full, in validation too."""
     args = small(**SPEC, moe_expert_capacity_factor=1.0)
-    stage = stage_with(args, random_weights(args)).train(train)
+    stage = stage_with(args).train(train)
     batch = replace(random_batch(args), filled=torch.tensor([5, 16]))
     others = batch.tokens.clone()
     others[0, 5:] = 3
@@ -171,7 +165,7 @@ def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
 def test_padding_does_not_count() -> None:
     """The sums are those of the row without what pads it."""
     args = small(**SPEC)
-    router = stage_with(args, random_weights(args)).train().layers["2"].mlp.router  # type: ignore[union-attr]
+    router = stage_with(args).train().layers["2"].mlp.router  # type: ignore[union-attr]
     x = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
     counted = torch.arange(16).unsqueeze(1) < torch.tensor([9, 16])
     _, sums = router(x, counted, None)  # type: ignore[operator]
@@ -187,17 +181,14 @@ def test_padding_goes_to_no_expert_and_takes_no_room() -> None:
     x = torch.where(counted.unsqueeze(-1), x, 1.0)  # padding is all alike
     out, sums = moe.core(x, counted=counted)
     assert out[~counted].abs().max() == 0.0
-    alone, dropped = moe.experts(
-        x[counted], *(of[counted] for of in moe.router(x, None, None)[0]), None
-    )  # fmt: skip
+    alone, dropped = moe.experts(x[counted], *(of[counted] for of in moe.router(x, None, None)[0]), None)
     torch.testing.assert_close(out[counted], alone)
     assert sums.dropped == dropped > 0.0 and sums.chosen.sum() == 14.0
 
 
 def test_a_step_that_is_left_out_moves_no_bias() -> None:
     args = small(**SPEC, moe_router_bias_update_rate=0.1)
-    stage, groups = stage_with(args, random_weights(args)).train(), ParallelGroups.single()
-    assert stage.balance is not None
+    stage, groups = stage_with(args).train(), ParallelGroups.single()
     bias = stage.layers["2"].mlp.router.expert_bias  # type: ignore[union-attr]
     for left_out in (True, False):
         before = bias.clone()  # type: ignore[operator]
@@ -210,11 +201,8 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
 
 def test_jitter_moves_the_routers_input_alone() -> None:
     args = small(**SPEC, moe_jitter_eps=0.3)
-    stage = stage_with(args, random_weights(args))
-    batch = random_batch(args)
+    stage, batch = stage_with(args), random_batch(args)
     without = stage(None, batch)
-    stage.train()
-    assert stage.drops
-    twice = [stage(None, batch) for _ in range(2)]
-    torch.testing.assert_close(twice[0], twice[1], rtol=0, atol=0)
-    assert not torch.allclose(twice[0], without)
+    assert stage.train().drops
+    once, again = (stage(None, batch) for _ in range(2))
+    assert torch.equal(once, again) and not torch.allclose(once, without)

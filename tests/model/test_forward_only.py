@@ -11,38 +11,29 @@ from megatron.data import Batch
 from megatron.model import forward_only
 from megatron.mpu import HeadInput, ParallelGroups, gather_from_tensor
 from megatron.objectives import label_logprobs
-from tests.model.stages import document_batch, groups_of, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, groups_of, random_batch, small, stage_with
 from tests.pool import run_ranks
-
-MODEL = {"num_layers": 4}
-
 
 Values = tuple[list[Tensor], list[Tensor]]
 
 
 def _read_all(values: dict[str, Any], world_size: int) -> Values:
     """Log-probabilities and whole logits of a position, of eight micro-batches of three shapes."""
-    args = small(**MODEL, **values)
+    args = small(num_layers=4, **values)
     groups = groups_of(args, world_size) if world_size > 1 else ParallelGroups.single()
-    stage = stage_with(args, random_weights(args), groups)
+    stage = stage_with(args, groups=groups)
     batches = [random_batch(args, rows=1 + i % 3, seed=i, seq=16 if i % 2 else 8) for i in range(7)]
     batches.append(document_batch(args))
-    tensor = groups.group("tensor")
-    vocab = args.padded_vocab_size
-    assert vocab is not None
-    logprobs = forward_only(
-        stage, batches, args, groups, partial(label_logprobs, group=tensor),
-        dtype=torch.float32, shape=lambda batch: tuple(batch.tokens.shape),
-    )  # fmt: skip
+    tensor, vocab = groups.group("tensor"), args.padded_vocab_size
+    logprobs = forward_only(stage, batches, args, groups, partial(label_logprobs, group=tensor), dtype=torch.float32,
+                            shape=lambda batch: tuple(batch.tokens.shape))  # fmt: skip
 
     def read(head: HeadInput, batch: Batch) -> Tensor:
         rows = torch.arange(len(batch.tokens))
         return gather_from_tensor(head.head(head.hidden_states[rows + 3, rows]), tensor)
 
-    logits = forward_only(
-        stage, iter(batches), args, groups, read,
-        dtype=torch.float32, shape=lambda batch: (batch.tokens.shape[0], vocab),
-    )  # fmt: skip
+    logits = forward_only(stage, iter(batches), args, groups, read, dtype=torch.float32,
+                          shape=lambda batch: (batch.tokens.shape[0], vocab))  # fmt: skip
     assert not any(value.requires_grad for value in (*logprobs, *logits))
     return logprobs, logits
 
@@ -68,6 +59,6 @@ def test_same_on_every_rank_of_any_layout(world_size: int, layouts: list[tuple[i
 
 def test_no_batches_no_values() -> None:
     args = small()
-    stage, groups = stage_with(args, random_weights(args)), ParallelGroups.single()
+    stage, groups = stage_with(args), ParallelGroups.single()
     none = forward_only(stage, [], args, groups, lambda head, _: head.logits(), dtype=torch.float32, shape=lambda _: ())
     assert none == []

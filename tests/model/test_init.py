@@ -141,43 +141,32 @@ def test_seed_layer_and_name_decide() -> None:
 
 
 DEPTH, HIDDEN, STD = 4, 128, 0.03
-STDS = {
-    "normal": STD,
-    "scaled_normal": STD / math.sqrt(2 * DEPTH),
-    "single_residual_scaled_normal": STD / math.sqrt(DEPTH),
-    "small_init": math.sqrt(2 / (5 * HIDDEN)),
-    "wang_init": 2 / DEPTH / math.sqrt(HIDDEN),
-}
+STDS = {"normal": STD, "scaled_normal": STD / math.sqrt(2 * DEPTH),
+        "single_residual_scaled_normal": STD / math.sqrt(DEPTH), "small_init": math.sqrt(2 / (5 * HIDDEN)),
+        "wang_init": 2 / DEPTH / math.sqrt(HIDDEN)}  # fmt: skip
 
 
 @pytest.mark.parametrize("output", [False, True])
 @pytest.mark.parametrize("method", [*STDS, "xavier_uniform", "xavier_normal", "orthogonal", "scaled_orthogonal"])
 def test_init_methods_of_neox(method: str, output: bool) -> None:
     other = "orthogonal" if method != "orthogonal" else "normal"
-    methods = {"output_layer_init_method": method, "init_method": other} if output else {
-        "init_method": method, "output_layer_init_method": other,
-    }  # fmt: skip
+    keys = ("output_layer_init_method", "init_method")
+    methods = dict(zip(keys, (method, other) if output else (other, method), strict=True))
     args = small(**WIDE, init_method_std=STD, no_weight_tying=True, pos_emb="learned", **methods)
-    names = {
-        True: ["attention.dense.weight", "mlp.linear2.weight"],
-        False: [
-            "word_embeddings.weight", "position_embeddings.weight", "attention.query_key_value.weight",
-            "mlp.linear1.weight", "final_linear.weight",
-        ],
-    }  # fmt: skip
+    inputs = ("word_embeddings", "position_embeddings", "attention.query_key_value", "mlp.linear1", "final_linear")
+    names = [f"{name}.weight" for name in (("attention.dense", "mlp.linear2") if output else inputs)]
     checked = 0
     for layer, specs in layer_params(args).items():
         for spec in specs:
-            if spec.name not in names[output]:
+            if spec.name not in names:
                 continue
             checked += 1
             value, (rows, columns) = initial_value(spec, layer, args), spec.shape
             if method.endswith("orthogonal"):
                 small_side = value if rows <= columns else value.T
                 gain = 2 / DEPTH if method == "scaled_orthogonal" else 2.0
-                torch.testing.assert_close(
-                    small_side @ small_side.T, gain * torch.eye(min(rows, columns)), rtol=1e-4, atol=1e-4
-                )
+                expected = gain * torch.eye(min(rows, columns))
+                torch.testing.assert_close(small_side @ small_side.T, expected, rtol=1e-4, atol=1e-4)
                 continue
             std = STDS.get(method, math.sqrt(2 / (rows + columns)))
             # The standard error of a standard deviation of n samples is std / sqrt(2 n).

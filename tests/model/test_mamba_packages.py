@@ -1,5 +1,4 @@
-"""Mamba by mamba_ssm, causal-conv1d and flash-linear-attention, which stand-ins with their signatures
-replace: logits and gradients beside torch's operations; what is chosen and said."""
+"""Mamba by stand-ins of mamba_ssm, causal-conv1d and flash-linear-attention; what is chosen and said."""
 
 import re
 from typing import Any
@@ -36,19 +35,16 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("there", "keys", "device", "package", "facts"),
-    [
-        ((), {}, "cpu", "torch", "auto .*GPU"),
-        (ALL, {}, "cpu", "torch", "auto .*GPU"),
-        ((), {}, "cuda", "torch", "auto .*mamba_ssm: .*not installed; fla: .*mamba_state_fp32: false"),
-        (("mamba_ssm",), {}, "cuda", "mamba_ssm", "auto .*torch's convolution; generation .*torch"),
-        (ALL, {"mamba_backend": "mamba_ssm"}, "cpu", "mamba_ssm", "causal-conv1d; generation .*torch"),
-        (ALL, {"mamba_conv_kernel": 8}, "cuda", "mamba_ssm", "auto .*torch's convolution"),
-        (ALL, {"mamba_state_dim": 512}, "cuda", "torch", "auto .*mamba_state_dim .*256.*; fla: .*mamba_state_fp32"),
-        (("fla",), {"mamba_state_fp32": False}, "cuda", "fla", "auto .*torch's convolution; generation .*torch"),
-    ],
-)
+@pytest.mark.parametrize(("there", "keys", "device", "package", "facts"), [
+    ((), {}, "cpu", "torch", "auto .*GPU"),
+    (ALL, {}, "cpu", "torch", "auto .*GPU"),
+    ((), {}, "cuda", "torch", "auto .*mamba_ssm: .*not installed; fla: .*mamba_state_fp32: false"),
+    (("mamba_ssm",), {}, "cuda", "mamba_ssm", "auto .*torch's convolution; generation .*torch"),
+    (ALL, {"mamba_backend": "mamba_ssm"}, "cpu", "mamba_ssm", "causal-conv1d; generation .*torch"),
+    (ALL, {"mamba_conv_kernel": 8}, "cuda", "mamba_ssm", "auto .*torch's convolution"),
+    (ALL, {"mamba_state_dim": 512}, "cuda", "torch", "auto .*mamba_state_dim .*256.*; fla: .*mamba_state_fp32"),
+    (("fla",), {"mamba_state_fp32": False}, "cuda", "fla", "auto .*torch's convolution; generation .*torch"),
+])  # fmt: skip
 def test_what_is_chosen_is_said(
     there: tuple[str, ...], keys: dict[str, Any], device: str, package: str, facts: str
 ) -> None:
@@ -60,18 +56,15 @@ def test_what_is_chosen_is_said(
     assert scans.package == package and re.match(f"mamba_backend: .*{package}.*", line) and re.search(facts, line)
 
 
-@pytest.mark.parametrize(
-    ("keys", "line"),
-    [
-        ({"mamba_backend": "mamba_ssm", "mamba_state_dim": 300}, "mamba_ssm .*mamba_state_dim .*256"),
-        ({"mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm .*mamba-ssm.* not .*torch"),
-        ({"mamba_backend": "fla"}, "mamba_backend: fla: .*Mamba 1.*auto"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("keys", "line"), [
+    ({"mamba_backend": "mamba_ssm", "mamba_state_dim": 300}, "mamba_ssm .*mamba_state_dim .*256"),
+    ({"mamba_backend": "mamba_ssm"}, "mamba_backend: mamba_ssm .*mamba-ssm.* not .*torch"),
+    ({"mamba_backend": "fla"}, "mamba_backend: fla: .*Mamba 1.*auto"),
+])  # fmt: skip
 def test_a_package_that_is_not_there_is_refused(keys: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError, match=line):
         args = small(**{**MODELS["mamba"], **keys})
-        stage_with(args, random_weights(args))
+        stage_with(args)
 
 
 def test_a_package_runs_between_compiled_graphs() -> None:

@@ -12,18 +12,15 @@ from megatron.data import Batch
 from megatron.model import Stage
 from megatron.model.neftune import add_noise, document_lengths
 from megatron.mpu import fork_seed, mix_seed
-from tests.model.runs import LLAMA, NEOX, assert_same_step, sgd_steps
-from tests.model.stages import random_batch, random_weights, small, stage_with
+from tests.model.runs import LLAMA, NEOX, assert_steps, sgd_steps
+from tests.model.stages import random_batch, small, stage_with
 from tests.pool import run_ranks
 
 ALPHA = 7.0
 NOISE = {"neftune_noise_alpha": ALPHA}
-LAYOUTS: list[dict[str, Any]] = [
-    {"model_parallel_size": 2},
-    {"model_parallel_size": 2, "sequence_parallel": True},
-    {"pipe_parallel_size": 2},
-    {"checkpoint_activations": True, "model_parallel_size": 2},
-]
+LAYOUTS: list[dict[str, Any]] = [{"model_parallel_size": 2}, {"model_parallel_size": 2, "sequence_parallel": True},
+                                 {"pipe_parallel_size": 2},
+                                 {"checkpoint_activations": True, "model_parallel_size": 2}]  # fmt: skip
 SEED = 11
 
 
@@ -38,7 +35,7 @@ def noise_of(stage: Stage, batch: Batch) -> Tensor:
 
 def noisy(**keys: Any) -> Stage:
     args = small(**NOISE, **keys)
-    return stage_with(args, random_weights(args))
+    return stage_with(args)
 
 
 @pytest.mark.parametrize("model", [{}, {"embedding_multiplier": 3.0}, {"pos_emb": "learned"}], ids=str)
@@ -62,14 +59,12 @@ def test_depends_on_the_document_not_on_the_row() -> None:
     padded = torch.tensor([0, 768, 1024, 1024 + 192, 2048, 2048 + 64, 3072], dtype=torch.int32)
     tokens = torch.zeros(3, 1024, dtype=torch.int64)
     noise = [noise_of(stage, Batch(tokens, tokens, tokens, cu_seqlens=starts)) for starts in (packed, padded)]
-    first = 0
-    for row, length in enumerate(documents):
+    for row, (first, length) in enumerate(zip(begins, documents, strict=True)):
         bound = ALPHA / math.sqrt(length * small().hidden_size)
         for document_noise in (noise[0][:, first : first + length].flatten(), noise[1][row, :length].flatten()):
             assert 0.98 * bound < document_noise.abs().max() <= 1.0001 * bound
             assert document_noise.var() == pytest.approx(bound**2 / 3, rel=0.1)
             assert document_noise.mean().abs() < 5 * bound / math.sqrt(3 * len(document_noise))
-        first += length
     assert noise[0].unique().numel() > 0.98 * noise[0].numel(), "every place has noise of its own"
 
 
@@ -90,6 +85,4 @@ def test_a_step_is_the_same_in_any_layout(model: dict[str, Any]) -> None:
     assert torch.equal(without.loss, unset.loss), "alpha 0 is none"
     for actual, reference in zip(noisy_step.logprobs, without.logprobs, strict=True):
         assert torch.equal(actual, reference), "noise in evaluation"
-    ranks = run_ranks(sgd_steps, 2, [{**values, **layout} for layout in LAYOUTS])
-    for i in range(len(LAYOUTS)):
-        assert_same_step(small(**values), [steps[i] for steps in ranks], noisy_step)
+    assert_steps([({**values, **layout}, noisy_step) for layout in LAYOUTS], 2)

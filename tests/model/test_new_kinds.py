@@ -1,5 +1,4 @@
-"""A new mixer and a new feed-forward are each a class and an entry of a table, and train. As files of their
-own, in a copy of the tree: tests/guide/test_recipes.py."""
+"""A new mixer and feed-forward are a class and an entry each. As files: tests/guide/test_recipes.py."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,8 +74,7 @@ class Square(Mean):
 
 
 def runs_of_new_kinds(rank: int, world_size: int, folder: str) -> tuple[list[list[str]], list[Part], list[dict]]:
-    """For the pool: names of parameters of both blocks; steps of two residual forms; and the weights of a run
-    that was stopped and of one that was not."""
+    """For the pool: names of parameters, steps of two residual forms, weights of a run stopped and not."""
     tables = {"MIXERS": (Mean, *MIXERS), "FEED_FORWARDS": (Square, *FEED_FORWARDS)}
     with (
         mock.patch.multiple("megatron.model.block", **tables),

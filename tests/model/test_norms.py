@@ -12,12 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.olmo3.modeling_olmo3 import Olmo3RMSNorm
 
-from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norm_functions import TORCH_NORMS, NormFunctions, apex_norms, transformer_engine_norms
 from megatron.model.norms import QKLayerNorm, QKRMSNorm, WideRMSNorm, build_norm
-from megatron.model.specs import HeadNormSpec, activation_name, head_norm_spec, norm_spec
+from megatron.model.specs import head_norm_spec, norm_spec
 from megatron.mpu import ParallelGroups
-from tests.model.runs import SGD, assert_same_step, sgd_steps
+from tests.model.runs import assert_steps, sgd_steps
 from tests.model.stages import small
 from tests.pool import run_ranks
 from tests.stand_ins import installed
@@ -27,6 +26,8 @@ GENERATOR = torch.Generator().manual_seed(7)
 X = torch.randn(3, 2, 32, generator=GENERATOR)
 QK = 0.3 + torch.randn(2, 3, 2, 4, 8, generator=GENERATOR)
 WEIGHT, BIAS = 1 + torch.rand(32, generator=GENERATOR), torch.rand(32, generator=GENERATOR)
+# Stand-ins with their signatures replace NVIDIA's packages.
+PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
 
 
 def test_scalenorm() -> None:
@@ -65,41 +66,28 @@ def test_epsilon_of_transformer_engines_mlp(name: str, fixed: float) -> None:
     keys = {"layernorm_epsilon": 0.5, "rms_norm_epsilon": 0.5}
     for prefix in ("", "te_"):
         args = small(norm=prefix + name, **keys)
-        outside, inside = (build_norm(norm_spec(args), ALONE), build_norm(norm_spec(args, in_te_mlp=True), ALONE))
-        for norm, eps in ((outside, 0.5), (inside, fixed)):
+        for in_te_mlp, eps in ((False, 0.5), (True, fixed)):
+            norm = build_norm(norm_spec(args, in_te_mlp=in_te_mlp), ALONE)
             for param in norm.parameters():
                 nn.init.ones_(param) if param is not getattr(norm, "bias", None) else nn.init.zeros_(param)
             reference = Gemma2RMSNorm(32, eps=eps) if name == "rmsnorm" else nn.LayerNorm(32, eps=eps)
             torch.testing.assert_close(norm(X), reference(X))
 
 
-def test_gelu_of_transformer_engine_is_the_tanh_approximation() -> None:
-    x = torch.linspace(-6, 6, 99)
-    for name in ("gelu", "geglu"):
-        for te, approximate in ((True, "tanh"), (False, "none")):
-            function = ACTIVATIONS[activation_name(small(activation=name, te_layernorm_mlp=te, te_backend="native"))]
-            torch.testing.assert_close(function(x), nn.GELU(approximate)(x))
-
-
-def heads_of(**changes: Any) -> HeadNormSpec:
-    spec = head_norm_spec(small(**changes))
-    assert spec is not None
-    return spec
+def head_norms(**changes: Any) -> Any:
+    return head_norm_spec(small(**changes, use_qk_layernorm=True, layernorm_epsilon=1e-2, rms_norm_epsilon=1e-2))
 
 
 def test_one_layernorm_of_queries_and_keys() -> None:
     """GPT-NeoX makes it LayerNorm([heads, head_dim])."""
-    norm, theirs = (
-        QKLayerNorm(heads_of(use_qk_layernorm=True, layernorm_epsilon=1e-2), 4, ALONE),
-        nn.LayerNorm([4, 8], eps=1e-2),
-    )
+    norm, theirs = QKLayerNorm(head_norms(), 4, ALONE), nn.LayerNorm([4, 8], eps=1e-2)
     for module in (norm, theirs):
         module.load_state_dict({"weight": WEIGHT.view(4, 8), "bias": BIAS.view(4, 8)})
     torch.testing.assert_close(norm(*QK), tuple(map(theirs, QK)))
 
 
 def test_one_rmsnorm_of_queries_and_keys() -> None:
-    norm = QKRMSNorm(heads_of(use_qk_layernorm=True, norm="rmsnorm", rms_norm_epsilon=1e-2), 4, ALONE)
+    norm = QKRMSNorm(head_norms(norm="rmsnorm"), 4, ALONE)
     norm.load_state_dict({"scale": WEIGHT.view(4, 8)})
     heads = [nn.RMSNorm(8, eps=1e-2) for _ in range(4)]
     for head, weight in zip(heads, WEIGHT.view(4, 8), strict=True):
@@ -109,7 +97,7 @@ def test_one_rmsnorm_of_queries_and_keys() -> None:
 
 
 def test_wide_rmsnorm_equals_olmo3() -> None:
-    norm = WideRMSNorm(heads_of(**WIDE, rms_norm_epsilon=1e-2), 4, ALONE)
+    norm = WideRMSNorm(head_norms(norm="rmsnorm", use_separate_qk_norms=True), 4, ALONE)
     reference = Olmo3RMSNorm(32, eps=1e-2)
     norm.load_state_dict({"scale": WEIGHT})
     reference.load_state_dict({"weight": WEIGHT})
@@ -136,14 +124,8 @@ LAYOUTS: list[dict[str, Any]] = [TP2, {**TP2, "sequence_parallel": True}]
 def test_two_tensor_ranks_equal_one() -> None:
     """Losses, log-probabilities and gradients: whole weights see all tokens and all heads."""
     references = run_ranks(sgd_steps, 1, list(MODELS.values()))[0]
-    configs = [{**model, **layout} for layout in LAYOUTS for model in MODELS.values()]
-    by_rank = run_ranks(sgd_steps, 2, configs, timeout=120)
-    for i, (values, reference) in enumerate(zip(configs, references * len(LAYOUTS), strict=True)):
-        assert_same_step(small(**SGD, **values), [steps[i] for steps in by_rank], reference)
-
-
-# Stand-ins with their signatures replace NVIDIA's packages.
-PACKAGES = {"apex": apex_norms, "transformer_engine": transformer_engine_norms}
+    cells = list(zip(MODELS.values(), references, strict=True))
+    assert_steps([({**model, **layout}, step) for layout in LAYOUTS for model, step in cells], 2)
 
 
 def results(norms: NormFunctions, dtype: torch.dtype) -> list[Tensor]:

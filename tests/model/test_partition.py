@@ -40,10 +40,9 @@ def test_blocks_fall_where_deepspeed_puts_them() -> None:
         assert blocks_of_stages(args, stages) == expected, (layers, stages)
 
 
-METHODS = ["uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear"]
-
-
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [
+    "uniform", "parameters", "type:transformer|mlp", "type:embedding", "type:norm|linear",
+])  # fmt: skip
 def test_every_stage_has_a_block(method: str) -> None:
     for number, (layers, stages) in enumerate(CASES):
         # A vocabulary that weighs more than all blocks together.
@@ -63,10 +62,8 @@ def test_uniform_is_as_even_as_deepspeeds(layers: int, stages: int) -> None:
 @pytest.mark.parametrize("vocab", [64, 8192, 32768])
 @pytest.mark.parametrize("layers, stages", [(8, 2), (8, 4), (12, 4), (24, 8), (30, 7)])
 def test_parameters_are_balanced_as_deepspeed_does(layers: int, stages: int, vocab: int) -> None:
-    args = small(
-        num_layers=layers, pipe_partition_method="parameters", padded_vocab_size=vocab, no_weight_tying=True,
-        hidden_size=64,
-    )  # fmt: skip
+    args = small(num_layers=layers, pipe_partition_method="parameters", padded_vocab_size=vocab, no_weight_tying=True,
+                 hidden_size=64)  # fmt: skip
     sizes = {i: sum(math.prod(p.shape) for p in params) for i, params in layer_params(args).items()}
     weights = [sizes[spec.index] for spec in layer_specs(args)]
     bounds = partition_balanced(weights=weights, num_parts=stages)

@@ -21,6 +21,7 @@ from tests.model.stages import random_weights, small
 
 X = torch.linspace(-6, 6, 241, dtype=torch.float64)
 ALONE = ParallelGroups.single()
+WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -36,25 +37,22 @@ def silu(x: Tensor) -> Tensor:
 
 
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": gelu,
-    "relu": lambda x: x.clamp(min=0),
-    "softsign": lambda x: x / (1 + x.abs()),
-    "swish": silu,
-    "silu": silu,
-    "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
-}
-GATES: dict[str, Callable[[Tensor], Tensor]] = {
-    "geglu": gelu,
-    "reglu": lambda x: x.clamp(min=0),
-    "swiglu": silu,
-    "bilinear": lambda x: x,
-    "glu": lambda x: 1 / (1 + torch.exp(-x)),
-}
+    "gelu": gelu, "relu": lambda x: x.clamp(min=0), "softsign": lambda x: x / (1 + x.abs()), "swish": silu,
+    "silu": silu, "mish": lambda x: x * torch.tanh(torch.log1p(torch.exp(x))),
+}  # fmt: skip
+GATES: dict[str, Callable[[Tensor], Tensor]] = {"geglu": gelu, "reglu": lambda x: x.clamp(min=0), "swiglu": silu,
+                                                "bilinear": lambda x: x,
+                                                "glu": lambda x: 1 / (1 + torch.exp(-x))}  # fmt: skip
 
 
-def test_fused_gelu_is_the_tanh_approximation() -> None:
-    function = ACTIVATIONS[activation_name(small(activation="gelu", bias_gelu_fusion=True))]
-    torch.testing.assert_close(function(X), gelu_tanh(X), rtol=1e-12, atol=1e-12)
+def test_gelu_of_transformer_engine_and_fused_gelu_are_the_tanh_approximation() -> None:
+    te = {"te_layernorm_mlp": True, "te_backend": "native"}
+    for keys, expected in (
+        ({"activation": "gelu"}, gelu), ({"activation": "geglu"}, gelu), ({"bias_gelu_fusion": True}, gelu_tanh),
+        ({"activation": "gelu", **te}, gelu_tanh), ({"activation": "geglu", **te}, gelu_tanh),
+    ):  # fmt: skip
+        function = ACTIVATIONS[activation_name(small(**keys))]
+        torch.testing.assert_close(function(X), expected(X), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *GATES])
@@ -96,23 +94,17 @@ def test_alibi_of_some_heads_is_theirs() -> None:
     assert torch.equal(torch.cat(parts, 1), whole)
 
 
-WRITTEN = {"activation": "swiglu", "mlp_multiple_of": 16}
-
-
-@pytest.mark.parametrize(
-    "changes, width",
-    [
-        ({}, 4 * 32),
-        ({"expansion_factor": 2.5}, 80),
-        ({"mlp_multiple_of": 48}, 144),
-        ({"intermediate_size": 40}, 40),
-        ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
-        ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
-        ({"activation": "geglu", "intermediate_size": 40}, 40),
-        ({**WRITTEN, "intermediate_size": 240, "compat_ffn_width": "upstream"}, 80),
-        ({**WRITTEN, "intermediate_size": 40, "compat_ffn_width": "fork"}, 40),
-    ],
-)
+@pytest.mark.parametrize("changes, width", [
+    ({}, 4 * 32),
+    ({"expansion_factor": 2.5}, 80),
+    ({"mlp_multiple_of": 48}, 144),
+    ({"intermediate_size": 40}, 40),
+    ({"activation": "swiglu"}, 85),  # int(128 * 2 / 3), as LLaMA
+    ({"activation": "swiglu", "mlp_multiple_of": 32}, 96),
+    ({"activation": "geglu", "intermediate_size": 40}, 40),
+    ({**WRITTEN, "intermediate_size": 240, "compat_ffn_width": "upstream"}, 80),
+    ({**WRITTEN, "intermediate_size": 40, "compat_ffn_width": "fork"}, 40),
+])  # fmt: skip
 def test_ffn_width_of_the_layers(changes: dict[str, object], width: int) -> None:
     args: NeoXArgs = small(**changes)
     mlp = MLP(dense_spec(args, 0), ALONE)

@@ -10,8 +10,7 @@ from transformers import T5Config
 from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from megatron.checkpointing import CheckpointError, load_weights, local_layer_state, save_tensors
-from megatron.checkpointing.layout import layer_file
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.model import build_stage, init_stage
 from megatron.model.attention import AttentionInputs, AttentionOptions
 from megatron.model.init import stage_parameters
@@ -39,27 +38,22 @@ def test_sinusoids_are_added_to_embeddings() -> None:
 @pytest.mark.parametrize("buckets, furthest", [(32, 128), (8, 10), (6, 50)])
 def test_buckets_are_t5s(buckets: int, furthest: int) -> None:
     distance = torch.arange(300)
-    expected = T5Attention._relative_position_bucket(
-        -distance, bidirectional=False, num_buckets=buckets, max_distance=furthest
-    )
+    how = {"bidirectional": False, "num_buckets": buckets, "max_distance": furthest}
+    expected = T5Attention._relative_position_bucket(-distance, **how)
     assert torch.equal(relative_bucket(distance, buckets, furthest), expected)
     assert int(expected.max()) == buckets - 1
 
 
 def rpe_table(seed: int = 0) -> RelativePositionBias:
-    spec = attention_spec(small(**RPE), 0).relative
-    assert spec is not None
-    table = RelativePositionBias(spec, ParallelGroups.single())
+    table = RelativePositionBias(attention_spec(small(**RPE), 0).relative, ParallelGroups.single())  # type: ignore
     torch.nn.init.normal_(table.weight, generator=torch.Generator().manual_seed(seed))
     return table
 
 
 def test_biases_are_t5s_times_the_root_of_head_dim() -> None:
     table = rpe_table()
-    config = T5Config(
-        d_model=32, d_kv=8, num_heads=4, relative_attention_num_buckets=8, relative_attention_max_distance=10,
-        is_decoder=True,
-    )  # fmt: skip
+    config = T5Config(d_model=32, d_kv=8, num_heads=4, relative_attention_num_buckets=8,
+                      relative_attention_max_distance=10, is_decoder=True)  # fmt: skip
     reference = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)
     with torch.no_grad():
         reference.relative_attention_bias.weight.copy_(table.weight)

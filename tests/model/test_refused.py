@@ -10,7 +10,6 @@ from tests.model.stages import small
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 MAMBA2: dict[str, Any] = {"attention_config": ["mamba2", "flash"], "mamba_head_dim": 8}
-BOTH: dict[str, Any] = {**MAMBA2, "attention_config": ["mamba", "mamba2"], "mamba_num_heads": 8, "mamba_expand": 1}
 TP2: dict[str, Any] = {"model_parallel_size": 2}
 NEFTUNE: dict[str, Any] = {"neftune_noise_alpha": 7.0}
 # Keys, the one that the line begins with, and the facts it gives.
@@ -41,11 +40,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({**NEFTUNE, "pack_impl": "unpacked"}, "neftune_noise_alpha", "length"),
     ({"attention_config": ["mamba2", "flash"]}, "mamba_num_groups", "8 .* 1 heads"),
     ({**MAMBA2, "mamba_num_groups": 1, **TP2}, "mamba_num_groups", "1 .*model_parallel_size 2"),
-    (
-        {**BOTH, "hidden_size": 30, "head_dim": 8, "model_parallel_size": 4},
-        "mamba_expand",
-        "30 .*model_parallel_size 4",
-    ),
+    ({**MAMBA2, "attention_config": ["mamba", "mamba2"], "mamba_num_heads": 8, "mamba_expand": 1, "hidden_size": 30,
+      "head_dim": 8, "model_parallel_size": 4}, "mamba_expand", "30 .*model_parallel_size 4"),
     ({**MAMBA2, "mamba_num_heads": 8, "mamba_expand": 3}, "mamba_expand", "mamba_num_heads 8"),
     ({**MAMBA2, "mamba_backend": "fla", "precision": "bfloat16"}, "mamba_backend", "fla.*mamba_state_fp32: false"),
     ({"mamba_state_dim": 4}, "mamba_state_dim", "attention_config .*mamba or mamba2"),
@@ -53,7 +49,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"attention_config": ["moe", "flash"]}, "moe_num_experts", "moe.* 1"),
     ({"attention_config": ["mamba", "rwkv7"]}, "attention_config", "mamba2, attention, mlp or moe"),
     ({"attention_config": ["mamba", "mamba"], "lora": {"target": "all-linear"}}, "lora", "linear"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("keys, at_fault, facts", REFUSED)

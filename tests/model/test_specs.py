@@ -1,5 +1,4 @@
-"""What may differ from block to block (widths, windows, rotary positions, norms), what specs of layers
-declare, and checkpoints that know them."""
+"""What may differ from block to block, what specs of layers declare, and checkpoints that know them."""
 
 import json
 from typing import Any
@@ -39,22 +38,19 @@ def test_layers_allocate_what_they_declare(name: str) -> None:
     assert all(made[key].is_meta and made[key].shape == declared[key].shape for key in made)
 
 
-def test_caches_are_as_wide_as_their_layers() -> None:
+def test_caches_are_as_wide_as_their_layers_and_no_family_has_such() -> None:
     stage = build_stage(small(**MIXED), ParallelGroups.single())
     cache = stage.empty_cache(3, 16)
     assert [tuple(layer.keys.shape) for layer in cache.layers.values()] == [(3, 16, heads, 8) for heads in (2, 4, 2, 4)]
     assert stage.cache_bytes == 2 * (2 + 4 + 2 + 4) * 8 * torch.float32.itemsize
+    with pytest.raises(CheckpointError, match="intermediate_size"):
+        hf_config(small(**{**MIXED, "num_kv_heads": 2}), family="smollm3")
 
 
 def test_a_list_of_equals_is_the_number() -> None:
     one, other = small(num_kv_heads=[2], intermediate_size=[48, 48]), small(num_kv_heads=2, intermediate_size=48)
     assert layer_specs(one) == layer_specs(other) and model_keys(one) == model_keys(other)
     assert layer_specs(NeoXArgs.from_json(small(**MIXED).to_json())) == layer_specs(small(**MIXED))
-
-
-def test_no_family_has_layers_of_other_widths() -> None:
-    with pytest.raises(CheckpointError, match="intermediate_size"):
-        hf_config(small(**{**MIXED, "num_kv_heads": 2}), family="smollm3")
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -76,20 +72,16 @@ def test_a_pattern_repeats_over_the_layers() -> None:
     assert kinds(wide)[0] == (None, 100.0)
 
 
-def test_both_kinds_of_calls_get_a_kernel() -> None:
-    assert chosen(small(**GEMMA)).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
-
-
-def test_every_kind_gets_its_own_inputs() -> None:
+def test_every_kind_gets_a_kernel_and_its_own_inputs() -> None:
     args = small(**GEMMA)
-    stage, batch = stage_with(args, random_weights(args)), random_batch(args)
+    assert chosen(args).by_kind.keys() == {"plain", "with a mask", "from a cache", "over documents"}
+    stage, batch = stage_with(args), random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
     near, far, still, _ = (inputs_of(stage, batch, positions, block) for block in range(4))
     assert near.mask is not None and still.mask is not None and far.mask is None
     assert near.mask.sum(-1).flatten().tolist() == [min(i, 3) + 1 for i in range(16)]
     assert near.rope is not None and far.rope is not None and still.rope is None
     for inputs, base in ((near, 100.0), (far, 10000.0)):
-        assert inputs.rope is not None
         sin = (base ** (-torch.arange(0, 16, 2) / 16)).sin()
         expected = torch.cat([-sin, sin])  # as the rotation wants it
         torch.testing.assert_close(inputs.rope[1][1, 0, 0], expected)

@@ -1,5 +1,4 @@
-"""Trees: texts that share a beginning stand in a row once, and every text is as if it stood alone; and
-FlexAttention, which reads them as blocks."""
+"""Trees: texts that share a beginning, which stands in a row once, are as if alone; and FlexAttention."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,17 +19,9 @@ from megatron.model.attention.flex import Flex
 from megatron.model.attention.masks import BLOCK, block_mask, document_ids, prefix_ids, tree_attention_mask
 from megatron.model.specs import attention_spec
 from megatron.objectives import PairSettings, dpo
+from tests.fake.layouts import PACKED_DPO
 from tests.model.runs import MODELS as TABLE
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    gradients,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
+from tests.model.stages import chosen, document_batch, gradients, inputs_of, random_batch, small, stage_with
 from tests.model.test_attention import by_formula
 from tests.objectives.cases import PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import step_loss
@@ -41,20 +32,11 @@ CONTEXTS = torch.tensor([0] * 11 + [3] * 3 + [3, 3], dtype=torch.int32)
 POSITIONS = torch.tensor([*range(7), *range(4, 8), *range(5)])
 TEXTS = [[*range(7)], [*range(4), *range(7, 11)], [*range(11, 16)]]  # the places of each
 OWN = [3, 4, 5]  # tokens at the end of each that it alone has, or the first that have them
-PAIRED: dict[str, Any] = {
-    "train_impl": "dpo", "dataset_impl": "pairwise", "pos_train_data_paths": ["a"], "neg_train_data_paths": ["b"],
-    "pack_impl": "best_fit",
-}  # fmt: skip
-
-
 MODELS: dict[str, dict[str, Any]] = {
-    "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5},
-    "window": {"pos_emb": "rotary", "sliding_window_width": 4},
-    "alibi": {"pos_emb": "alibi"},
-    "rpe": {"pos_emb": "rpe"},
-    "learned": {"pos_emb": "learned"},
+    "rotary": {"pos_emb": "rotary", "rotary_pct": 0.5}, "window": {"pos_emb": "rotary", "sliding_window_width": 4},
+    "alibi": {"pos_emb": "alibi"}, "rpe": {"pos_emb": "rpe"}, "learned": {"pos_emb": "learned"},
     "math": {"pos_emb": "rotary", "attention_backend": "math"},
-}
+}  # fmt: skip
 LOSSES = ({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, {"orpo": 1.0}, {"simpo": 1.0})
 
 
@@ -65,7 +47,7 @@ def pairs(shared: bool) -> Batch:
 
 def step(model: dict[str, Any], batch: Batch, losses: dict[str, float]) -> tuple[Tensor, dict, dict]:
     args = small(**model, seq_length=batch.tokens.shape[1], max_position_embeddings=64)
-    stage = stage_with(args, random_weights(args))
+    stage = stage_with(args)
     references = torch.tensor([-20.0 - number for number in range(8)] + [0.0, 0.0])
     batch = replace(batch, reference_logprobs=references)
     loss, metrics = step_loss(dpo(losses, PairSettings(0.3)), lambda each: stage(None, each), [batch])
@@ -79,9 +61,8 @@ def test_losses_and_gradients_of_prompts_that_stand_twice(model: str, losses: di
     loss, metrics, grads = step(MODELS[model], pairs(True), losses)
     expected, expected_metrics, expected_grads = step(MODELS[model], pairs(False), losses)
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
-    assert {key: float(value) for key, value in metrics.items()} == pytest.approx(
-        {key: float(value) for key, value in expected_metrics.items()}, rel=1e-5, abs=1e-5
-    )
+    found, wanted = ({key: float(value) for key, value in of.items()} for of in (metrics, expected_metrics))
+    assert found == pytest.approx(wanted, rel=1e-5, abs=1e-5)
     for key, grad in expected_grads.items():
         within = 1e-5 * float(grad.abs().max()) + 1e-7
         torch.testing.assert_close(grads[key], grad, rtol=1e-4, atol=within, msg=str(key))
@@ -117,9 +98,8 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
     for places, own in zip(TEXTS, OWN, strict=True):
         steps = torch.arange(len(places))
         hidden = (steps > steps[:, None]) | (steps[:, None] - steps > (len(places) if window is None else window))
-        alone = by_formula(
-            *(leaf[places] for leaf in leaves), torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
-        )
+        bias = torch.zeros(hidden.shape).masked_fill(hidden, -torch.inf)
+        alone = by_formula(*(leaf[places] for leaf in leaves), bias)
         first = 0 if places[0] not in TEXTS[0] or places is TEXTS[0] else len(places) - own
         expected[places[first:]] = alone[first:].detach()
         total = total + (alone[first:] * factors[places[first:]]).sum()
@@ -129,14 +109,12 @@ def test_a_text_is_as_if_alone(form: str | None, window: int | None, kv_heads: i
 
 @flex_runs_on_a_cpu()
 def test_pairs_that_share_prompts_run_on_flex_attention() -> None:
-    flex = {**MODELS["window"], **PAIRED, "attention_backend": "flex"}
+    flex = {**MODELS["window"], **PACKED_DPO, "attention_backend": "flex"}
     args = small(**flex, seq_length=36, max_position_embeddings=64)
-    batch, stage = pairs(True), stage_with(args, random_weights(args))
+    batch, stage = pairs(True), stage_with(args)
     assert batch.positions is not None and inputs_of(stage, batch, batch.positions).blocks is not None
-    (loss, _, grads), (expected, _, expected_grads) = (
-        step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"])
-    )
-    torch.testing.assert_close((loss, grads), (expected, expected_grads), rtol=1e-4, atol=1e-5)
+    ours, expected = (step(model, pairs(True), {"sigmoid": 1.0}) for model in (flex, MODELS["window"]))
+    torch.testing.assert_close(ours[::2], expected[::2], rtol=1e-4, atol=1e-5)
 
 
 CAPPED = {"num_kv_heads": 2, "attn_logit_softcapping": 0.5}
@@ -144,23 +122,16 @@ SINKS = {**TABLE["sinks"], "attn_logit_softcapping": 2.0}
 
 
 # Each pair of windows, packed rows, and caps or sinks once.
-@pytest.mark.parametrize(
-    ("keys", "packed"),
-    [
-        ({"num_kv_heads": 2}, False),
-        (CAPPED, True),
-        ({"num_kv_heads": 2, "sliding_window_width": 5}, True),
-        ({**CAPPED, "sliding_window_width": 5}, False),
-        (SINKS, True),
-        (SINKS, False),
-    ],
-)
+@pytest.mark.parametrize(("keys", "packed"), [
+    ({"num_kv_heads": 2}, False), (CAPPED, True), ({"num_kv_heads": 2, "sliding_window_width": 5}, True),
+    ({**CAPPED, "sliding_window_width": 5}, False), (SINKS, True), (SINKS, False),
+])  # fmt: skip
 @flex_runs_on_a_cpu()
 def test_flex_attention_equals_the_plain_formula(keys: dict[str, Any], packed: bool) -> None:
     outcomes = []
     for name in ("flex", "math"):
         args = small(**keys, attention_backend=name)
-        stage, batch = stage_with(args, random_weights(args)), (document_batch if packed else random_batch)(args)
+        stage, batch = stage_with(args), (document_batch if packed else random_batch)(args)
         positions = torch.arange(16).expand(2, 16) if batch.positions is None else batch.positions
         assert (inputs_of(stage, batch, positions).blocks is not None) == (name == "flex")
         logits = stage(None, batch)
@@ -179,7 +150,7 @@ def test_flex_attention_is_in_the_graph_of_a_block(monkeypatch: pytest.MonkeyPat
     outcomes = []
     for compiled in (False, "block"):
         args = small(num_kv_heads=2, attention_backend="flex", compile=compiled)
-        stage = stage_with(args, random_weights(args)).train()
+        stage = stage_with(args).train()
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         for seed in (0, 1, 2):
@@ -193,19 +164,14 @@ def test_flex_attention_is_in_the_graph_of_a_block(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(outcomes[:3], outcomes[3:], rtol=1e-4, atol=1e-3)
 
 
-def drawn_ids(rows: int, seq: int, generator: torch.Generator) -> Tensor:
-    starts = torch.rand(rows, seq, generator=generator) < 4 / seq
-    return starts.cumsum(1, dtype=torch.int32)
-
-
 @pytest.mark.parametrize("seq", [BLOCK - 3, 4 * BLOCK, 5 * BLOCK + 9])
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("kind", ["causal", "documents", "trees"])
 def test_blocks_are_those_of_torch(kind: str, window: int | None, seq: int) -> None:
-    """`create_block_mask` looks at every single place; ours may hold a few blocks more where numbers are in
-    no order, and must hold each that shows a place."""
+    """`create_block_mask` looks at every place; ours may hold a few more where numbers are in no order."""
     generator, rows = torch.Generator().manual_seed(0), 1 if kind == "causal" else 2
-    branch = None if kind == "causal" else drawn_ids(rows, seq, generator)
+    drawn = (torch.rand(rows, seq, generator=generator) < 4 / seq).cumsum(1, dtype=torch.int32)
+    branch = None if kind == "causal" else drawn
     context = None if kind != "trees" else (branch - branch % 3).to(torch.int32)  # type: ignore[operator]
     mask = block_mask(seq, torch.device("cpu"), window, None, branch, context)
     dense = create_mask(mask.mask_mod, rows, 1, seq, seq, device="cpu")
@@ -234,7 +200,6 @@ def lists_of(mask: BlockMask) -> tuple[Tensor, Tensor]:
 
 def blocks_of(numbers: Tensor | None, indices: Tensor | None) -> Tensor:
     """Boolean `[rows, 1, blocks, blocks]`."""
-    assert numbers is not None and indices is not None
     listed = torch.arange(indices.shape[-1]) < numbers.unsqueeze(-1)
     return torch.zeros_like(listed).scatter_(-1, indices.long(), listed)
 

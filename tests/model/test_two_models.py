@@ -9,7 +9,7 @@ import torch
 
 import megatron
 from tests.model.runs import ALIBI, LLAMA, LR, NEOX, engine_for
-from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
+from tests.model.stages import document_batch, random_batch, small, stage_with
 from tests.pool import run_ranks
 from tests.training.runs import cells
 
@@ -19,9 +19,9 @@ def test_two_models_give_what_each_gives_alone() -> None:
     both = [small(**model) for model in (NEOX, LLAMA | {"hidden_size": 64}, ALIBI)]
     alone = []
     for args in both:
-        stage = stage_with(args, random_weights(args))
+        stage = stage_with(args)
         alone.append(stage(None, random_batch(args)))
-    stages = [stage_with(args, random_weights(args)) for args in both]
+    stages = [stage_with(args) for args in both]
     for args, stage, expected in reversed(list(zip(both, stages, alone, strict=True))):
         assert torch.equal(stage(None, random_batch(args)), expected)
 

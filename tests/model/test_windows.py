@@ -14,16 +14,7 @@ from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen
 from megatron.model.attention.seeded_attention import _backward as seeded_backward
 from megatron.model.cache import CacheRows, LayerCache
 from megatron.model.specs import attention_spec
-from tests.model.stages import (
-    chosen,
-    document_batch,
-    documents,
-    inputs_of,
-    random_batch,
-    random_weights,
-    small,
-    stage_with,
-)
+from tests.model.stages import chosen, document_batch, documents, inputs_of, random_batch, small, stage_with
 from tests.model.test_attention import by_formula, no_gpu_is_tried
 
 CPU = torch.device("cpu")
@@ -44,7 +35,7 @@ def test_masks_of_a_stage(pos_emb: str, packed: bool) -> None:
     batch = document_batch(args) if packed else random_batch(args)
     positions = torch.arange(16).expand_as(batch.tokens)
     with torch.no_grad():
-        inputs = inputs_of(stage_with(args, random_weights(args)), batch, positions)
+        inputs = inputs_of(stage_with(args), batch, positions)
     assert inputs.mask is not None and inputs.cu_seqlens is None
     shown = inputs.mask if inputs.mask.dtype == torch.bool else inputs.mask > float("-inf")
     for row in range(2):
@@ -102,7 +93,7 @@ def test_varlen_is_given_the_same_windows(
 ) -> None:
     args = small(precision=precision, sliding_window_width=width)
     batch = document_batch(args, rows=3) if packed else random_batch(args, rows=3)
-    positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args, random_weights(args))
+    positions, stage = torch.arange(16).expand_as(batch.tokens), stage_with(args)
     stage.backends = {"auto": AttentionBackends({})}
     masked = inputs_of(stage, batch, positions)
     no_gpu_is_tried(monkeypatch)
@@ -125,8 +116,7 @@ def test_varlen_is_given_the_same_windows(
 
 
 def test_the_gradient_of_a_window_is_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own of the memory-efficient kernel is of all keys. The operator of compiled code has the same:
-    its backward pass runs the attention again within a transformation of torch.func."""
+    """torch's own is of all keys; compiled code's runs the attention again in a transform of torch.func."""
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_forward", fake_efficient)
     monkeypatch.setattr(torch.ops.aten, "_efficient_attention_backward", fake_efficient_backward)
     generator = torch.Generator().manual_seed(0)

@@ -1,10 +1,10 @@
-"""Sums of distillation, and the KL of two heads, in chunks over a cut vocabulary beside TRL's loss of all
-logits, and beside torch's autograd of the most likely tokens and one outcome for the rest, in float64."""
+"""Sums of distillation over a cut vocabulary, beside TRL's loss and autograd of top tokens, in float64."""
 
 import ast
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from tests.mpu.test_head import ALL_AT_ONCE, BATCH, SEQ, THREE_CHUNKS, VOCAB, Ca
 from tests.pool import run_ranks
 
 K = 5
-PLACES = torch.tensor([0, 5, 6, 40, 77, 149])
 LOSSES = [(0.0, 1.0), (0.0, 2.0), (1.0, 1.0), (1.0, 0.7), (0.5, 1.0), (0.1, 1.5)]  # beta, temperature
 
 
@@ -32,12 +31,10 @@ def models() -> tuple[Case, Case]:
 @cache
 def trl_s_loss() -> Callable[..., Tensor]:
     """`GKDTrainer.generalized_jsd_loss` from its file: importing TRL takes longer than all tests here."""
-    spec = find_spec("trl")
-    assert spec is not None and spec.origin is not None
-    tree = ast.parse((Path(spec.origin).parent / "experimental/gkd/gkd_trainer.py").read_text())
+    (folder,) = find_spec("trl").submodule_search_locations  # type: ignore[union-attr,misc]
+    tree = ast.parse((Path(folder) / "experimental/gkd/gkd_trainer.py").read_text())
     (function,) = (node for node in ast.walk(tree) if getattr(node, "name", "") == "generalized_jsd_loss")
-    assert isinstance(function, ast.FunctionDef)
-    function.decorator_list = []
+    function.decorator_list = []  # type: ignore[attr-defined]
     names: dict[str, Any] = {"torch": torch, "F": F}
     exec(compile(ast.Module([function], []), "gkd_trainer.py", "exec"), names)
     return names["generalized_jsd_loss"]
@@ -77,22 +74,19 @@ def expected(run: dict[str, Any]) -> tuple[Tensor, ...]:
     divergence = (of_tokens * weights).sum()
     loss = run["share"] * divergence + (1 - run["share"]) * nll
     loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
     return loss.detach(), divergence.detach(), nll.detach(), hidden.grad, weight.grad
 
 
 def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[Tensor, ...]]:
-    """For the pool: the same by `distillation_sums`, of this rank's rows of the vocabulary; or the loss alone
-    by `token_divergence_sum` where there is nothing but that."""
+    """For the pool: the same by `distillation_sums`, of this rank's rows; or the loss alone."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     results = []
     for run in runs:
         model, teacher = models()
         rows = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
         hidden, weight = model.hidden.clone().requires_grad_(), model.weight[rows].clone().requires_grad_()
-        beside, columns = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["columns"]
-        places = run["places"]
-        beta, temperature = run["loss"]
+        beside, (beta, temperature) = head_of(teacher.hidden, teacher.weight[rows], softcap=4.0), run["loss"]
+        columns, places = run["columns"], run["places"]
         head = head_of(hidden, weight, softcap=run["softcap"])
         with sizes(run["chunk"], 0):
             source = top_tokens(beside, K, temperature, group, columns, places) if run["top"] else beside.use
@@ -105,27 +99,21 @@ def found(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[tuple[
                 with torch.no_grad():  # where there is nothing to learn, as in validation
                     assert distillation_sums(head, source, *args).loss == values[0]
         values[0].backward()
-        assert hidden.grad is not None and weight.grad is not None
         results.append((*(value.detach() for value in values), hidden.grad, weight.grad))
     return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_it_is_trl_s_loss_mixed_with_cross_entropy(ranks: int) -> None:
-    ways = [
-        {"chunk": chunk, "columns": columns, "places": places, "share": share}
-        for chunk, columns, places, share in (
-            (ALL_AT_ONCE, None, None, 1.0),
-            (THREE_CHUNKS, VOCAB - 3, PLACES, 0.3),
-            (THREE_CHUNKS, VOCAB // 2 - 2, None, 0.5),  # leaves the second rank no column
-        )
+    places = torch.tensor([0, 5, 6, 40, 77, 149])
+    ways: list[dict[str, Any]] = [
+        {"chunk": ALL_AT_ONCE, "columns": None, "places": None, "share": 1.0, "softcap": None},
+        {"chunk": THREE_CHUNKS, "columns": VOCAB - 3, "places": places, "share": 0.3, "softcap": 5.0},
+        # leaves the second rank no column
+        {"chunk": THREE_CHUNKS, "columns": VOCAB // 2 - 2, "places": None, "share": 0.5, "softcap": None},
     ]
-    runs = [
-        {**way, "loss": loss, "top": top, "kl": False, "softcap": None if way["places"] is None else 5.0}
-        for loss in LOSSES
-        for top in (False, True)
-        for way in ways
-    ]
+    cases = product(LOSSES, (False, True), ways)
+    runs = [{**way, "loss": loss, "top": top, "kl": False} for loss, top, way in cases]
     runs += [{**way, "loss": (0.0, 1.0), "top": False, "kl": True, "softcap": None, "share": 1.0} for way in ways]
     by_rank = run_ranks(found, ranks, runs)
     for i, run in enumerate(runs):

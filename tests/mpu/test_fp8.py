@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, Product, linear
+from megatron.mpu import Linear, LinearSpec, ParallelGroups, Product, build_groups, linear
 from megatron.mpu.fp8 import DelayedProduct, DelayedScaling, Formats, MXProduct, RowwiseProduct, TensorwiseProduct
 from megatron.mpu.fp8.casting import E4M3, E5M2, OPERANDS, rounded, swizzled
 from tests.pool import run_ranks
@@ -22,12 +22,10 @@ def magnitudes(dtype: torch.dtype) -> Tensor:
     """All finite numbers of the format that are not negative, in order of their codes, fp64."""
     bits, bias, largest = DEFINED[dtype]
     values = []
-    for code in range(128):
-        exponent, mantissa = code >> bits, code & ((1 << bits) - 1)
+    for exponent, mantissa in (divmod(code, 1 << bits) for code in range(128)):
         normal = 2.0 ** (exponent - bias) * (1 + mantissa / 2**bits)
         values.append(normal if exponent else 2.0 ** (1 - bias) * mantissa / 2**bits)
-    finite = [value for value in values if value <= largest]
-    return torch.tensor(finite, dtype=torch.float64)
+    return torch.tensor([value for value in values if value <= largest], dtype=torch.float64)
 
 
 def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,8 +98,7 @@ def test_rounding_is_the_definition(dtype: torch.dtype) -> None:
     x = torch.cat([x, -x])
     ours = rounded(x.float().unsqueeze(0), torch.ones(()), dtype)[0]
     assert ours.double().equal(nearest(x, dtype))
-    odd = rounded(torch.tensor([[math.nan, math.inf]]), torch.tensor(math.nan), dtype).float()
-    assert odd.isnan().all()
+    assert rounded(torch.tensor([[math.nan, math.inf]]), torch.tensor(math.nan), dtype).float().isnan().all()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -117,11 +114,9 @@ def test_products_are_those_of_what_the_casts_keep(name: str, operands: tuple[Te
         return in_fp8(tensor, dtype, scale_of, dim)
 
     got = (product.output(x, weight), product.input_gradient(grad, weight), product.weight_gradient(grad, x))
-    expected = (
-        cast(flat_x, E4M3, 1) @ cast(weight, E4M3, 1).t(),
-        cast(flat_grad, of_gradients, 1) @ cast(weight, E4M3, 0),
-        cast(tall_grad, of_gradients, 0).t() @ cast(tall_x, E4M3, 0),
-    )
+    expected = (cast(flat_x, E4M3, 1) @ cast(weight, E4M3, 1).t(),
+                cast(flat_grad, of_gradients, 1) @ cast(weight, E4M3, 0),
+                cast(tall_grad, of_gradients, 0).t() @ cast(tall_x, E4M3, 0))  # fmt: skip
     exact = (flat_x.double() @ weight.double().t(), flat_grad.double() @ weight.double(),
              flat_grad.double().t() @ flat_x.double())  # fmt: skip
     for ours, theirs, unrounded, shape in zip(got, expected, exact, (x[..., :OUT], x, weight), strict=True):
@@ -185,19 +180,10 @@ def test_zeros_stay_zero_and_what_is_not_finite_is_seen(name: str, operands: tup
             assert all(not out[i].isfinite().all() for i in reads), (spoiled, bad)
 
 
-def transformer_engine_update(
-    history: list[float], scale: float, algorithm: str, largest: float, margin: int
-) -> tuple[list[float], float]:
-    """`amax_and_scale_update` of Transformer-Engine (delayed_scaling.cu); history[0]: this step's."""
-    amax = history[0] if algorithm == "most_recent" else max(history)
-    if math.isfinite(amax) and amax > 0:
-        scale = largest * 2.0**-margin / amax
-    return [0.0, *history[:-1]], scale
-
-
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("length, margin", [(1, 0), (3, 0), (3, 2)])
 def test_scales_of_delayed_scaling_are_transformer_engine_s(algorithm: Any, length: int, margin: int) -> None:
+    """By its `amax_and_scale_update` (delayed_scaling.cu)."""
     scaling = delayed(length=length, algorithm=algorithm, margin=margin)
     product = scaling.add("a")
     seen = [3.0, 0.5, 0.25, 8.0, 0.0, 0.125, 0.0625]
@@ -212,10 +198,10 @@ def test_scales_of_delayed_scaling_are_transformer_engine_s(algorithm: Any, leng
         scaling.end_step(torch.tensor(False))
         for i, operand in enumerate(OPERANDS):
             histories[operand][0] = float(given[operand].abs().max())
-            largest = 57344.0 if operand == "gradient" else 448.0
-            histories[operand], scales[operand] = transformer_engine_update(
-                histories[operand], scales[operand], algorithm, largest, margin
-            )
+            amax = histories[operand][0] if algorithm == "most_recent" else max(histories[operand])
+            if amax > 0:
+                scales[operand] = (57344.0 if operand == "gradient" else 448.0) * 2.0**-margin / amax
+            histories[operand] = [0.0, *histories[operand][:-1]]
             assert float(product.scale[operand]) == pytest.approx(scales[operand], rel=1e-7), (step, operand)
             assert float(scaling.state()["a"]["history"][i, 0]) == float(given[operand].abs().max())
 
@@ -285,8 +271,6 @@ def test_scales_of_blocks_lie_as_cublas_reads_them() -> None:
 
 def cut(rank: int, world_size: int, operands: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
     """For the pool: output and gradients of a column- and of a row-parallel linear over both ranks."""
-    from megatron.mpu import build_groups
-
     x, weight, grad = operands
     groups = build_groups(pipe=1, data=1, tensor=2, device=torch.device("cpu"))
     results = []
@@ -297,7 +281,6 @@ def cut(rank: int, world_size: int, operands: tuple[Tensor, Tensor, Tensor]) -> 
         given = (x if dim == 0 else x.chunk(2, 2)[rank]).clone().requires_grad_()
         out = layer(given)
         out.backward((grad.chunk(2, 2)[rank] if dim == 0 else grad).contiguous())
-        assert given.grad is not None and layer.weight.grad is not None
         results += [out.detach(), given.grad, layer.weight.grad]
     return results
 

@@ -21,24 +21,16 @@ from tests.pool import run_ranks
 
 def everything(rank: int, world_size: int, pipe: int, data: int, tensor: int) -> dict[str, object]:
     groups = build_groups(pipe=pipe, data=data, tensor=tensor, device=torch.device("cpu"))
-    sums = {}
-    for axis in AXES:
-        group = groups.group(axis)
-        total = torch.tensor([float(2**rank)])
-        if group is not None:
-            dist.all_reduce(total, group=group)
-        sums[axis] = int(total)
+    sums = {axis: int(groups.sum(torch.tensor([float(2**rank)]), axis)) for axis in AXES}
     embedding = torch.tensor([float(2**rank)])
     if groups.embedding is not None:
         dist.all_reduce(embedding, group=groups.embedding)
     return {
-        "ranks": {axis: groups.rank(axis) for axis in AXES},
-        "members": dict(groups.members),
-        "sums": sums,
+        "ranks": {axis: groups.rank(axis) for axis in AXES}, "members": dict(groups.members), "sums": sums,
         "embedding": int(embedding),
         "place": (groups.world_rank, groups.world_size, groups.is_first_stage, groups.is_last_stage),
         "none": [axis for axis in AXES if groups.group(axis) is None],
-    }
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2), (1, 2, 2), (2, 2, 1), (4, 1, 1), (2, 2, 2), (3, 1, 2)])
@@ -111,10 +103,9 @@ def test_a_rank_makes_its_own_groups_only(monkeypatch: pytest.MonkeyPatch) -> No
         assert all(rank in ranks for ranks in made[rank]), "a group this rank is not in"
         assert groups.members["pipe"] == tuple(range(rank % 256, 1024, 256))
     assert [len(made[rank]) for rank in made] == [4, 4, 4, 4]
-    assert made[777][0] == [9, 265, 521, 777] and made[777][2] == list(range(776, 784))
+    data = list(range(768 + 777 % 8, 1024, 8))
+    assert made[777] == [[9, 265, 521, 777], data, list(range(776, 784)), [9, 777]] and made[0][3] == [0, 768]
     assert made[300][3] == [300], "a middle stage is in no embedding group, but counts"
-    assert made[0][3] == [0, 768] and made[777][3] == [9, 777]
-    assert made[777][1] == list(range(768 + 777 % 8, 1024, 8))
 
 
 def unconnected(rank: int, world_size: int) -> str:

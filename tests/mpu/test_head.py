@@ -11,19 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import (
-    HeadInput,
-    LossOfTokens,
-    OutputLayer,
-    PlainProduct,
-    Product,
-    build_groups,
-    plain_kernels,
-    token_logprobs,
-    token_logprobs_and_statistics,
-    token_loss_sum,
-)
+from megatron.mpu import PlainProduct, Product, build_groups, plain_kernels, token_loss_sum
 from megatron.mpu.cross_entropy import Kernels, compiled_kernels
+from megatron.mpu.head import HeadInput, LossOfTokens, OutputLayer, token_logprobs, token_logprobs_and_statistics
 from megatron.objectives.language_modelling import dft, nll
 from tests.live_bytes import LiveBytes
 from tests.mpu.test_products import Counted
@@ -32,6 +22,7 @@ from tests.pool import run_ranks
 SEQ, BATCH, HIDDEN, VOCAB = 50, 3, 16, 32
 ROWS = SEQ * BATCH
 ALL_AT_ONCE, THREE_CHUNKS = 2**30, 64 * VOCAB  # of 64, 64 and 22 tokens, whatever the dtype and the ranks
+Options = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -55,12 +46,9 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 
 
 def head_of(
-    hidden: Tensor,
-    weight: Tensor,
-    kernels: Kernels | None = None,
-    product: Product | None = None,
+    hidden: Tensor, weight: Tensor, kernels: Kernels | None = None, product: Product | None = None,
     softcap: float | None = None,
-) -> HeadInput:
+) -> HeadInput:  # fmt: skip
     layer = OutputLayer(weight, product or PlainProduct(), kernels or plain_kernels(), softcap)
     return HeadInput(hidden, lambda x, use: use(x, layer))
 
@@ -77,9 +65,6 @@ class Found(NamedTuple):
     values: list[Tensor]
     hidden: Tensor
     weight: Tensor
-
-
-Options = dict[str, Any]
 
 
 def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, kernels: Kernels | None = None) -> Found:
@@ -112,8 +97,7 @@ def on_rank(rank: int, world_size: int, dtype: torch.dtype, options: Options, ke
 
 
 def places_of(given: Case) -> Tensor:
-    """Every second place with a weight, so that the others would be seen, and some of weight 0 at the end,
-    in the order of `[seq, batch]`."""
+    """Every second place with a weight, so that the others would be seen, and at the end some without."""
     weights = given.weights.reshape(-1)
     return torch.cat([weights.nonzero()[::2, 0], (weights == 0).nonzero()[:5, 0]])
 
@@ -149,8 +133,7 @@ def formula(given: Case, options: Options, dtype: torch.dtype = torch.float64) -
         values = [logprobs, entropy, logits.mean(-1), is_top]
         (logprobs * counted).backward(given.grad.to(logprobs.dtype))
         values = [one * counted for one in values]
-    assert hidden.grad is not None and weight.grad is not None
-    return Found([one.detach() for one in values], hidden.grad, weight.grad)
+    return Found([one.detach() for one in values], hidden.grad, weight.grad)  # type: ignore[arg-type]
 
 
 def errors(ranks: list[Found], exact: Found) -> list[float]:
@@ -227,8 +210,7 @@ CALLS: dict[str, tuple[Callable[[HeadInput, Case], Tensor], int, list[str]]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_products(name: str) -> None:
-    """Three of each chunk, with the layer's own product; log-probabilities whose logits are not kept have a
-    fourth; none of a gradient that nobody wants."""
+    """Three of each chunk, a fourth where logits are not kept; none of a gradient that nobody wants."""
     function, kept, expected = CALLS[name]
     for frozen in (None, "weight", "hidden", "both"):
         given, product = case(), Counted()
@@ -280,8 +262,7 @@ def peaks(tokens: int, vocab: int, function: Callable[[HeadInput, Case], Tensor]
 
 @pytest.mark.parametrize("function", [summed_loss, summed_logprobs])
 def test_memory_does_not_grow_with_tokens_times_vocabulary(function: Callable[[HeadInput, Case], Tensor]) -> None:
-    """A chunk of logits, a few slices of fp32, the gradient of the weight in fp32 and as it comes, and
-    numbers for each token; all logits would be 8 MiB."""
+    """A chunk of logits, slices in fp32, the weight's gradient twice, numbers of tokens; not 8 MiB."""
     tokens, vocab = 1024, 4096
     found = peaks(tokens, vocab, function)
     assert found.peak < 2**20 + 3 * 4 * 2**16 + 3 * 4 * vocab * HIDDEN + tokens * (4 * HIDDEN + 64)

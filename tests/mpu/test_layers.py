@@ -1,5 +1,4 @@
-"""A sharded embedding, and every collective of tensor and sequence parallelism, compute forwards and
-backwards what the whole computes. Linears: test_parallel_linear.py."""
+"""A sharded embedding and every collective compute what the whole does. Linears: test_parallel_linear.py."""
 
 from typing import Any
 
@@ -18,6 +17,7 @@ TABLE, GRAD = (
     torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     for seed, shape in ((6, (VOCAB, OUT)), (7, (SEQ, BATCH, OUT)))
 )
+MAPPINGS = ("copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence")
 
 
 def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
@@ -31,7 +31,6 @@ def embeddings(rank: int, world_size: int) -> list[tuple[Tensor, Tensor]]:
             layer.weight.copy_(TABLE.chunk(world_size)[rank])
         y = layer(TOKENS)
         y.backward(GRAD.chunk(world_size)[rank] if sequence else GRAD)
-        assert layer.weight.grad is not None
         results.append((y.detach(), layer.weight.grad))
     return results
 
@@ -59,7 +58,7 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
     part = SEQ // world_size
     local_slice = slice(rank * part, (rank + 1) * part)
     results = {}
-    for name in ("copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence"):
+    for name in MAPPINGS:
         # scatter_to_sequence takes what every rank holds alike; the other inputs differ by rank.
         x = _values("x", 0 if name == "scatter_to_sequence" else rank)
         x = (x[local_slice] if name == "gather_from_sequence" else x).clone().requires_grad_()
@@ -69,7 +68,6 @@ def run_all(rank: int, world_size: int, compiled: bool) -> dict[str, tuple[Tenso
         y = inside(x) if compiled else mapping(x, group)
         grad = _values("grad", rank)
         y.backward(grad[local_slice] if name == "scatter_to_sequence" else grad)
-        assert x.grad is not None
         results[name] = (y.detach(), x.grad)
     return results
 
@@ -116,10 +114,7 @@ def test_sum_is_out_of_place_and_last_dimension_is_gathered() -> None:
         assert torch.equal(whole, torch.cat(parts, -1))
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["copy_to_tensor", "reduce_from_tensor", "gather_from_sequence", "scatter_to_sequence", "gather_from_tensor"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [*MAPPINGS, "gather_from_tensor"])
 def test_without_a_group_nothing_happens(name: str) -> None:
     x: Any = torch.ones(2)
     assert getattr(mpu, name)(x, None) is x

@@ -1,8 +1,7 @@
-"""Column- and row-parallel linears together as in a block, on several ranks, beside torch's own linears on
-one: values, gradients, what is kept for backward, and what travels when."""
+"""Parallel linears as in a block beside torch's: values, gradients, what is kept, what travels when."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,11 +20,11 @@ from tests.pool import run_ranks
 SEQ, BATCH, HIDDEN, INNER = 8, 3, 10, 12
 COLUMNS, ROWS = ("mlp_in", "attention_in"), ("mlp_out", "attention_out")
 SHAPES = {name: (INNER, HIDDEN) for name in COLUMNS} | {name: (HIDDEN, INNER) for name in ROWS}
+WHOLE = (SEQ, BATCH, HIDDEN)
 
 
 class Case(NamedTuple):
-    """sequence: sequence parallelism. trained: which of "x", "weight", "bias" have gradients. how: "eager",
-    "compiled" or "recomputed". other: not the plain product. pipelined: by symmetric memory."""
+    """trained: what has gradients. how: "eager", "compiled", "recomputed". pipelined: by symmetric memory."""
 
     sequence: bool
     trained: tuple[str, ...] = ("x", "weight", "bias")
@@ -90,8 +89,7 @@ def _part(name: str, whole: Tensor, case: Case, rank: int, size: int) -> Tensor:
 
 
 class Seen(NamedTuple):
-    """Of one case on one rank: output and gradients, what ran in backward, and the shapes of what was cloned
-    and of what was kept for backward beside parameters."""
+    """Of one rank: output, gradients, what ran in backward, shapes of clones and of what was kept for it."""
 
     found: dict[str, Tensor]
     backward: list[tuple[str, tuple[int, ...]]]
@@ -158,16 +156,10 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
 
         forward, backward = Recorder(), Recorder()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            if case.how == "eager":
-                with forward.recording():
-                    y = layers(x)
-            else:
+            with forward.recording() if case.how == "eager" else nullcontext():
                 y = checkpoint(layers, x, use_reentrant=False) if case.how == "recomputed" else layers(x)
-        if case.how == "compiled":
+        with backward.recording() if case.how != "compiled" else nullcontext():
             y.backward(grad)
-        else:
-            with backward.recording():
-                y.backward(grad)
         found = {"y": y.detach()} | ({} if x.grad is None else {"x": x.grad})
         found |= {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
         results.append(Seen(found, backward.events, forward.clones + backward.clones, kept))
@@ -175,15 +167,12 @@ def run(rank: int, world_size: int, cases: list[Case]) -> list[Seen]:
 
 
 PARTLY = [("weight",), ("x",), ("x", "bias"), ("bias",)]
-EAGER = [Case(sequence) for sequence in (False, True)]
 CASES = [
-    *EAGER,
-    *(Case(sequence, how="recomputed") for sequence in (False, True)),
+    *(Case(sequence) for sequence in (False, True)), *(Case(sequence, how="recomputed") for sequence in (False, True)),
     *(Case(sequence, trained) for sequence in (False, True) for trained in PARTLY),
-    *(Case(sequence, other=True) for sequence in (False, True)),
-    Case(True, how="recomputed", pipelined=True),
+    *(Case(sequence, other=True) for sequence in (False, True)), Case(True, how="recomputed", pipelined=True),
     *(Case(True, trained, pipelined=True) for trained in [("x", "weight", "bias"), *PARTLY]),
-]
+]  # fmt: skip
 COMPILED = [Case(sequence, how="compiled") for sequence in (False, True)] + [Case(True, how="compiled", pipelined=True)]
 ON_FOUR = [*CASES, Case(False, how="compiled", other=True)]
 CASES += COMPILED
@@ -221,24 +210,19 @@ def test_bf16_gradients_are_bf16() -> None:
             assert {tensor.dtype for tensor in one.found.values()} == {torch.bfloat16}
 
 
-WHOLE = (SEQ, BATCH, HIDDEN)
-
-
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_the_shard_is_kept(how: str, seen: list[list[Seen]]) -> None:
-    """Under sequence parallelism nothing of the whole sequence at the hidden width is kept, but three times
-    what a rank has of it: the input of each column."""
+    """Under sequence parallelism: nothing of the whole sequence, but of each column a rank's input."""
     elements = SEQ * BATCH * HIDDEN
-    of_case = [results[CASES.index(Case(True, how=how))].kept for results in seen]
-    for kept in of_case:
+    for results in seen:
+        kept = results[CASES.index(Case(True, how=how))].kept
         sizes = [torch.Size(shape).numel() for shape in kept]
         assert elements not in sizes, kept
         assert sizes.count(elements // 2) == (3 if how == "eager" else 2), kept  # a compiled graph keeps one once
 
 
 def column_backward(sequence: bool) -> list[tuple[str, tuple[int, ...]]]:
-    """Of one column-parallel linear on two ranks: the gradient of its input is sent before the product of the
-    weight's gradient, and waited for after it."""
+    """Of one linear on two ranks: its input's gradient travels while the weight's is multiplied."""
     of_input, of_weight = ("product", (SEQ * BATCH, HIDDEN)), ("product", (INNER // 2, HIDDEN))
     if not sequence:
         return [of_input, ("c10d::allreduce_", WHOLE), of_weight, ("wait", ())]
@@ -247,8 +231,7 @@ def column_backward(sequence: bool) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def row_backward(sequence: bool, layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Of the sum of row-parallel linears: under sequence parallelism one gather for all its products. torch's
-    own linear takes the weight's gradient first."""
+    """Of the sum of linears: one gather for all products; torch's own takes the weight's gradient first."""
     of_input, of_weight = ("product", (SEQ * BATCH, INNER // 2)), ("product", (HIDDEN, INNER // 2))
     gather = [("c10d::_allgather_base_", WHOLE)] if sequence else []
     return [*gather, *[of_weight, of_input] * layers]
@@ -256,25 +239,19 @@ def row_backward(sequence: bool, layers: int) -> list[tuple[str, tuple[int, ...]
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_travels_and_when(sequence: bool, seen: list[list[Seen]]) -> None:
+    """And nothing is cloned."""
     for results in seen:
-        events = results[CASES.index(Case(sequence))].backward
+        _, events, clones, _ = results[CASES.index(Case(sequence))]
         columns, rows = column_backward(sequence), row_backward(sequence, 1)
         assert sorted(events) == sorted([*columns * 3, *row_backward(sequence, 2), *rows])
         start = [i for i in range(len(events)) if events[i : i + len(columns)] == columns]
-        assert len(start) == 3, events
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_nothing_is_cloned(sequence: bool, seen: list[list[Seen]]) -> None:
-    assert [results[CASES.index(Case(sequence))].clones for results in seen] == [[], []]
+        assert len(start) == 3 and clones == [], (events, clones)
 
 
 def test_recomputation_sends_no_last_sum_again(seen: list[list[Seen]]) -> None:
     """It ends where all that backward needs is there: before the last rows' products and their sum."""
-    for sequence, once, again in ((False, "c10d::allreduce_", 1), (True, "c10d::_reduce_scatter_base_", 1)):
+    for sequence, kind in ((False, "c10d::allreduce_"), (True, "c10d::_reduce_scatter_base_")):
         for results in seen:
-            plain, recomputed = (
-                [event for event in results[CASES.index(Case(sequence, how=how))].backward if event[0] == once]
-                for how in ("eager", "recomputed")
-            )
-            assert len(recomputed) == len(plain) + again
+            cases = [results[CASES.index(Case(sequence, how=how))] for how in ("eager", "recomputed")]
+            plain, recomputed = ([event[0] for event in case.backward].count(kind) for case in cases)
+            assert recomputed == plain + 1

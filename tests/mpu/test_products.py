@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, Product, linear
-from megatron.mpu.lora import LoraSpec, adapters_of
+from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, adapters_of, linear
 from megatron.mpu.quantized import QuantizedProduct
 
 SHAPES = {"x": (6, 2, 12), "weight": (16, 12), "bias": (16,), "grad": (6, 2, 16)}
+ROWS, COLUMNS = 96, 128
 
 
 class Counted:
@@ -108,9 +108,6 @@ def test_a_compiled_layer_takes_another_product(parallel: str) -> None:
             torch.testing.assert_close(gradient, whole[name].grad)
 
 
-ROWS, COLUMNS = 96, 128
-
-
 def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **more: Any) -> Linear:
     made = Linear(LinearSpec(COLUMNS, ROWS, "column", bias, **more), ParallelGroups.single()).to(dtype)
     made.quantize(QuantizedProduct(made.weight.shape, dtype, double_quant))
@@ -123,9 +120,8 @@ def layer(dtype: torch.dtype, double_quant: bool, bias: bool, weight: Tensor, **
 def test_output_and_input_gradient(dtype: torch.dtype, double_quant: bool) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(ROWS, COLUMNS).to(dtype), torch.randn(3, 2, COLUMNS).to(dtype)
-    theirs = bnb.nn.Linear4bit(
-        COLUMNS, ROWS, bias=False, compute_dtype=dtype, compress_statistics=double_quant, quant_type="nf4"
-    )
+    how = {"compute_dtype": dtype, "compress_statistics": double_quant, "quant_type": "nf4"}
+    theirs = bnb.nn.Linear4bit(COLUMNS, ROWS, bias=False, **how)
     theirs.load_state_dict({"weight": weight})
     theirs.to("cpu")  # quantises
     ours = layer(dtype, double_quant, False, weight)

@@ -19,19 +19,16 @@ def test_same_seed_same_mask_and_the_generator_is_untouched() -> None:
     assert not torch.equal(dropout(x, 0.3, seed_tensor(12), training=True), first)
 
 
-def test_mask_has_its_share_and_scale() -> None:
-    x = torch.ones(100_000)
+def test_mask_has_its_share_and_scale_and_is_the_gradients() -> None:
+    x = torch.ones(100_000, requires_grad=True)
     dropped = dropout(x, 0.25, seed_tensor(1), training=True)
     kept = dropped != 0
     # Standard error of the share is sqrt(0.25 * 0.75 / 1e5) = 0.0014.
     assert abs(float(kept.float().mean()) - 0.75) < 0.007
     torch.testing.assert_close(dropped[kept], torch.full((int(kept.sum()),), 1 / 0.75))
-
-
-def test_off_without_training_or_probability() -> None:
-    x = torch.ones(10)
-    assert dropout(x, 0.5, seed_tensor(1), training=False) is x
-    assert dropout(x, 0.0, seed_tensor(1), training=True) is x
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient, dropped)
+    assert dropout(x, 0.5, seed_tensor(1), training=False) is dropout(x, 0.0, seed_tensor(1), training=True) is x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -48,14 +45,6 @@ def test_compiled_code_draws_what_eager_code_draws(dtype: torch.dtype) -> None:
     assert graphs.frame_count == 1
 
 
-def test_gradient_goes_through_the_same_mask() -> None:
-    x = torch.ones(100, requires_grad=True)
-    y = dropout(x, 0.5, seed_tensor(3), training=True)
-    y.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, y.detach())
-
-
 def test_generator_returns_after_an_error() -> None:
     state = torch.get_rng_state()
     with pytest.raises(RuntimeError), fork_seed(3, CPU):
@@ -66,9 +55,7 @@ def test_generator_returns_after_an_error() -> None:
 
 def test_seeds_are_apart_and_valid() -> None:
     seeds = {mix_seed(s, layer, place) for s in range(10) for layer in range(10) for place in range(3)}
-    assert len(seeds) == 300
-    assert all(0 <= seed < 2**63 for seed in seeds)
-    assert mix_seed(1, 23) != mix_seed(12, 3)
-    assert mix_seed("a", 1) == mix_seed("a", 1)
+    assert len(seeds) == 300 and all(0 <= seed < 2**63 for seed in seeds)
+    assert mix_seed(1, 23) != mix_seed(12, 3) and mix_seed("a", 1) == mix_seed("a", 1)
     with fork_seed(2**63 - 1 + 64, CPU):  # the largest seed with a tensor rank added
         torch.rand(1)

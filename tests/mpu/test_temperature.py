@@ -10,12 +10,9 @@ from tests.pool import run_ranks
 
 # Temperature, cap of logits, columns of the vocabulary.
 RUNS: list[tuple[float, float | None, int | None]] = [
-    (0.7, None, None),
-    (2.5, None, VOCAB - 3),
-    (0.7, 5.0, VOCAB - 3),
-    (2.5, 30.0, None),
-    (1.0, 5.0, None),
-]
+    (0.7, None, None), (2.5, None, VOCAB - 3), (0.7, 5.0, VOCAB - 3), (2.5, 30.0, None), (1.0, 5.0, None),
+]  # fmt: skip
+PLACES = torch.tensor([3, 17, 64, 65, 70, 149, 0])  # of all three chunks, in no order
 
 
 def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
@@ -31,12 +28,8 @@ def test_sixteen_bit_logits_are_divided_in_fp32() -> None:
         logprobs.backward(given.grad)
         (of_logits,) = torch.autograd.grad(exact, logits, given.grad.double())
         expected = of_logits @ weight.double()
-        assert mine.grad is not None
-        found.append(float((mine.grad.double() - expected).norm() / expected.norm()))
+        found.append(float((mine.grad.double() - expected).norm() / expected.norm()))  # type: ignore[union-attr]
     assert found[1] <= 1.1 * found[0], found
-
-
-PLACES = torch.tensor([3, 17, 64, 65, 70, 149, 0])  # of all three chunks, in no order
 
 
 def second(logits: Tensor) -> Tensor:
@@ -46,8 +39,7 @@ def second(logits: Tensor) -> Tensor:
 
 
 def tokens_of(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For the pool: tokens, their log-probabilities and the logits that they were chosen from; of each the
-    log-probability is what `token_logprobs` of all places has, to the bit."""
+    """For the pool: tokens, log-probabilities (`token_logprobs`'s to the bit) and logits chosen from."""
     group = build_groups(pipe=1, data=1, tensor=world_size, device=torch.device("cpu")).group("tensor")
     results = []
     for temperature, softcap, columns in RUNS:

@@ -33,32 +33,24 @@ def parse_train(argv):
     return parse_script(argv, "train.py")
 
 
-def test_files_alone_are_the_same_as_load(folder):
+def test_files_alone_are_the_same_as_load_in_any_folder_and_without_ending(folder):
     command = parse_deepy(["train.py", "a.yml", "b.yml"])
     assert (command.user_script, command.print_config) == ("train.py", False)
     assert command.args == load(["a.yml", "b.yml"]) == parse_script(["a.yml", "b"], "train.py")
-
-
-def test_conf_dir_and_names_without_ending(folder):
     args = parse_deepy(["train.py", "-d", "sub", "a", "c.json"]).args
     assert (args.seed, args.origin("seed")) == (4, "sub/c.json:1")
     assert parse_deepy(["--conf_dir", "sub", "train.py", "a", "c.json"]).args == args
 
 
-FILES = ("hostfile", "sample_input_file", "sample_output_file")
-TEXTS = ("wandb_group", "wandb_run_name", "wandb_team", "include")
-
-
-@pytest.mark.parametrize(
-    "flags, key, value",
-    [
-        *((["-" + short, "a.txt"], key, "a.txt") for short, key in zip("Hio", FILES, strict=True)),
-        *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in (*FILES[:2], *TEXTS)),
-        *(([f"--{key}", "7"], key, 7) for key in ("iteration", "num_gpus")),
-        (["--fp8"], "precision_fp8", "auto"),
-        (["--no-fp8"], "precision_fp8", "off"),
-    ],
-)
+@pytest.mark.parametrize("flags, key, value", [
+    (["-H", "a.txt"], "hostfile", "a.txt"), (["-i", "a.txt"], "sample_input_file", "a.txt"),
+    (["-o", "a.txt"], "sample_output_file", "a.txt"),
+    *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in ("hostfile", "sample_input_file", "include")),
+    *(([f"--{key}", "x:2,3"], key, "x:2,3") for key in ("wandb_group", "wandb_run_name", "wandb_team")),
+    *(([f"--{key}", "7"], key, 7) for key in ("iteration", "num_gpus")),
+    (["--fp8"], "precision_fp8", "auto"),
+    (["--no-fp8"], "precision_fp8", "off"),
+])  # fmt: skip
 def test_flags_set_keys_over_files(folder, flags, key, value):
     for argv in (["train.py", "a", "b", *flags], [*flags, "train.py", "a", "b"], ["train.py", "a", *flags, "b"]):
         args = parse_deepy(argv).args
@@ -112,20 +104,17 @@ def test_the_launcher_hands_over_by_a_file(folder):
     assert parse_train(["--neox-args", "args.json"]) == args
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        ([], "configuration files or --neox-args FILE"),
-        (["a", "--neox-args", "x"], "configuration files or --neox-args FILE.*not both"),
-        (["--neox-args", "x"], "--neox-args x: No such file"),
-        (["--neox-args", "a.yml"], "--neox-args a.yml: .*deepy.py"),
-        (["--neox-args", "x", "--set", "seed=1"], "--neox-args .*complete"),
-        (["missing"], "missing.yml: no such file"),
-        (["--set", "seed=1", "a.yml"], "before --set"),
-        (["train.py", "--set", "seed=1"], "no configuration files.*usage"),
-        (["trian.py", "a"], "trian.py: no such script.*usage: deepy.py SCRIPT CONF"),
-    ],
-)
+@pytest.mark.parametrize("argv, message", [
+    ([], "configuration files or --neox-args FILE"),
+    (["a", "--neox-args", "x"], "configuration files or --neox-args FILE.*not both"),
+    (["--neox-args", "x"], "--neox-args x: No such file"),
+    (["--neox-args", "a.yml"], "--neox-args a.yml: .*deepy.py"),
+    (["--neox-args", "x", "--set", "seed=1"], "--neox-args .*complete"),
+    (["missing"], "missing.yml: no such file"),
+    (["--set", "seed=1", "a.yml"], "before --set"),
+    (["train.py", "--set", "seed=1"], "no configuration files.*usage"),
+    (["trian.py", "a"], "trian.py: no such script.*usage: deepy.py SCRIPT CONF"),
+])  # fmt: skip
 def test_bad_command_lines(folder, argv, message):
     with pytest.raises(ConfigError, match=message):
         (parse_deepy if argv[:1] and argv[0].endswith(".py") else parse_train)(argv)

@@ -6,51 +6,41 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.validation.experts import router_notes
+from megatron.neox_arguments.values.adapters import lora_targets
 from tests.neox_arguments.conftest import MODEL, refused
 
 MOE = {"moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk"}
-
-
 SINKHORN = {"moe_router_type": "sinkhorn"}
 
 
-@pytest.mark.parametrize(
-    ("values", "facts"),
-    [
-        ({"moe_num_experts": 1, "norm_topk_prob": True}, "norm_topk_prob: moe_num_experts 1"),
-        ({"moe_top_k": 9}, "moe_top_k: 9 moe_num_experts 8"),
-        ({"moe_layer_freq": [0]}, "moe_layer_freq: no block"),
-        ({"moe_layer_freq": [0, 2]}, "moe_layer_freq: list 0 1"),
-        ({"moe_layer_freq": [0, 1], "moe_expert_interval": 2}, "moe_layer_freq: moe_expert_interval"),
-        (SINKHORN | {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate: moe_router_type topk sinkhorn"),
-        (SINKHORN | {"moe_jitter_eps": 0.1}, "moe_jitter_eps: moe_router_type topk sinkhorn"),
-        ({"moe_router_num_groups": 3}, "moe_router_num_groups: 3 moe_num_experts 8"),
-        ({"moe_router_group_topk": 1}, "moe_router_group_topk: moe_router_num_groups"),
-        ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, "moe_router_group_topk: 5 moe_router_num_groups 4"),
-        ({"moe_router_num_groups": 8, "moe_router_group_topk": 1}, "moe_top_k: 2 1 groups"),
-        ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: moe_shared_expert_intermediate_size"),
-        ({"activation": "xielu"}, "activation: xielu moe_num_experts"),
-        ({"te_layernorm_mlp": True}, "te_layernorm_mlp: moe_num_experts"),
-        ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "expert_parallel_size: pipe_parallel_size 2"),
-        ({"expert_parallel_size": 3}, "moe_num_experts: 8 expert_parallel_size 3"),
-        ({"moe_num_experts": 9, "model_parallel_size": 2}, "moe_num_experts: 9 2 moe_expert_tensor_parallel cut"),
-        (
-            {"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},
-            "moe_expert_tensor_parallel: 6 model_parallel_size 4",
-        ),
-        (
-            {"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2},
-            "moe_shared_expert_intermediate_size: 5 model_parallel_size 2",
-        ),
-        (
-            {"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"},
-            "moe_aux_loss_scope: transformers pipe_parallel_size 2",
-        ),
-        ({"moe_jitter_eps": 1.0}, "moe_jitter_eps: less 1 1.0"),
-        ({"expansion_factor": 2}, "moe_intermediate_size: expansion_factor"),
-        ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: intermediate_size"),
-    ],
-)
+@pytest.mark.parametrize(("values", "facts"), [
+    ({"moe_num_experts": 1, "norm_topk_prob": True}, "norm_topk_prob: moe_num_experts 1"),
+    ({"moe_top_k": 9}, "moe_top_k: 9 moe_num_experts 8"),
+    ({"moe_layer_freq": [0]}, "moe_layer_freq: no block"),
+    ({"moe_layer_freq": [0, 2]}, "moe_layer_freq: list 0 1"),
+    ({"moe_layer_freq": [0, 1], "moe_expert_interval": 2}, "moe_layer_freq: moe_expert_interval"),
+    (SINKHORN | {"moe_router_bias_update_rate": 0.1}, "moe_router_bias_update_rate: moe_router_type topk sinkhorn"),
+    (SINKHORN | {"moe_jitter_eps": 0.1}, "moe_jitter_eps: moe_router_type topk sinkhorn"),
+    ({"moe_router_num_groups": 3}, "moe_router_num_groups: 3 moe_num_experts 8"),
+    ({"moe_router_group_topk": 1}, "moe_router_group_topk: moe_router_num_groups"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 5}, "moe_router_group_topk: 5 moe_router_num_groups 4"),
+    ({"moe_router_num_groups": 8, "moe_router_group_topk": 1}, "moe_top_k: 2 1 groups"),
+    ({"moe_shared_expert_gate": True}, "moe_shared_expert_gate: moe_shared_expert_intermediate_size"),
+    ({"activation": "xielu"}, "activation: xielu moe_num_experts"),
+    ({"te_layernorm_mlp": True}, "te_layernorm_mlp: moe_num_experts"),
+    ({"expert_parallel_size": 2, "pipe_parallel_size": 2}, "expert_parallel_size: pipe_parallel_size 2"),
+    ({"expert_parallel_size": 3}, "moe_num_experts: 8 expert_parallel_size 3"),
+    ({"moe_num_experts": 9, "model_parallel_size": 2}, "moe_num_experts: 9 2 moe_expert_tensor_parallel cut"),
+    ({"model_parallel_size": 4, "moe_expert_tensor_parallel": "cut", "moe_intermediate_size": 6},
+     "moe_expert_tensor_parallel: 6 model_parallel_size 4"),
+    ({"moe_shared_expert_intermediate_size": 5, "model_parallel_size": 2},
+     "moe_shared_expert_intermediate_size: 5 model_parallel_size 2"),
+    ({"pipe_parallel_size": 2, "moe_aux_loss_scope": "transformers"},
+     "moe_aux_loss_scope: transformers pipe_parallel_size 2"),
+    ({"moe_jitter_eps": 1.0}, "moe_jitter_eps: less 1 1.0"),
+    ({"expansion_factor": 2}, "moe_intermediate_size: expansion_factor"),
+    ({"intermediate_size": [64, 32], "compat_ffn_width": "none"}, "moe_intermediate_size: intermediate_size"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(values: dict[str, Any], facts: str) -> None:
     assert refused(facts, MODEL | MOE | values)
 
@@ -77,16 +67,13 @@ def test_which_blocks_have_experts(model: dict[str, Any]) -> None:
     assert blocks(moe_num_experts=1, moe_top_k=1) == [False] * 5
 
 
-@pytest.mark.parametrize(
-    ("values", "width"),
-    [
-        ({}, 512),  # as GPT-NeoX: 4 * 96 = 384, rounded up to 256
-        ({"activation": "swiglu"}, 256),  # 8 / 3 * 96 = 256
-        ({"intermediate_size": 100}, 100),
-        ({"activation": "swiglu", "intermediate_size": 100}, 100),  # as it is, gated or not
-        ({"intermediate_size": 100, "moe_intermediate_size": 24}, 24),
-    ],
-)
+@pytest.mark.parametrize(("values", "width"), [
+    ({}, 512),  # as GPT-NeoX: 4 * 96 = 384, rounded up to 256
+    ({"activation": "swiglu"}, 256),  # 8 / 3 * 96 = 256
+    ({"intermediate_size": 100}, 100),
+    ({"activation": "swiglu", "intermediate_size": 100}, 100),  # as it is, gated or not
+    ({"intermediate_size": 100, "moe_intermediate_size": 24}, 24),
+])  # fmt: skip
 def test_the_width_of_an_expert(model: dict[str, Any], values: dict[str, Any], width: int) -> None:
     args = NeoXArgs.from_dict({**model, "hidden_size": 96, **MOE, **values})
     assert args.expert_ffn_size == width
@@ -102,8 +89,6 @@ def test_ranks_that_share_out_experts_divide_the_data_ranks(model: dict[str, Any
 
 
 def test_adapters_of_a_model_whose_blocks_all_have_experts(model: dict[str, Any]) -> None:
-    from megatron.neox_arguments.values.adapters import lora_targets
-
     whole = {"activation": "swiglu", "lora": {"target": "all-linear"}}
     args = NeoXArgs.from_dict(model | MOE | whole)
     assert lora_targets(args) == ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -1,5 +1,4 @@
-"""Inner width of the MLP, against the widths GPT-NeoX and its fork were seen to build (reference: neox.md
-3.8)."""
+"""Inner width of the MLP, against those that GPT-NeoX and its fork build (reference: neox.md 3.8)."""
 
 import re
 
@@ -30,19 +29,16 @@ GOLDEN = {"hidden_size": 32, "activation": "swiglu", "intermediate_size": 240, "
 PLAIN = {"hidden_size": 64, "mlp_multiple_of": 24}
 
 
-@pytest.mark.parametrize(
-    "keys, true, upstream, fork",
-    [
-        (LLAMA2_7B, 32768, 11008, 32768),
-        (LLAMA3_8B, 14336, 14336, 14336),
-        (CODELLAMA, 11008, 5632, 5632),  # LLaMA 7B really has 11008
-        (GOLDEN, 240, 80, 240),  # golden llama_pp1_mp1: down projection of 80 columns
-        ({"hidden_size": 64}, 256, 256, 256),
-        ({"hidden_size": 64, "intermediate_size": 100}, 100, 100, 100),
-        ({"hidden_size": 64, "expansion_factor": 3.5}, 224, 224, 224),
-        ({"hidden_size": 64, "activation": "geglu"}, 170, 85, 85),
-    ],
-)
+@pytest.mark.parametrize("keys, true, upstream, fork", [
+    (LLAMA2_7B, 32768, 11008, 32768),
+    (LLAMA3_8B, 14336, 14336, 14336),
+    (CODELLAMA, 11008, 5632, 5632),  # LLaMA 7B really has 11008
+    (GOLDEN, 240, 80, 240),  # golden llama_pp1_mp1: down projection of 80 columns
+    ({"hidden_size": 64}, 256, 256, 256),
+    ({"hidden_size": 64, "intermediate_size": 100}, 100, 100, 100),
+    ({"hidden_size": 64, "expansion_factor": 3.5}, 224, 224, 224),
+    ({"hidden_size": 64, "activation": "geglu"}, 170, 85, 85),
+])  # fmt: skip
 def test_width(keys, true, upstream, fork):
     assert (width(None, **keys), width("upstream", **keys), width("fork", **keys)) == (true, upstream, fork)
 
@@ -66,16 +62,13 @@ def test_the_width_must_be_divisible_by_tensor_parallel_ranks():
         width(None, hidden_size=64, intermediate_size=250, model_parallel_size=4)
 
 
-@pytest.mark.parametrize(
-    "keys, key, widths, line, width_with_it",
-    [
-        (LLAMA2_7B, "intermediate_size", (32768, 11008), "compat_ffn_width: upstream", 11008),
-        (CODELLAMA, "activation", (11008, 5632), "compat_ffn_width: none", 11008),
-        (LLAMA2_7B | {"intermediate_size": 11008, "mlp_multiple_of": 1}, "intermediate_size", (11008, 3669),
-         "compat_ffn_width: none", 11008),
-        (GOLDEN, "intermediate_size", (240, 80), "compat_ffn_width: none", 240),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("keys, key, widths, line, width_with_it", [
+    (LLAMA2_7B, "intermediate_size", (32768, 11008), "compat_ffn_width: upstream", 11008),
+    (CODELLAMA, "activation", (11008, 5632), "compat_ffn_width: none", 11008),
+    (LLAMA2_7B | {"intermediate_size": 11008, "mlp_multiple_of": 1}, "intermediate_size", (11008, 3669),
+     "compat_ffn_width: none", 11008),
+    (GOLDEN, "intermediate_size", (240, 80), "compat_ffn_width: none", 240),
+])  # fmt: skip
 def test_readings_that_differ_are_told_with_the_line_to_add(keys, key, widths, line, width_with_it):
     ((path, message),) = refusal(**keys).items()
     assert path == key and all(str(width) in message for width in widths) and f"`{line}`" in message
@@ -91,11 +84,9 @@ def test_files_with_one_reading_need_no_line():
 
 def test_shipped_files_come_out_at_their_published_widths():
     """The golden llama, mistral and codellama files, with the line that the refusal proposes."""
-    published = {
-        "llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
-        "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
-        "mistral/7B": 14336,
-    }  # fmt: skip
+    published = {"llama/7B": 11008, "llama/13B": 13824, "llama/30B": 17920, "llama/65B": 22016, "llama2/7B": 11008,
+                 "llama2/13B": 13824, "llama2/70B": 28672, "llama2/codellama_7B": 11008, "llama2/codellama_34B": 22016,
+                 "mistral/7B": 14336}  # fmt: skip
     for name, expected in published.items():
         values = ELEUTHER["loaded"][f"configs/{name}.yml + overlay"]["values"]
         line = re.search(r"`compat_ffn_width: (\w+)`", " ".join(NeoXArgs.from_dict(values).refusals().values()))

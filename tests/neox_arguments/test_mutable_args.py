@@ -88,14 +88,11 @@ def test_what_was_not_written_is_what_load_gives(args):
     assert args.frozen() == load(["a.yml"])
 
 
-@pytest.mark.parametrize(
-    "key, value, message",
-    [
-        ("train_itres", 3, "train_itres: unknown.*train_iters"),
-        ("train_iters", "many", 'train_iters: .*int.*"many"'),
-        ("zero_optimization", {"stage": 7}, "zero_optimization.stage: .*7"),
-    ],
-)
+@pytest.mark.parametrize("key, value, message", [
+    ("train_itres", 3, "train_itres: unknown.*train_iters"),
+    ("train_iters", "many", 'train_iters: .*int.*"many"'),
+    ("zero_optimization", {"stage": 7}, "zero_optimization.stage: .*7"),
+])  # fmt: skip
 def test_a_wrong_name_or_type_is_refused_where_it_is_written(args, key, value, message):
     for write in (lambda: setattr(args, key, value), lambda: args.update_value(key, value)):
         with pytest.raises(ConfigError, match=message):

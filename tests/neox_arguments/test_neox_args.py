@@ -79,19 +79,16 @@ def test_derived_properties(model):
     assert args.replace(num_kv_heads=None, activation="gelu").kv_heads == 4
 
 
-@pytest.mark.parametrize(
-    "given, precision, section",
-    [
-        ({}, "fp32", None),
-        ({"precision": "fp16"}, "fp16", "fp16"),
-        ({"fp16": {"enabled": True}}, "fp16", "fp16"),
-        ({"precision": "fp16", "fp16": {"loss_scale": 4}}, "fp16", "fp16"),
-        ({"precision": "BFloat16"}, "bfloat16", "bf16"),
-        ({"bf16": {"enabled": True}}, "bfloat16", "bf16"),
-        ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16", "bf16"),
-        ({"fp16": {"enabled": False}}, "fp32", None),
-    ],
-)
+@pytest.mark.parametrize("given, precision, section", [
+    ({}, "fp32", None),
+    ({"precision": "fp16"}, "fp16", "fp16"),
+    ({"fp16": {"enabled": True}}, "fp16", "fp16"),
+    ({"precision": "fp16", "fp16": {"loss_scale": 4}}, "fp16", "fp16"),
+    ({"precision": "BFloat16"}, "bfloat16", "bf16"),
+    ({"bf16": {"enabled": True}}, "bfloat16", "bf16"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": False}}, "bfloat16", "bf16"),
+    ({"fp16": {"enabled": False}}, "fp32", None),
+])  # fmt: skip
 def test_precision_and_its_sections_agree(model, given, precision, section):
     args = NeoXArgs.from_dict(model | given)
     assert args.precision == precision
@@ -116,17 +113,14 @@ def test_settings_without_effect_are_named_once_and_not_in_their_sections(model)
     assert args.fp16 is not None and "type" not in args.fp16 and "load_from_fp32_weights" not in args.zero_optimization
 
 
-@pytest.mark.parametrize(
-    "config, kinds",
-    [
-        ([[["flash"], 4]], ("flash",) * 4),
-        ([[["global", "flash"], 2]], ("global", "flash") * 2),
-        ([[["global"], 1], [["flash"], 3]], ("global", "flash", "flash", "flash")),
-        ([[["global", "flash"], "all"]], ("global", "flash") * 2),
-        (["flash", "global", "flash", "flash"], ("flash", "global", "flash", "flash")),
-        (None, ("global",) * 4),
-    ],
-)
+@pytest.mark.parametrize("config, kinds", [
+    ([[["flash"], 4]], ("flash",) * 4),
+    ([[["global", "flash"], 2]], ("global", "flash") * 2),
+    ([[["global"], 1], [["flash"], 3]], ("global", "flash", "flash", "flash")),
+    ([[["global", "flash"], "all"]], ("global", "flash") * 2),
+    (["flash", "global", "flash", "flash"], ("flash", "global", "flash", "flash")),
+    (None, ("global",) * 4),
+])  # fmt: skip
 def test_attention_config(model, config, kinds):
     args = NeoXArgs.from_dict(model | {"num_layers": 4, "attention_config": config})
     assert args.attention_config == kinds

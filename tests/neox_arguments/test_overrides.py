@@ -40,17 +40,14 @@ def test_a_whole_section_replaces_the_old_one_and_a_new_one_is_begun(files):
     assert args.zero_stage == 2 and args.zero_optimization["reduce_bucket_size"] == 500_000_000
 
 
-@pytest.mark.parametrize(
-    "override, facts",
-    [
-        ("num_layer=3", "--set: num_layer: unknown num_layers"),
-        ("optimizer.params.lrr=3", "--set: optimizer.params.lrr: unknown lr"),
-        ("seed=x", "--set: seed: int x"),
-        ("seed.x=1", "--set: seed.x: mapping 5"),
-        ("b.yml", "--set: KEY=VALUE b.yml"),
-        ("seed=[1", "--set: seed: [1 YAML"),
-    ],
-)
+@pytest.mark.parametrize("override, facts", [
+    ("num_layer=3", "--set: num_layer: unknown num_layers"),
+    ("optimizer.params.lrr=3", "--set: optimizer.params.lrr: unknown lr"),
+    ("seed=x", "--set: seed: int x"),
+    ("seed.x=1", "--set: seed.x: mapping 5"),
+    ("b.yml", "--set: KEY=VALUE b.yml"),
+    ("seed=[1", "--set: seed: [1 YAML"),
+])  # fmt: skip
 def test_bad_overrides(files, override, facts):
     with pytest.raises(ConfigError) as caught:
         load(files, [override])

@@ -13,64 +13,47 @@ from tests.neox_arguments.conftest import ELEUTHER, ROOT
 
 CONFIGS = ROOT / "configs"
 GOLDEN = ELEUTHER["loaded"]
-
 NEOX, LLAMA, LLAMA3 = 50277, 32000, 128256  # entries of the published tokenizers
+
+
+def counted(tokens: int, embeddings: str, **parameters: float) -> dict[str, tuple[int, float, str]]:
+    return {name: (tokens, count, embeddings) for name, count in parameters.items()}
+
+
 # preset: (tokens, parameters, which of the embeddings they count). Whole numbers are exact: those of the
 # model cards on huggingface.co, of transformers' model of the published config, and of the fork. Millions are
 # rounded: GPT-3's (arXiv 2005.14165, table D.1; one embedding) and those that GPT-NeoX's own files are named
 # after (none).
 PUBLISHED = {
-    "19M": (NEOX, 19e6, "none"),
-    "49M": (NEOX, 49e6, "none"),
-    "125M": (NEOX, 125e6, "one"),
-    "350M": (NEOX, 356e6, "one"),
-    "760M": (NEOX, 760e6, "one"),
-    "800M": (NEOX, 800e6, "none"),
-    "1-3B": (NEOX, 1320e6, "one"),
-    "2-7B": (NEOX, 2650e6, "one"),
-    "6-7B": (NEOX, 6660e6, "one"),
-    "13B": (NEOX, 12850e6, "one"),
-    "20B": (NEOX, 20_554_567_680, "all"),
-    "175B": (NEOX, 174600e6, "one"),
-    "neox_7b": (NEOX, 6.85e9, "all"),
-    "pythia/14M": (NEOX, 14_067_712, "all"),
-    "pythia/31M": (NEOX, 30_494_720, "all"),
-    "pythia/70M": (NEOX, 70_426_624, "all"),
-    "pythia/160M": (NEOX, 162_322_944, "all"),
-    "pythia/410M": (NEOX, 405_334_016, "all"),
-    "pythia/1B": (NEOX, 1_011_781_632, "all"),
-    "pythia/1-4B": (NEOX, 1_414_647_808, "all"),
-    "pythia/2-8B": (NEOX, 2_775_208_960, "all"),
-    "pythia/6-9B": (NEOX, 6_857_302_016, "all"),
-    "pythia/12B": (NEOX, 11_846_072_320, "all"),
-    "llama/7B": (LLAMA, 6_738_415_616, "all"),
-    "llama/13B": (LLAMA, 13_015_864_320, "all"),
-    "llama/30B": (LLAMA, 32_528_943_616, "all"),
-    "llama/65B": (LLAMA, 65_285_660_672, "all"),
-    "llama2/7B": (LLAMA, 6_738_415_616, "all"),
-    "llama2/13B": (LLAMA, 13_015_864_320, "all"),
-    "llama2/70B": (LLAMA, 68_976_648_192, "all"),
-    "llama3/8B": (LLAMA3, 8_030_261_248, "all"),
-    "llama3/70B": (LLAMA3, 70_553_706_496, "all"),
-    "llama3-1/8B": (LLAMA3, 8_030_261_248, "all"),
-    "llama3-1/70B": (LLAMA3, 70_553_706_496, "all"),
-    "llama_7b_gqa": (NEOX, 7.39e9, "all"),
-    "mistral/7B": (LLAMA, 7_241_732_096, "all"),
-    "olmo/1B": (50280, 1_176_764_416, "all"),
-    "olmo/7B": (50280, 6_888_095_744, "all"),
-    "125M-dmoe": (NEOX, 559e6, "all"),  # in every block 8 feed-forwards in the place of 125M's one
-    "olmoe/1B-7B": (50280, 6_919_161_856, "all"),
-    "olmo2/7B": (100278, 7_298_617_344, "all"),
-}
+    **counted(NEOX, "none", **{"19M": 19e6, "49M": 49e6, "800M": 800e6}),
+    **counted(NEOX, "one", **{
+        "125M": 125e6, "350M": 356e6, "760M": 760e6, "1-3B": 1320e6, "2-7B": 2650e6, "6-7B": 6660e6, "13B": 12850e6,
+        "175B": 174600e6,
+    }),
+    **counted(NEOX, "all", **{
+        "20B": 20_554_567_680, "neox_7b": 6.85e9, "llama_7b_gqa": 7.39e9, "pythia/14M": 14_067_712,
+        "pythia/31M": 30_494_720, "pythia/70M": 70_426_624, "pythia/160M": 162_322_944, "pythia/410M": 405_334_016,
+        "pythia/1B": 1_011_781_632, "pythia/1-4B": 1_414_647_808, "pythia/2-8B": 2_775_208_960,
+        "pythia/6-9B": 6_857_302_016, "pythia/12B": 11_846_072_320,
+        "125M-dmoe": 559e6,  # in every block 8 feed-forwards in the place of 125M's one
+    }),
+    **counted(LLAMA, "all", **{
+        "llama/7B": 6_738_415_616, "llama/13B": 13_015_864_320, "llama/30B": 32_528_943_616,
+        "llama/65B": 65_285_660_672, "llama2/7B": 6_738_415_616, "llama2/13B": 13_015_864_320,
+        "llama2/70B": 68_976_648_192, "mistral/7B": 7_241_732_096,
+    }),
+    **counted(LLAMA3, "all", **{
+        "llama3/8B": 8_030_261_248, "llama3/70B": 70_553_706_496, "llama3-1/8B": 8_030_261_248,
+        "llama3-1/70B": 70_553_706_496,
+    }),
+    **counted(50280, "all", **{"olmo/1B": 1_176_764_416, "olmo/7B": 6_888_095_744, "olmoe/1B-7B": 6_919_161_856}),
+    **counted(100278, "all", **{"olmo2/7B": 7_298_617_344}),
+}  # fmt: skip
 ENVIRONMENT = {"local_setup", "hosts_setup", "slurm_setup", "text_generation"}  # go after a model
-WHOLE = {"container_setup"}  # goes alone
 OTHERS = {"quickstart"}
 # What GPT-NeoX's files have otherwise than the published models, or not in the same unit.
-NOT_PUBLISHED = {
-    "llama2/7B": {"use_bias_in_mlp"},
-    "llama2/13B": {"use_bias_in_mlp"},
-    "llama2/70B": {"use_bias_in_mlp", "rotary_emb_base"},
-}
+NOT_PUBLISHED = dict.fromkeys(("llama2/7B", "llama2/13B"), {"use_bias_in_mlp"})
+NOT_PUBLISHED["llama2/70B"] = {"use_bias_in_mlp", "rotary_emb_base"}
 SHAPE = (
     "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "seq_length", "max_position_embeddings",
     "norm", "layernorm_epsilon", "pos_emb", "rotary_pct", "rotary_emb_base", "gpt_j_residual", "gpt_j_tied",
@@ -101,8 +84,9 @@ def golden(name):
 
 def test_every_file_is_known():
     config_names = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
+    # those: tests/pipelines
     of_pipelines = {name for name in config_names if name.startswith("pipelines/") or name == "promotion_gates"}
-    assert config_names - of_pipelines == set(PUBLISHED) | ENVIRONMENT | WHOLE | OTHERS  # those: tests/pipelines
+    assert config_names - of_pipelines == set(PUBLISHED) | ENVIRONMENT | OTHERS | {"container_setup"}
 
 
 @pytest.mark.parametrize("name", sorted({*PUBLISHED, *OTHERS}))
@@ -170,9 +154,8 @@ def test_a_container_is_configured_by_its_environment(monkeypatch):
     for name, value in (values | {"LEARNING_RATE": "3e-4"}).items():
         monkeypatch.setenv(name, value)
     args = load(["configs/container_setup.yml"]).for_world(4)
-    assert (*args.train_data_paths, *args.valid_data_paths) == (
-        "/d/chat_messages_document", "/d/chat-valid_messages_document",
-    )  # fmt: skip
+    assert args.train_data_paths == ("/d/chat_messages_document",)
+    assert args.valid_data_paths == ("/d/chat-valid_messages_document",)
     assert (args.load, args.vocab_file, args.save) == ("/m", "/m/tokenizer.json", "/o")
     assert (args.train_epochs, args.train_micro_batch_size_per_gpu, args.train_batch_size) == (3, 2, 16)
     assert args.lr == 3e-4 and args.lr_scaling == "linear"

@@ -16,17 +16,13 @@ def refused(files, overrides=()):
     return caught.value.problems
 
 
-def test_files_are_merged_and_both_spellings_mean_the_same(write):
+def test_files_are_merged_both_spellings_mean_the_same_and_files_of_one_name_are_kept(write, tmp_path):
     args = load(write(a=MODEL, b="train-iters: 7\nlr_decay_style: cosine\n"))
     assert (args.num_layers, args.hidden_size, args.train_iters, args.lr_decay_style) == (2, 64, 7, "cosine")
     assert args.origin("num_layers") == "a.yml:1"
     assert args.origin("lr_decay_style") == "b.yml:2"
     assert args.origin("warmup") == "default"
     assert args.config_files == {"a.yml": MODEL, "b.yml": "train-iters: 7\nlr_decay_style: cosine\n"}
-
-
-def test_files_of_one_name_in_two_folders_are_both_kept(write, tmp_path):
-    write(a=MODEL)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "a.yml").write_text("seed: 3\n")
     args = load(["a.yml", "sub/a.yml"])
@@ -90,13 +86,18 @@ def test_what_is_not_a_yaml_mapping_is_refused_with_its_line(write, text, line):
     assert refused(write(a=text))[0].startswith(f"a.yml:{line}: ")
 
 
-def test_numbers_as_people_write_them_and_text_that_stays_text(write):
+def test_values_as_people_write_them(write):
+    """Numbers and text that stays text; allowed values in any case; empty ones, which are the default."""
     text = "layernorm_epsilon: 1e-5\nmin_lr: 1E-6\nweight_decay: 1\ninit_method_std: .5\nwarmup: 5e-1\n"
     args = load(write(a=MODEL + text))
     assert (args.layernorm_epsilon, args.min_lr, args.init_method_std, args.warmup) == (1e-5, 1e-6, 0.5, 0.5)
     assert args.weight_decay == 1.0 and isinstance(args.weight_decay, float)
     args = load(write(a=MODEL + "split: 969,30,1\nwandb_group: 2024-01-01\nwandb_run_name: 12:30\n"))
     assert (args.split, args.wandb_group, args.wandb_run_name) == ("969,30,1", "2024-01-01", "12:30")
+    args = load(write(a=MODEL + "norm: RMSNorm\noptimizer: {type: sgd, params: {lr: 1}}\n"))
+    assert (args.norm, args.optimizer["type"], args.optimizer_name) == ("rmsnorm", "SGD", "sgd")
+    args = load(write(a=MODEL + "seed:\nzero_optimization: {stage: }\n"))
+    assert (args.seed, args.zero_stage) == (1234, 0)
 
 
 @pytest.mark.parametrize(
@@ -108,21 +109,11 @@ def test_types_are_strict(write, line):
     assert says(problem, f"a.yml:5: {line.split(':')[0]}: expected")
 
 
-def test_allowed_values_are_compared_without_case(write):
-    args = load(write(a=MODEL + "norm: RMSNorm\noptimizer: {type: sgd, params: {lr: 1}}\n"))
-    assert (args.norm, args.optimizer["type"], args.optimizer_name) == ("rmsnorm", "SGD", "sgd")
-
-
 def test_json_with_tabs(write):
     text = '{\n\t"num-layers": 2, "hidden_size": 64, "num_attention_heads": 4,\n'
     text += '\t"seq_length": 32,\n\t"max_position_embeddings": 16}'
     (problem,) = refused(write(a__json=text))
     assert says(problem, "a.json:3: seq_length: 32 max_position_embeddings 16 a.json:4")
-
-
-def test_an_empty_value_is_the_default(write):
-    args = load(write(a=MODEL + "seed:\nzero_optimization: {stage: }\n"))
-    assert (args.seed, args.zero_stage) == (1234, 0)
 
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -4,7 +4,7 @@ import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.declaration import keys_of
-from tests.neox_arguments.conftest import MODEL, TRAINABLE, says
+from tests.neox_arguments.conftest import MODEL, TRAINABLE, problems_of, says
 
 CASES = [
     ({"attention_config": [[["local"], 2]]}, "attention_config", "local DeepSpeed"),
@@ -33,18 +33,15 @@ def test_a_run_refuses_what_resolves(values, path, facts):
         args.check_training()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"te_mha": True, "te_columnparallel": True, "te_backend": "native"},
-        {"te_mha": True, "te_layernorm_mlp": True, "te_columnparallel": True, "te_rowparallel": True},
-        {"te_fp8_format": "e4m3", "te_fp8_wgrad": False, "te_fp8_margin": 2, "te_fp8_amax_history_len": 4},
-        {"te_fp8_amax_compute_algo": "max", "te_fp8_mha": False, "data_types": {"grad_accum_dtype": "bf16"}},
-        {"amp": {"enabled": False}, "elasticity": None, "sparsity_config": {}},
-        {"soft_prompt_tuning": {"enabled": False}, "moe_num_experts": 1, "te_fp8_format": "hybrid"},
-        {"curriculum_learning": {"enabled": False}},
-    ],
-)
+@pytest.mark.parametrize("values", [
+    {"te_mha": True, "te_columnparallel": True, "te_backend": "native"},
+    {"te_mha": True, "te_layernorm_mlp": True, "te_columnparallel": True, "te_rowparallel": True},
+    {"te_fp8_format": "e4m3", "te_fp8_wgrad": False, "te_fp8_margin": 2, "te_fp8_amax_history_len": 4},
+    {"te_fp8_amax_compute_algo": "max", "te_fp8_mha": False, "data_types": {"grad_accum_dtype": "bf16"}},
+    {"amp": {"enabled": False}, "elasticity": None, "sparsity_config": {}},
+    {"soft_prompt_tuning": {"enabled": False}, "moe_num_experts": 1, "te_fp8_format": "hybrid"},
+    {"curriculum_learning": {"enabled": False}},
+])  # fmt: skip
 def test_what_is_switched_off_or_default_is_not_refused(values):
     assert NeoXArgs.from_dict(MODEL | TRAINABLE | values).check_training().refusals() == {}
 
@@ -70,19 +67,14 @@ def test_every_refused_or_later_key_is_refused_by_name():
     assert tried >= 56
 
 
-@pytest.mark.parametrize(
-    "values, facts",
-    [
-        ({"te_fp8_wgrad": False}, "te_fp8_wgrad: no effect precision_fp8 te_fp8_mha"),
-        (
-            {"te_fp8_margin": 1, "precision_fp8": "tensorwise", "precision": "bfloat16", "num_layers": 4},
-            "te_fp8_margin: no effect precision_fp8 te",
-        ),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "no effect: data_types.grad_accum_dtype fp32"),
-        ({"te_mha": True, "te_layernorm_mlp": True}, "te_mha: te_layernorm_mlp"),
-        ({"te_columnparallel": True}, "no effect: te_columnparallel"),
-    ],
-)
+@pytest.mark.parametrize("values, facts", [
+    ({"te_fp8_wgrad": False}, "te_fp8_wgrad: no effect precision_fp8 te_fp8_mha"),
+    ({"te_fp8_margin": 1, "precision_fp8": "tensorwise", "precision": "bfloat16", "num_layers": 4},
+     "te_fp8_margin: no effect precision_fp8 te"),
+    ({"data_types": {"grad_accum_dtype": "bf16"}}, "no effect: data_types.grad_accum_dtype fp32"),
+    ({"te_mha": True, "te_layernorm_mlp": True}, "te_mha: te_layernorm_mlp"),
+    ({"te_columnparallel": True}, "no effect: te_columnparallel"),
+])  # fmt: skip
 def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(values, facts):
     (line,) = NeoXArgs.from_dict(MODEL | TRAINABLE | values).check_training().startup_notes()
     assert says(line, facts) and "\n" not in line
@@ -91,6 +83,6 @@ def test_what_is_taken_without_effect_or_chosen_is_said_in_one_line(values, fact
 @pytest.mark.parametrize(
     "key, facts", [("attention_type", "num_kv_heads"), ("decay_lr_to", "min_lr decay_lr_to optimizer.params.lr")]
 )
-def test_keys_that_gpt_neox_files_carry_and_nobody_knows(problems_of, key, facts):
+def test_keys_that_gpt_neox_files_carry_and_nobody_knows(key, facts):
     (problem,) = problems_of({key: 0.1})
     assert says(problem, f"{key}: unknown key {facts}")

@@ -8,10 +8,8 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.unlearning import ascent_steps, begins_burst, is_ascent, optimizer_steps
 from tests.neox_arguments.conftest import MODEL, refused
 
-BASE: dict[str, Any] = {
-    **MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a", "tokenizer_type": "HFTokenizer",
-    "vocab_file": "t.json",
-}  # fmt: skip
+BASE: dict[str, Any] = {**MODEL, "train_batch_size": 8, "train_iters": 10, "data_path": "a",
+                        "tokenizer_type": "HFTokenizer", "vocab_file": "t.json"}  # fmt: skip
 
 
 def args(**keys: Any) -> NeoXArgs:
@@ -29,14 +27,10 @@ def calls_of_the_fork(iterations: int, keys: dict[str, Any]) -> str:
     return calls
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        *({"ga_mode": "interleaved", "ga_interleave_ratio": ratio} for ratio in (1, 2, 8)),
-        *({"ga_mode": "interval", "ga_interval": n, "ga_iters": m} for n, m in ((2, 1), (2, 3), (5, 4), (30, 2))),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("keys", [
+    *({"ga_mode": "interleaved", "ga_interleave_ratio": ratio} for ratio in (1, 2, 8)),
+    *({"ga_mode": "interval", "ga_interval": n, "ga_iters": m} for n, m in ((2, 1), (2, 3), (5, 4), (30, 2))),
+], ids=str)  # fmt: skip
 def test_steps_are_those_of_the_fork(keys: dict[str, Any]) -> None:
     values, calls = args(ga_dataset="b", **keys), calls_of_the_fork(23, keys)
     steps = "".join("a" if is_ascent(values, step) else "o" for step in range(len(calls)))

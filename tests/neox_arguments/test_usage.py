@@ -9,14 +9,13 @@ from pathlib import Path
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.keys.declaration import Key, key, keys_of
 from megatron.neox_arguments.keys.losses import TRAIN_IMPLS
+from tests.neox_arguments.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 HERE = ROOT / "megatron" / "neox_arguments"
-SCRIPTS = ("deepy.py", "train.py", "eval.py", "generate.py")
 
 
 def sources() -> list[Path]:
-    scripts = [ROOT / name for name in SCRIPTS if (ROOT / name).exists()]
+    scripts = [ROOT / name for name in ("deepy.py", "train.py", "eval.py", "generate.py")]
     return [path for path in sorted((ROOT / "megatron").rglob("*.py")) if HERE not in path.parents] + scripts
 
 
@@ -54,25 +53,18 @@ def resolved_here() -> set[str]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "config.values.get":
             key_names |= {str(part.value) for part in node.args if isinstance(part, ast.Constant)}
     owners = {"derive": "values", "ffn_width": "values", "losses": "args", "rollouts": "args", "unlearning": "args"}
-    for name, owner in {
-        **{f"values/{name}.py": owner for name, owner in owners.items()},
-        "resolved.py": "self",
-    }.items():
+    for name, owner in {"resolved.py": "self", **{f"values/{name}.py": one for name, one in owners.items()}}.items():
         for node in ast.walk(parsed(HERE / name)):
-            if not isinstance(node, ast.Attribute | ast.Subscript):
-                continue
-            if not (isinstance(node.value, ast.Name) and node.value.id == owner and isinstance(node.ctx, ast.Load)):
-                continue
-            if isinstance(node, ast.Attribute):
-                key_names.add(node.attr)
-            elif isinstance(node.slice, ast.Constant):
-                key_names.add(str(node.slice.value))
+            match node:
+                case ast.Attribute(value=ast.Name(id=of), ctx=ast.Load(), attr=key_name) if of == owner:
+                    key_names.add(key_name)
+                case ast.Subscript(value=ast.Name(id=of), ctx=ast.Load(), slice=ast.Constant(value=key_name)):
+                    key_names |= {str(key_name)} if of == owner else set()
     return key_names
 
 
 def needs_a_reader(declared: Key) -> bool:
-    """Not the keys that say why nothing reads them, nor those that repeat another, nor those of one possible
-    value."""
+    """Not the keys that say why nothing reads them, that repeat another, or have one possible value."""
     if declared.section is not None:
         return any(needs_a_reader(inner) for inner in keys_of(declared.section).values())
     if declared.standing not in ("honoured", "honoured, differs") or declared.same_as is not None:
@@ -129,19 +121,16 @@ def sub_keys(declaration: type) -> Iterator[tuple[type, Key]]:
 
 
 def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
-    """Sections that are handed on whole must be fields of DeepSpeed's own models; of the others each name is
-    read."""
+    """Sections that are handed on whole are fields of DeepSpeed's models; of the others each name is read."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
     from deepspeed.runtime.zero import config as zero
 
     handed_on = {
-        "ZeroOptimization": zero.DeepSpeedZeroConfig,
-        "OffloadOptimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
-        "OffloadParam": zero.DeepSpeedZeroOffloadParamConfig,
-        "CommsLogger": CommsLoggerConfig,
+        "ZeroOptimization": zero.DeepSpeedZeroConfig, "OffloadOptimizer": zero.DeepSpeedZeroOffloadOptimizerConfig,
+        "OffloadParam": zero.DeepSpeedZeroOffloadParamConfig, "CommsLogger": CommsLoggerConfig,
         "Fp16": DeepSpeedFP16Config,
-    }
+    }  # fmt: skip
     texts = {
         node.value
         for path in [*sources(), *HERE.rglob("*.py")]
@@ -151,8 +140,7 @@ def test_every_sub_key_is_read_by_us_or_known_to_deepspeed():
     }
     idle_ones = []
     for section, declared in sub_keys(NeoXArgs):
-        model = handed_on.get(section.__name__)
-        known = texts
+        known, model = texts, handed_on.get(section.__name__)
         if model is not None:
             known = {field.alias for field in model.model_fields.values()} | set(model.model_fields)
         if declared.name not in known and len(declared.choices) != 1:

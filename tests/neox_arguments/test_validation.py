@@ -5,7 +5,7 @@ import yaml
 
 from megatron.neox_arguments import NeoXArgs, load
 from megatron.neox_arguments.values.losses import least_prefix_saving
-from tests.neox_arguments.conftest import TRAINABLE, says
+from tests.neox_arguments.conftest import TRAINABLE, problems_of, says
 
 TABLE = """
 - adam: &adam {type: Adam, params: {lr: 0.1}}
@@ -181,7 +181,7 @@ ANCHORS, *CASES = yaml.safe_load(TABLE)
 
 
 @pytest.mark.parametrize(("refused", "change", "key", "facts"), CASES)
-def test_contradictions(problems_of, refused, change, key, facts):
+def test_contradictions(refused, change, key, facts):
     (problem,) = problems_of(refused)
     assert says(problem, f"{key}: {facts}")
     assert problems_of({key: value for key, value in (refused | change).items() if value is not None}) == ()
@@ -200,7 +200,7 @@ def test_places_of_both_keys_are_named(write):
         load(write(a=a, b=b))
 
 
-def test_what_training_needs(problems_of):
+def test_what_training_needs():
     assert problems_of(TRAINABLE, NeoXArgs.check_training) == ()
     for key in ("train_iters", "data_path", "train_micro_batch_size_per_gpu"):
         (problem,) = problems_of(TRAINABLE | {key: None}, NeoXArgs.check_training)
@@ -211,7 +211,7 @@ def test_what_training_needs(problems_of):
     assert [line.split(":")[0] for line in problems] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
 
 
-def test_what_generation_needs(problems_of):
+def test_what_generation_needs():
     enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
     for given in (
         enough,

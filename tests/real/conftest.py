@@ -1,8 +1,4 @@
-"""SmolLM2-135M-Instruct for tests of a model that was really trained, as HuggingFace's folder and as a
-checkpoint.
-
-Put `pytestmark = pytest.mark.real` on a module that asks for these. `make test-real` makes the model first.
-"""
+"""SmolLM2-135M-Instruct, which was really trained, for modules with `pytestmark = pytest.mark.real`."""
 
 import shutil
 from collections.abc import Iterator

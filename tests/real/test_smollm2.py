@@ -24,7 +24,6 @@ from tools.ckpts import convert_neox_to_hf
 from tools.quickstart_data import topic_documents
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
-
 BOUND = 1e-4  # absolute, of logits of up to 31
 ROWS, SEQ, TOKENS, STEPS = 2, 36, 32, 6
 PROMPTS = ["The capital of France is", "Once upon a time, in a small village by the sea,", "def fibonacci(n):\n"]
@@ -51,9 +50,8 @@ def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     model, loading_info = transformers.AutoModelForCausalLM.from_pretrained(  # type: ignore[misc]
         folder, dtype=dtype, output_loading_info=True
     )
-    assert not any(loading_info[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
-        loading_info
-    )
+    problems = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    assert not any(loading_info[problem] for problem in problems), loading_info
     return model.eval()
 
 
@@ -166,15 +164,12 @@ def loss_of(folder: Path, tokenizer: Any, text: str) -> float:
     return loaded(folder)(tokens, labels=tokens).loss.item()
 
 
-TASKS = ("shipped", "own_text")
-
-
 def test_as_the_hf_backend_and_far_from_chance(real_model: Path, tmp_path: Path):
-    task_folder = make_tasks(tmp_path)
-    expected = reference(str(real_model), TASKS, task_folder, limit=12)
+    task_folder, tasks = make_tasks(tmp_path), ("shipped", "own_text")
+    expected = reference(str(real_model), tasks, task_folder, limit=12)
     for name, (ranks, changes) in LAYOUTS.items():
         changes = {**changes, "eval_include_path": task_folder, "eval_limit": 12}
-        actual = run_ranks(scores, ranks, str(real_model), TASKS, changes, timeout=400)[0]
+        actual = run_ranks(scores, ranks, str(real_model), tasks, changes, timeout=400)[0]
         assert_same(actual, expected)
         print(name, {metric: round(value, 4) for metric, value in actual.metrics().items()})
     metrics = expected.metrics()

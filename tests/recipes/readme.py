@@ -41,20 +41,13 @@ def commands(text: str) -> list[str]:
     return [" ".join(line.split()) for block in blocks for line in re.sub(r"\\\n", " ", block).splitlines()]
 
 
-def tool(words: list[str]) -> str:
-    """Runs `python tools/...` in this process; what it prints."""
-    module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
-    output = io.StringIO()
-    with redirect_stdout(output):
-        module.main(words[2:])
-    return output.getvalue()
-
-
 def small(argv: list[str]) -> tuple[list[str], list[str]]:
     """Files and overrides of a training command, at tiny size."""
     given = parse_deepy(argv).args.user_values  # what the files and the command say, checked as deepy.py does
     at = argv.index("--set") if "--set" in argv else len(argv)
-    sizes = {key: value for key, value in SMALL.items() if _says(given, key) or key == "exit_interval"}
+    said = {"exit_interval", *given}
+    said |= {f"{section}.{name}" for section, keys in given.items() if isinstance(keys, Mapping) for name in keys}
+    sizes = {key: value for key, value in SMALL.items() if key in said}
     if "ga_dataset" in given:  # so many, until one unlearns
         sizes |= {"exit_interval": 3, "ga_interleave_ratio": 1}
     if "gradient_accumulation_steps" in given and "train_batch_size" in given:
@@ -63,11 +56,6 @@ def small(argv: list[str]) -> tuple[list[str], list[str]]:
     sizes = {key: value for key, value in sizes.items() if words.get(key, given.get(key)) not in ("null", "0", 0)}
     merged = {**words, **{key: str(value) for key, value in sizes.items()}}
     return argv[1:at], [f"{key}={value}" for key, value in merged.items()] + list(QUICK)
-
-
-def _says(given: Mapping[str, Any], key: str) -> bool:
-    section, _, name = key.rpartition(".")
-    return name in (given.get(section) or {}) if section else key in given
 
 
 def run(
@@ -111,10 +99,8 @@ def follow(text: str, names: Mapping[str, str], monkeypatch: Any) -> Iterator[Tr
             line = re.sub(rf"(?<![\w/.-]){re.escape(name)}(?![\w-])", here, line)
         line = re.sub(r"--workers \d+", "--workers 1", line)
         words = shlex.split(line)
-        environment = {}
-        while "=" in words[0]:
-            name, _, value = words.pop(0).partition("=")
-            environment[name] = value
+        count = next(i for i, word in enumerate(words) if "=" not in word)
+        environment, words = dict(word.split("=", 1) for word in words[:count]), words[count:]
         with monkeypatch.context() as patch:
             for name, value in environment.items():
                 patch.setenv(name, value)
@@ -122,7 +108,9 @@ def follow(text: str, names: Mapping[str, str], monkeypatch: Any) -> Iterator[Tr
                 files, overrides = small(words[2:])
                 yield Trained(files, overrides, run_ranks(run, 1, files, overrides, environment)[0])
             elif words[0] == "python":
-                tool(words)
+                module = importlib.import_module(words[1].removesuffix(".py").replace("/", "."))
+                with redirect_stdout(io.StringIO()):
+                    module.main(words[2:])
             else:
                 assert words[0] == "sbatch", f"not known what this does: {line}"
                 inner = shlex.split(words[words.index("--wrap") + 1])

@@ -22,15 +22,15 @@ from tools import new_config
 from tools.ckpts import convert_neox_to_hf
 
 RECIPES = ROOT / "post-training"
-READMES = sorted(path.parent.name for path in RECIPES.glob("*/README.md"))
-OWN_TESTS = ("sft-mix", "zephyr", "gemma", "reward", "rloo")
+# Those without tests of their own.
+TYPED = sorted({path.parent.name for path in RECIPES.glob("*/README.md")} - {
+    "sft-mix", "zephyr", "gemma", "reward", "rloo",
+})  # fmt: skip
 FIRST_LOSS = {"dpo": math.log(2), "kto": 0.5}  # of a policy that is its reference
 # name in a README: family of the tiny model in its place
-MODELS = {
-    "SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3", "TEACHER": "llama 3",
-    "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3",
-    "mistralai/Mistral-7B-v0.1": "mistral full", "google/gemma-3-270m": "gemma 3",
-}  # fmt: skip
+MODELS = {"SFT_MODEL": "llama 3", "BASE_MODEL": "llama 3", "TOKENIZER": "llama 3", "TEACHER": "llama 3",
+          "THINK_SFT": "olmo 3", "HuggingFaceTB/SmolLM3-3B": "smollm 3", "mistralai/Mistral-7B-v0.1": "mistral full",
+          "google/gemma-3-270m": "gemma 3"}  # fmt: skip
 DATA = {
     "allenai/Dolci-Think-DPO-7B": "pairs_of_chats.jsonl",
     "HuggingFaceH4/ultrafeedback_binarized": "ultrafeedback", "HuggingFaceH4/ultrachat_200k": "ultrachat",  # clones
@@ -124,10 +124,7 @@ def typed(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch, readme: str
         yield checked(trained)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    with_more([name for name in READMES if name not in OWN_TESTS], "distillation", "kto", "lora", "unlearning"),
-)
+@pytest.mark.parametrize("recipe", with_more(TYPED, "distillation", "kto", "lora", "unlearning"))
 def test_what_a_readme_says_works(recipe: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(typed(recipe, place, monkeypatch))
 
@@ -193,11 +190,9 @@ def midtrained(place: Path) -> Path:
     """A run of two steps, with its two checkpoints."""
     tokenizer = place / model(place, "TOKENIZER") / "tokenizer.json"
     save = place / "checkpoints/mid_unfiltered"
-    given = config(
-        LLAMA, ADAMW, seq_length=64, max_position_embeddings=64, vocab_file=str(tokenizer), save=str(save),
-        train_iters=2, checkpoint_factor=1, lr_decay_iters=2, warmup=0.5, lr_decay_style="cosine",
-        min_lr=1e-4, z_loss=1e-4,
-    )  # fmt: skip
+    given = config(LLAMA, ADAMW, seq_length=64, max_position_embeddings=64, vocab_file=str(tokenizer), save=str(save),
+                   train_iters=2, checkpoint_factor=1, lr_decay_iters=2, warmup=0.5, lr_decay_style="cosine",
+                   min_lr=1e-4, z_loss=1e-4)  # fmt: skip
     run_ranks(run_to_end, 1, given)
     return save
 
@@ -235,17 +230,13 @@ def test_the_fork_s_sft_follows_a_run_of_gpt_neox(tmp_path: Path, monkeypatch: p
     assert bit_equal({3: before[3]}, {3: dict(trained[3])}) and not bit_equal(before, after)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "words", "told"),
-    [
-        (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; write the name of"),
-        (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "does not say how its model was conf"),
-        (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "is there already"),
-        (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
-        (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
-    ],
-    ids=["latest", "configs", "target", "filtering", "variant"],
-)
+@pytest.mark.parametrize(("spoil", "words", "told"), [
+    (lambda folder: (folder / "ckpt/latest").unlink(), [], "no file `latest`; write the name of"),
+    (lambda folder: shutil.rmtree(folder / "ckpt/global_step3/configs"), [], "does not say how its model was conf"),
+    (lambda folder: (folder / "sft_dolci_mcqa_instruct_filtered_mid.yml").touch(), [], "is there already"),
+    (lambda folder: None, ["--filtering", "blocked"], "invalid choice: 'blocked'"),
+    (lambda folder: None, ["--variant", "a/b"], "--variant a/b: becomes part of names"),
+], ids=["latest", "configs", "target", "filtering", "variant"])  # fmt: skip
 def test_new_config_refuses(
     spoil: Callable[[Path], object], words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

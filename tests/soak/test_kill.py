@@ -1,5 +1,4 @@
-"""A run that was told to stop or was killed, at any step or while it saved, goes on bit for bit when started
-again."""
+"""A run that was stopped or killed, at any step or while it saved, goes on bit for bit."""
 
 import json
 import os
@@ -22,7 +21,6 @@ from tests.training.runs import ADAMW, NEOX, begin, config, run_to_end
 from tests.training.runs import LAYOUTS as ALL_LAYOUTS
 
 pytestmark = pytest.mark.ends_processes
-
 LAYOUTS = {name: ALL_LAYOUTS[name] for name in ("plain", "tp2", "pp2", "zero1")}
 STEPS, SAVE_EVERY = 6, 2
 SAVING = ("copy", "write", "half a file", "rename", "latest")
@@ -51,10 +49,9 @@ def run_and_get_signal(rank: int, world_size: int, run: dict[str, Any], number: 
 
 
 def run_and_die_saving(rank: int, world_size: int, run: dict[str, Any], moment: str | int, to: int = 0) -> int:
-    """For the pool: rank `to` is killed in the second save. moment: as it copies weights (once they are
-    copied), writes files (once the first is written, or half of it), renames the directory, or writes
-    `latest`, the last two by rank 0 only; or before the nth thing that gathers state or changes the disk, 0:
-    never. Returns how many there are."""
+    """For the pool: rank `to` is killed in the second save. moment: weights are copied, a file or half of one
+    is written, the directory is renamed, `latest` is written (rank 0); or before the nth thing that gathers
+    state or changes the disk, 0: never. Returns how many there are."""
     training, begun, done = begin(run), [0], [0]
     engine, check = training.engine, training.checkpointer._check_space
 
@@ -148,14 +145,11 @@ def test_at_a_random_step(time: int, layout: str, number: signal.Signals, undist
 QUICK = list(zip(("plain", "tp2", "zero1", "plain", "zero1"), SAVING, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("layout", "moment", "beside"),
-    [
-        pytest.param(*cell, beside, marks=() if beside and cell in QUICK else pytest.mark.soak)
-        for cell in ((layout, moment) for layout in LAYOUTS for moment in SAVING)
-        for beside in (True, False)
-    ],
-)
+@pytest.mark.parametrize(("layout", "moment", "beside"), [
+    pytest.param(*cell, beside, marks=() if beside and cell in QUICK else pytest.mark.soak)
+    for cell in ((layout, moment) for layout in LAYOUTS for moment in SAVING)
+    for beside in (True, False)
+])  # fmt: skip
 def test_while_saving(layout: str, moment: str, beside: bool, undisturbed: Any, tmp_path: Path) -> None:
     ranks, save = LAYOUTS[layout][0], tmp_path / "run"
     to = ranks - 1 if moment in ("copy", "write", "half a file") and layout != "zero1" else 0

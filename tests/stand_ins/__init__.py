@@ -1,7 +1,5 @@
-"""Stand-ins for packages that need a GPU: modules under their names whose functions check that calls bind to
-the true signatures (`tests/data/signatures`) and then compute with plain torch, by the packages' documents.
-
-`installed` puts some of them where `import` finds them.
+"""Stand-ins for packages that need a GPU: modules under their names (`installed`) whose functions check that
+calls bind to true signatures (`tests/data/signatures`) and compute with plain torch, by their documents.
 """
 
 import sys
@@ -13,14 +11,9 @@ from typing import Any
 
 from tests.stand_ins import apex, flash_attn, mamba_ssm, transformer_engine
 
-_MODULES = {
-    "flash_attn": flash_attn.modules,
-    "apex": apex.modules,
-    "mamba_ssm": mamba_ssm.modules,
-    "causal_conv1d": mamba_ssm.convolution_modules,
-    "fla": mamba_ssm.fla_modules,
-    "transformer_engine": transformer_engine.modules,
-}
+_MODULES = {"flash_attn": flash_attn.modules, "apex": apex.modules, "mamba_ssm": mamba_ssm.modules,
+            "causal_conv1d": mamba_ssm.convolution_modules, "fla": mamba_ssm.fla_modules,
+            "transformer_engine": transformer_engine.modules}  # fmt: skip
 
 
 @contextmanager

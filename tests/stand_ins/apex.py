@@ -51,7 +51,6 @@ class FusedAdam(torch.optim.Optimizer):
 
 def _adam(param: Tensor, state: dict[str, Tensor], group: dict[str, Any], scale: Tensor) -> None:
     """Adam with decoupled weight decay (arXiv 1711.05101, algorithm 2) in fp64."""
-    assert param.grad is not None
     (beta1, beta2), count = group["betas"], int(group["step"])
     gradient = param.grad.double() / scale.double()
     param.grad.copy_(gradient)  # the kernel leaves it unscaled
@@ -86,10 +85,5 @@ def modules() -> dict[str, dict[str, Any]]:
     """The modules that an installed apex has, as far as we ask for them."""
     names = [f"fused_{kind}_norm{affine}" for kind in ("layer", "rms") for affine in ("", "_affine")]
     norms = {name: _norm(name, "layer" in name, "affine" in name) for name in names}
-    return {
-        "apex": {},
-        "apex.optimizers": {"FusedAdam": FusedAdam},
-        "apex.normalization": {},
-        "apex.normalization.fused_layer_norm": norms,
-        "amp_C": {},
-    }
+    return {"apex": {}, "apex.optimizers": {"FusedAdam": FusedAdam}, "apex.normalization": {},
+            "apex.normalization.fused_layer_norm": norms, "amp_C": {}}  # fmt: skip

@@ -18,8 +18,7 @@ _ROOTS = {"transformer_engine_torch": "csrc"}  # where a package's folder has an
 
 
 def parameters(source: str, name: str) -> list[list[str]]:
-    """`[kind, name, default]` of every parameter of a function, or of CLASS[.METHOD] without self; the last
-    definition counts. Defaults are source text, "" for none."""
+    """`[kind, name, default's text or ""]` of parameters of the last FUNCTION or CLASS[.METHOD], not self."""
     scope: Any = ast.parse(source)
     for part in [*name.split("."), "__init__"]:
         kinds = (ast.FunctionDef, ast.ClassDef)
@@ -39,8 +38,7 @@ def parameters(source: str, name: str) -> list[list[str]]:
 
 
 def bound_parameters(pybind: str, header: str, name: str) -> list[list[str]]:
-    """As `parameters`, of a function of a C++ extension: by the names that pybind gives to its parameters,
-    else in the order of the header, which are then without names for callers."""
+    """As `parameters`, of a function in C++: by pybind's names, else by the header's, which callers lack."""
     line = re.search(rf'm\.def\("{name}",.*?\);', pybind, re.DOTALL)
     assert line is not None, name
     names = re.findall(r'py::arg\("(\w+)"\)', line[0])

@@ -14,7 +14,7 @@ def attend(
     """q: `[queries, heads, head_dim]`; k, v: `[keys, kv_heads, head_dim]`. Query i sees the keys from
     i + keys - queries - left to i + keys - queries + right; None: to the end."""
     queries, keys = q.shape[0], k.shape[0]
-    q, k, v = (x.double() for x in (q, k.repeat_interleave(q.shape[1] // k.shape[1], dim=1), _same_heads(v, q)))
+    q, k, v = q.double(), *(x.double().repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     places = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
     hidden = torch.zeros(queries, keys, dtype=torch.bool)
@@ -24,10 +24,6 @@ def attend(
         hidden |= places > right
     shares = logits.masked_fill(hidden, float("-inf")).softmax(-1)
     return torch.einsum("hqk,khd->qhd", torch.nn.functional.dropout(shares, dropout_p), v)
-
-
-def _same_heads(v: Tensor, q: Tensor) -> Tensor:
-    return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
 
 
 def each_text(cu_seqlens: Tensor, longest: int) -> list[tuple[int, int]]:
@@ -66,10 +62,5 @@ def modules(any_dtype: bool = True, calls: list[dict[str, Any]] | None = None) -
         right = 0 if call["causal"] else right
         return attend(q, k, v, call["softmax_scale"], left, right, call["dropout_p"]).to(q.dtype)
 
-    return {
-        "flash_attn": {
-            "__version__": "2.8.3.post2",
-            "flash_attn_func": flash_attn_func,
-            "flash_attn_varlen_func": flash_attn_varlen_func,
-        }
-    }
+    functions = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+    return {"flash_attn": {"__version__": "2.8.3.post2", **functions}}

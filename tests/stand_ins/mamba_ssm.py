@@ -1,6 +1,5 @@
-"""Stand-ins for mamba_ssm, causal-conv1d and flash-linear-attention, by the docstrings of
-mamba_ssm/ops/selective_scan_interface.py, mamba_ssm/ops/triton/ssd_combined.py,
-causal_conv1d/causal_conv1d_interface.py and fla/ops/simple_gla/chunk.py: token by token, in fp32."""
+"""Stand-ins for mamba_ssm, causal-conv1d and flash-linear-attention, by the docstrings of their
+selective_scan_interface.py, ssd_combined.py, causal_conv1d_interface.py and simple_gla/chunk.py, in fp32."""
 
 from typing import Any
 
@@ -13,12 +12,10 @@ from tests.stand_ins.signatures import bind
 
 def modules() -> dict[str, dict[str, Any]]:
     return {
-        "mamba_ssm": {},
-        "mamba_ssm.ops": {},
-        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": selective_scan_fn},
-        "mamba_ssm.ops.triton": {},
+        "mamba_ssm": {}, "mamba_ssm.ops": {},
+        "mamba_ssm.ops.selective_scan_interface": {"selective_scan_fn": selective_scan_fn}, "mamba_ssm.ops.triton": {},
         "mamba_ssm.ops.triton.ssd_combined": {"mamba_chunk_scan_combined": mamba_chunk_scan_combined},
-    }
+    }  # fmt: skip
 
 
 def convolution_modules() -> dict[str, dict[str, Any]]:

@@ -13,17 +13,11 @@ from tests.stand_ins.collect import FOLDER
 def signature(package: str, name: str) -> Signature:
     """The parameters of a function of a package, as its archive has them."""
     entry = json.loads((FOLDER / f"{package}.json").read_text())["functions"][name]
-    return Signature(
-        [
-            Parameter(name, getattr(Parameter, kind), default=_value(default) if default else Parameter.empty)
-            for kind, name, default in entry["parameters"]
-        ]
-    )
-
-
-def _value(default: str) -> Any:
-    """A default of its source text; infinity is a call there."""
-    return ast.literal_eval(default.replace("float('inf')", "1e999"))
+    parameters = []
+    for kind, parameter, text in entry["parameters"]:  # infinity is a call in a default's text
+        default = ast.literal_eval(text.replace("float('inf')", "1e999")) if text else Parameter.empty
+        parameters.append(Parameter(parameter, getattr(Parameter, kind), default=default))
+    return Signature(parameters)
 
 
 def bind(package: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -67,9 +67,8 @@ class Quantized:
 class Quantizer:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.made = bind(PACKAGE, type(self).__name__, args, kwargs)
-        self.dtype, self.rowwise_usage, self.columnwise_usage = (
-            self.made[name] for name in ("fp8_dtype", "rowwise", "columnwise")
-        )
+        names = ("fp8_dtype", "rowwise", "columnwise")
+        self.dtype, self.rowwise_usage, self.columnwise_usage = (self.made[name] for name in names)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Quantized:
         tensor = bind(PACKAGE, "Quantizer.__call__", args, kwargs)["tensor"]
