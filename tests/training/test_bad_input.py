@@ -310,30 +310,27 @@ EVERYTHING: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changes", "world", "keys"),
-    [
-        ({}, 2, []),
-        (
-            {"train_micro_batch_size_per_gpu": 3}, 2,
-            ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"],
-        ),
-        (
-            {"checkpoint_activations": False}, 2,
-            ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"],
-        ),
-        ({"recompute_granularity": "selective"}, 2, ["recompute_granularity: selective -> full"]),
-        ({"recompute_every": 3}, 2, ["recompute_every: 3 -> 1"]),
-        (
-            {"checkpoint_activations": False, "activation_memory_budget": 0.5}, 2,
-            ["activation_memory_budget: 0.5 -> 0.25"],
-        ),
-        ({"checkpoint_num_layers": 2}, 2, ["checkpoint_num_layers: 2 -> 1"]),
-        ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
-        ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),
-        ({"zero_optimization": {"stage": 1}}, 1, [OFFLOAD]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("changes", "world", "keys"), [
+    ({}, 2, []),
+    (
+        {"train_micro_batch_size_per_gpu": 3}, 2,
+        ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"],
+    ),
+    (
+        {"checkpoint_activations": False}, 2,
+        ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"],
+    ),
+    ({"recompute_granularity": "selective"}, 2, ["recompute_granularity: selective -> full"]),
+    ({"recompute_every": 3}, 2, ["recompute_every: 3 -> 1"]),
+    (
+        {"checkpoint_activations": False, "activation_memory_budget": 0.5}, 2,
+        ["activation_memory_budget: 0.5 -> 0.25"],
+    ),
+    ({"checkpoint_num_layers": 2}, 2, ["checkpoint_num_layers: 2 -> 1"]),
+    ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
+    ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),
+    ({"zero_optimization": {"stage": 1}}, 1, [OFFLOAD]),
+])  # fmt: skip
 def test_only_keys_that_would_still_help(changes: dict[str, Any], world: int, keys: list[str]) -> None:
     lines = advice(small(**EVERYTHING | changes).for_world(world))
     words = lines[0].removeprefix("what helps, in this order: ").split("; ") if lines else []

@@ -51,14 +51,11 @@ def settings(rank: int, world_size: int, given: dict[str, Any]) -> tuple[bool, b
     return in_torch, in_cudnn, [os.environ.get(name) for name in VARIABLES]
 
 
-@pytest.mark.parametrize(
-    ("on", "env", "expected"),
-    [
-        (True, {}, (True, True, [":4096:8", "Ring"])),
-        (True, dict(zip(VARIABLES, (":16:8", "Tree"), strict=True)), (True, True, [":16:8", "Tree"])),
-        (False, {}, (False, False, [None, None])),
-    ],
-)
+@pytest.mark.parametrize(("on", "env", "expected"), [
+    (True, {}, (True, True, [":4096:8", "Ring"])),
+    (True, dict(zip(VARIABLES, (":16:8", "Tree"), strict=True)), (True, True, [":16:8", "Tree"])),
+    (False, {}, (False, False, [None, None])),
+])  # fmt: skip
 def test_what_is_set(on: bool, env: dict[str, str], expected: tuple[bool, bool, list[str | None]]) -> None:
     assert run_ranks(settings, 1, values(deterministic_mode=on), env=env)[0] == expected
 
@@ -177,14 +174,11 @@ def trained(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[P
 COMPILED = {"compile": "block"}
 
 
-@pytest.mark.parametrize(
-    ("layout", "keys"),
-    cells(
-        [("plain", DROPOUT)],
-        [("zero3", COMPILED), ("pp2", {})],
-        [("zero3", {"precision": "bfloat16"}), ("tp2 sp", COMPILED | DROPOUT), ("zero3, deepspeed", DROPOUT)],
-    ),
-)
+@pytest.mark.parametrize(("layout", "keys"), cells(
+    [("plain", DROPOUT)],
+    [("zero3", COMPILED), ("pp2", {})],
+    [("zero3", {"precision": "bfloat16"}), ("tp2 sp", COMPILED | DROPOUT), ("zero3, deepspeed", DROPOUT)],
+))  # fmt: skip
 def test_training_is_bit_equal(layout: str, keys: dict[str, Any]) -> None:
     world, more = TABLE[layout]
     forms = [{}, *(FORMS[name] for name in ("full", "every other block", "selective"))]  # they differ in what runs when

@@ -71,20 +71,17 @@ def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
         products(precision_fp8="te", hidden_size=40, num_attention_heads=4, intermediate_size=40)
 
 
-@pytest.mark.parametrize(
-    ("capability", "asked", "chosen", "says"),
-    [
-        ((8, 0), "auto", None, "auto chose off.*Ampere"),
-        ((7, 0), "auto", None, "auto chose off.*older"),
-        ((8, 9), "auto", "tensorwise", "auto chose tensorwise.*Ada"),
-        ((9, 0), "auto", "tensorwise", "auto chose tensorwise.*Hopper"),
-        ((10, 3), "auto", "tensorwise", "auto chose tensorwise.*Blackwell"),
-        ((12, 0), "mxfp8", "mxfp8", "precision_fp8: mxfp8"),
-        ((9, 0), "rowwise", "rowwise", "precision_fp8: rowwise"),
-        ((8, 6), "tensorwise", None, r"^program: precision_fp8: tensorwise.*8\.9.*A GPU.*8\.6"),
-        ((9, 0), "mxfp8", None, r"^program: precision_fp8: mxfp8.*10\.0.*A GPU.*9\.0.*tensorwise"),
-    ],
-)
+@pytest.mark.parametrize(("capability", "asked", "chosen", "says"), [
+    ((8, 0), "auto", None, "auto chose off.*Ampere"),
+    ((7, 0), "auto", None, "auto chose off.*older"),
+    ((8, 9), "auto", "tensorwise", "auto chose tensorwise.*Ada"),
+    ((9, 0), "auto", "tensorwise", "auto chose tensorwise.*Hopper"),
+    ((10, 3), "auto", "tensorwise", "auto chose tensorwise.*Blackwell"),
+    ((12, 0), "mxfp8", "mxfp8", "precision_fp8: mxfp8"),
+    ((9, 0), "rowwise", "rowwise", "precision_fp8: rowwise"),
+    ((8, 6), "tensorwise", None, r"^program: precision_fp8: tensorwise.*8\.9.*A GPU.*8\.6"),
+    ((9, 0), "mxfp8", None, r"^program: precision_fp8: mxfp8.*10\.0.*A GPU.*9\.0.*tensorwise"),
+])  # fmt: skip
 def test_a_gpu_gets_what_it_has(
     capability: tuple[int, int], asked: str, chosen: str | None, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,14 +96,11 @@ def test_a_gpu_gets_what_it_has(
         assert choice.recipe == chosen and re.search(says, choice.reason or "")
 
 
-@pytest.mark.parametrize(
-    ("more", "key", "facts", "off"),
-    [
-        ({"precision": "fp16"}, "precision_fp8", "bf16.*fp16", "bf16.*fp16"),
-        ({"num_layers": 2}, "precision_fp8", "num_layers 2", "first_last_layers_bf16"),
-        ({"precision_fp8": None, "te_fp8_mha": True, "precision": "fp32"}, "te_fp8_mha", "bf16", None),
-    ],
-)
+@pytest.mark.parametrize(("more", "key", "facts", "off"), [
+    ({"precision": "fp16"}, "precision_fp8", "bf16.*fp16", "bf16.*fp16"),
+    ({"num_layers": 2}, "precision_fp8", "num_layers 2", "first_last_layers_bf16"),
+    ({"precision_fp8": None, "te_fp8_mha": True, "precision": "fp32"}, "te_fp8_mha", "bf16", None),
+])  # fmt: skip
 def test_what_fp8_needs_is_said(
     more: dict[str, Any], key: str, facts: str, off: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,15 +152,12 @@ def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
     assert "none of its tokens is trained" in output and "run finished at iteration 2" in output
 
 
-@pytest.mark.parametrize(
-    ("tokens", "facts"),
-    [
-        (["several words"], r'"several words".*\d+ tokens \[\d+, '),
-        ([100000], r"100000.*vocabulary.*\d+"),
-        ([-1], "at least 0"),
-        ([""], r'"" .*0 tokens'),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "facts"), [
+    (["several words"], r'"several words".*\d+ tokens \[\d+, '),
+    ([100000], r"100000.*vocabulary.*\d+"),
+    ([-1], "at least 0"),
+    ([""], r'"" .*0 tokens'),
+])  # fmt: skip
 def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
     with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{facts}"):
         args = NeoXArgs.from_dict(config(LLAMA, PLAIN, loss_mask_token_ids=tokens))
@@ -289,8 +286,7 @@ CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LL
 
 
 @pytest.mark.parametrize(
-    ("name", "model"),
-    cells(zip(CUT, BOTH * 2, strict=True), product=zip(CUT, BOTH[::-1] * 2, strict=True)),
+    ("name", "model"), cells(zip(CUT, BOTH * 2, strict=True), product=zip(CUT, BOTH[::-1] * 2, strict=True))
 )
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]

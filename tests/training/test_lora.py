@@ -82,14 +82,11 @@ def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
                 assert value.equal(alone[model].weights[layer][name]) is not is_adapter(name), (model, layer, name)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    cells(
-        ["tp2 sp", "zero3"],
-        ["tp2 pp2 sp", "zero3, deepspeed"],
-        ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
-    ),
-)
+@pytest.mark.parametrize("layout", cells(
+    ["tp2 sp", "zero3"],
+    ["tp2 pp2 sp", "zero3, deepspeed"],
+    ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
+))  # fmt: skip
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     assert_alike(curves_of({model: values(model, keys) for model in MODELS}, STEPS, ranks), alone, norms=1e-4)
@@ -115,14 +112,11 @@ DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("layout", "model", "lora"),
-    cells(
-        [],
-        [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
-        [("plain", LLAMA, DROPOUT), ("plain", MODELS["nf4: llama"][0], NF4)],
-    ),
-)
+@pytest.mark.parametrize(("layout", "model", "lora"), cells(
+    [],
+    [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
+    [("plain", LLAMA, DROPOUT), ("plain", MODELS["nf4: llama"][0], NF4)],
+))  # fmt: skip
 def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[str, Any]) -> None:
     """With dropout, whose masks are functions of seeds."""
     ranks, keys = TABLE[layout]
@@ -268,14 +262,11 @@ def test_a_checkpoint_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
     assert counts == plain_counts and counts[0] > 5 * counts[1]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
-        ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
-        ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
+    ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
+    ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
+])  # fmt: skip
 def test_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(config(LLAMA, keys, precision="bfloat16"))

@@ -137,12 +137,9 @@ def in_our_weights(state: dict[str, Tensor], *heads: int) -> Weights:
     }
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    cells(
-        [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")], [("lora", "sft"), ("rslora", "dpo")]
-    ),
-)
+@pytest.mark.parametrize(("form", "kind"), cells(
+    [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")], [("lora", "sft"), ("rslora", "dpo")]
+))  # fmt: skip
 def test_three_steps(form: str, kind: str) -> None:
     their_losses, first, last = theirs(form, kind)
     base = in_our_weights({name: value.detach() for name, value in model(1).state_dict().items()}, 2, 2)

@@ -103,8 +103,7 @@ OTHERS += [(name, stage, "bfloat16") for name in (KEPT, CUT) for stage in (0, 2)
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "precision"),
-    cells(ALONE[:2], ALONE[2:], [cell for cell in OTHERS if cell not in ALONE]),
+    ("name", "stage", "precision"), cells(ALONE[:2], ALONE[2:], [cell for cell in OTHERS if cell not in ALONE])
 )
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
     """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
@@ -201,15 +200,12 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
     return ended(training)
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "more"),
-    cells(
-        # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
-        [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
-        [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
-        [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
-    ),
-)
+@pytest.mark.parametrize(("name", "step", "more"), cells(
+    # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
+    [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
+    [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
+    [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
+))  # fmt: skip
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)

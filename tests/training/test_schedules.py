@@ -36,28 +36,25 @@ def test_golden(case: str) -> None:
     assert {schedule(end + step) for step in range(1, 60)} == {schedule(end)}, "clamped past the end"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        # Golden has its arguments only: flat after warm-up.
-        (schedule_of(META["constant_w10_N100_min"]), {0: 1e-4, 1: 1e-4, 5: 5e-4, 10: 1e-3, 11: 1e-3, 500: 1e-3}),
-        # start * exp(-0.693 t / T), upstream's, half at the end.
-        (schedule_of(META["exponential_w10_N100_min"]), {55: 1e-3 * math.exp(-0.693 * 45 / 90)}),
-        (schedule_of(META["exponential_w10_N100_min"]), {step: 1e-3 * math.exp(-0.693) for step in (100, 300)}),
-        # min_lr bounds the decay only: warm-up begins below it.
-        (Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000), {1: 1.875e-7, 100: 1.875e-5, 3200: 6e-4}),
-        # Warm-up, plateau, linear decay to min_lr over the last lr_wsd_decay_iters (arXiv 2404.06395).
-        (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 40: 1.0, 80: 1.0}),
-        (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {90: 0.55, 100: 0.1, 1000: 0.1}),
-        # Megatron-LM's optimizer_param_scheduler: the share of lr - min_lr that is left at half of the decay.
-        *(
-            (Schedule(1.0, 0.1, "wsd", 0.0, 100, 20, shape), {80: 1.0, 90: 0.1 + 0.9 * half, 100: 0.1})
-            for shape, half in (
-                ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5),
-            )
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schedule", "rates"), [
+    # Golden has its arguments only: flat after warm-up.
+    (schedule_of(META["constant_w10_N100_min"]), {0: 1e-4, 1: 1e-4, 5: 5e-4, 10: 1e-3, 11: 1e-3, 500: 1e-3}),
+    # start * exp(-0.693 t / T), upstream's, half at the end.
+    (schedule_of(META["exponential_w10_N100_min"]), {55: 1e-3 * math.exp(-0.693 * 45 / 90)}),
+    (schedule_of(META["exponential_w10_N100_min"]), {step: 1e-3 * math.exp(-0.693) for step in (100, 300)}),
+    # min_lr bounds the decay only: warm-up begins below it.
+    (Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000), {1: 1.875e-7, 100: 1.875e-5, 3200: 6e-4}),
+    # Warm-up, plateau, linear decay to min_lr over the last lr_wsd_decay_iters (arXiv 2404.06395).
+    (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 40: 1.0, 80: 1.0}),
+    (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {90: 0.55, 100: 0.1, 1000: 0.1}),
+    # Megatron-LM's optimizer_param_scheduler: the share of lr - min_lr that is left at half of the decay.
+    *(
+        (Schedule(1.0, 0.1, "wsd", 0.0, 100, 20, shape), {80: 1.0, 90: 0.1 + 0.9 * half, 100: 0.1})
+        for shape, half in (
+            ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5),
+        )
+    ),
+])  # fmt: skip
 def test_rates(schedule: Schedule, rates: dict[int, float]) -> None:
     assert {step: schedule(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
@@ -103,18 +100,15 @@ def test_same_schedule_resumes() -> None:
     assert resume().state_dict(SAVED["num_iters"]) == SAVED
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"lr": 1e-3}, r"optimizer.params.lr: start_lr 0.001 .*0.0006"),
-        ({"min_lr": 1e-5}, r"min_lr: min_lr 1e-05 .*6e-05"),
-        ({"warmup": 0.02}, r"warmup: warmup_iter 3.0 .*1.5"),
-        ({"warmup_iters": 4}, r"warmup_iters: warmup_iter 4.0 .*1.5"),
-        ({"lr_decay_iters": 160, "warmup": 0.009375}, r"lr_decay_iters: end_iter 160 .*150"),
-        ({"train_iters": 300, "warmup": 0.005}, r"train_iters: end_iter 300 .*150"),
-        ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear .*cosine"),
-    ],
-)
+@pytest.mark.parametrize(("change", "line"), [
+    ({"lr": 1e-3}, r"optimizer.params.lr: start_lr 0.001 .*0.0006"),
+    ({"min_lr": 1e-5}, r"min_lr: min_lr 1e-05 .*6e-05"),
+    ({"warmup": 0.02}, r"warmup: warmup_iter 3.0 .*1.5"),
+    ({"warmup_iters": 4}, r"warmup_iters: warmup_iter 4.0 .*1.5"),
+    ({"lr_decay_iters": 160, "warmup": 0.009375}, r"lr_decay_iters: end_iter 160 .*150"),
+    ({"train_iters": 300, "warmup": 0.005}, r"train_iters: end_iter 300 .*150"),
+    ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear .*cosine"),
+])  # fmt: skip
 def test_changed_schedule(change: dict[str, Any], line: str) -> None:
     """It is refused with the keys to choose by."""
     with pytest.raises(

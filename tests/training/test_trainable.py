@@ -208,35 +208,29 @@ def test_flops_of_what_is_done() -> None:
     assert model_flops(args.replace(trainable={"head": True})) == pytest.approx(forward + head)
 
 
-@pytest.mark.parametrize(
-    ("trainable", "model", "message"),
-    [
-        ({"names": ["mlp.linear3"]}, {}, r"names.*mlp\.linear3.*mlp\.linear\d\..*2 to 5"),
-        ({"names": ["("]}, {}, r"trainable\.names: \( .*regular expression"),
-        ({}, {}, "trainable.*last_layers, head or names"),
-        ({"last_layers": 5}, {}, "last_layers.*5 of num_layers 4"),
-        ({"last_layers": 1, "embedding_gradient": False}, {}, "embedding_gradient.*tied head"),
-        ({"head": True, "embedding_gradient": False}, UNTIED, "embedding_gradient.*tied head"),
-        ({"names": ["^0"], "embedding_gradient": False}, {"pos_emb": "learned"}, r"position_embeddings\.weight"),
-        ({"last_layer": 1}, {}, "last_layer"),
-    ],
-)
+@pytest.mark.parametrize(("trainable", "model", "message"), [
+    ({"names": ["mlp.linear3"]}, {}, r"names.*mlp\.linear3.*mlp\.linear\d\..*2 to 5"),
+    ({"names": ["("]}, {}, r"trainable\.names: \( .*regular expression"),
+    ({}, {}, "trainable.*last_layers, head or names"),
+    ({"last_layers": 5}, {}, "last_layers.*5 of num_layers 4"),
+    ({"last_layers": 1, "embedding_gradient": False}, {}, "embedding_gradient.*tied head"),
+    ({"head": True, "embedding_gradient": False}, UNTIED, "embedding_gradient.*tied head"),
+    ({"names": ["^0"], "embedding_gradient": False}, {"pos_emb": "learned"}, r"position_embeddings\.weight"),
+    ({"last_layer": 1}, {}, "last_layer"),
+])  # fmt: skip
 def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         trained_parameters(NeoXArgs.from_dict(config(NEOX, model, trainable=trainable, padded_vocab_size=384)))
 
 
-@pytest.mark.parametrize(
-    ("model", "trainable", "layer"),
-    [
-        (NEOX, {"last_layers": 2}, 4),
-        (NEOX, {"last_layers": 2, "head": True}, 0),  # a tied head is the embedding
-        (NEOX, {"last_layers": 2, "head": True, "embedding_gradient": False}, 4),
-        (NEOX | UNTIED, {"head": True}, 8),
-        (NEOX, {"head": True, "embedding_gradient": False}, 8),
-        (RPE, {"names": ["rpe"]}, 2),
-    ],
-)
+@pytest.mark.parametrize(("model", "trainable", "layer"), [
+    (NEOX, {"last_layers": 2}, 4),
+    (NEOX, {"last_layers": 2, "head": True}, 0),  # a tied head is the embedding
+    (NEOX, {"last_layers": 2, "head": True, "embedding_gradient": False}, 4),
+    (NEOX | UNTIED, {"head": True}, 8),
+    (NEOX, {"head": True, "embedding_gradient": False}, 8),
+    (RPE, {"names": ["rpe"]}, 2),
+])  # fmt: skip
 def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, Any], layer: int) -> None:
     assert lowest_trained(NeoXArgs.from_dict(config(model, trainable=trainable, padded_vocab_size=384))) == layer
 

@@ -315,17 +315,14 @@ IN_BURSTS = {"ga_interval": 2, "ga_iters": 2, "ga_loss_threshold": 5.0}
 EMA = {**INTERLEAVED, "ga_threshold_check_mode": "ema"}
 
 
-@pytest.mark.parametrize(
-    ("measured", "keys", "kinds", "passes"),
-    [
-        ([3.0, 5.5, 4.0], INTERLEAVED, "ooaoooao", 3),  # a step above the threshold is an ordinary one
-        # A burst is taken or left out as a whole, or its steps one by one.
-        ([3.0, 6.0, 4.0], {**IN_BURSTS, "ga_threshold_check_mode": "per_burst"}, "ooaaooooaao", 3),
-        ([3.0, 6.0, 4.0, 5.5], IN_BURSTS, "ooaooao", 4),
-        ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
-        ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
-    ],
-)
+@pytest.mark.parametrize(("measured", "keys", "kinds", "passes"), [
+    ([3.0, 5.5, 4.0], INTERLEAVED, "ooaoooao", 3),  # a step above the threshold is an ordinary one
+    # A burst is taken or left out as a whole, or its steps one by one.
+    ([3.0, 6.0, 4.0], {**IN_BURSTS, "ga_threshold_check_mode": "per_burst"}, "ooaaooooaao", 3),
+    ([3.0, 6.0, 4.0, 5.5], IN_BURSTS, "ooaooao", 4),
+    ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
+    ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
+])  # fmt: skip
 def test_above_the_threshold_steps_are_left_out(
     measured: list[float], keys: dict[str, Any], kinds: str, passes: int
 ) -> None:

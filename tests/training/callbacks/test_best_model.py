@@ -111,17 +111,14 @@ def test_which_values_are_better() -> None:
         assert [best_metric(text) for text in texts] == [(text.split(":")[0], mode) for text in texts]
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"save_best": "train/lm_loss"}, "save_best: train/lm_loss: .*validation"),
-        ({"save_best": "validation/entropy"}, "validation/entropy: .*:max"),
-        ({"save_best": "eval_tasks/x_acc"}, "save_best: eval_tasks/x_acc: eval_tasks "),
-        ({"eval_iters": 0}, "save_best: .*eval_iters"),
-        ({"save": None}, "save_best: .*save"),
-        ({"save": "s3://bucket/run"}, "save_best: .*s3://bucket/run"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "text"), [
+    ({"save_best": "train/lm_loss"}, "save_best: train/lm_loss: .*validation"),
+    ({"save_best": "validation/entropy"}, "validation/entropy: .*:max"),
+    ({"save_best": "eval_tasks/x_acc"}, "save_best: eval_tasks/x_acc: eval_tasks "),
+    ({"eval_iters": 0}, "save_best: .*eval_iters"),
+    ({"save": None}, "save_best: .*save"),
+    ({"save": "s3://bucket/run"}, "save_best: .*s3://bucket/run"),
+])  # fmt: skip
 def test_what_is_refused_as_it_is_written(changes: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=text):
         NeoXArgs.from_dict(given(tmp_path, changes)).check_training()

@@ -29,24 +29,21 @@ def told(**more: Any) -> dict[str, Any]:
     return deepspeed_config(NeoXArgs.from_dict(config(**more)).for_world(2))
 
 
-@pytest.mark.parametrize(
-    ("more", "key", "value"),
-    [
-        (zero(3, offload_optimizer=UNPINNED), "offload_optimizer", UNPINNED),
-        (zero(3, offload_param=CPU), "offload_param", CPU),
-        (zero(1, cpu_offload=True), "offload_optimizer", CPU),
-        (zero(1, cpu_offload=True), "cpu_offload", None),
-        (zero(1, cpu_offload=False, offload_optimizer={"device": "none"}), "offload_optimizer", None),
-        (zero(1, load_from_fp32_weights=False), "load_from_fp32_weights", None),
-        # Gradients are reduced during backward where buckets stay the same.
-        *((zero(stage), "overlap_comm", stage == 3) for stage in (1, 2, 3)),
-        (zero(3, overlap_comm=False), "overlap_comm", False),
-        ({}, "communication_data_type", "fp32"),
-        ({"precision": "bfloat16"}, "communication_data_type", "fp32"),
-        ({"communication_data_type": "bf16"}, "communication_data_type", "bf16"),
-        (extra(comms_logger=COMMS), "comms_logger", COMMS),
-    ],
-)
+@pytest.mark.parametrize(("more", "key", "value"), [
+    (zero(3, offload_optimizer=UNPINNED), "offload_optimizer", UNPINNED),
+    (zero(3, offload_param=CPU), "offload_param", CPU),
+    (zero(1, cpu_offload=True), "offload_optimizer", CPU),
+    (zero(1, cpu_offload=True), "cpu_offload", None),
+    (zero(1, cpu_offload=False, offload_optimizer={"device": "none"}), "offload_optimizer", None),
+    (zero(1, load_from_fp32_weights=False), "load_from_fp32_weights", None),
+    # Gradients are reduced during backward where buckets stay the same.
+    *((zero(stage), "overlap_comm", stage == 3) for stage in (1, 2, 3)),
+    (zero(3, overlap_comm=False), "overlap_comm", False),
+    ({}, "communication_data_type", "fp32"),
+    ({"precision": "bfloat16"}, "communication_data_type", "fp32"),
+    ({"communication_data_type": "bf16"}, "communication_data_type", "bf16"),
+    (extra(comms_logger=COMMS), "comms_logger", COMMS),
+])  # fmt: skip
 def test_what_is_passed(more: dict[str, Any], key: str, value: Any) -> None:
     """value: None: not the key."""
     passed = told(**more)
@@ -54,45 +51,39 @@ def test_what_is_passed(more: dict[str, Any], key: str, value: Any) -> None:
     assert passed[key] == value if value is not None else key not in passed
 
 
-@pytest.mark.parametrize(
-    ("more", "extra"),
-    [
-        ({"precision": "bfloat16"}, {"bf16": {"enabled": True}}),
-        ({}, {"bf16": {"enabled": False}}),
-        ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),  # although ours clips this one itself
-        ({"precision": "bfloat16"}, {"zero_optimization": {"stage": 0}}),  # although it runs as stage 1
-        ({}, {"train_batch_size": 8, "communication_data_type": "fp32"}),
-        ({"dump_state": True}, {"dump_state": True}),
-    ],
-)
+@pytest.mark.parametrize(("more", "extra"), [
+    ({"precision": "bfloat16"}, {"bf16": {"enabled": True}}),
+    ({}, {"bf16": {"enabled": False}}),
+    ({"gradient_clipping": 0.5}, {"gradient_clipping": 0.5}),  # although ours clips this one itself
+    ({"precision": "bfloat16"}, {"zero_optimization": {"stage": 0}}),  # although it runs as stage 1
+    ({}, {"train_batch_size": 8, "communication_data_type": "fp32"}),
+    ({"dump_state": True}, {"dump_state": True}),
+])  # fmt: skip
 def test_extra_args_may_repeat(more: dict[str, Any], extra: dict[str, Any]) -> None:
     assert told(**more, deepspeed_extra_args=extra) == told(**more)
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (extra(bf16={"enabled": True}), r"\.bf16\.enabled: True .*precision \(program\)"),
-        (extra(train_batch_size=4), r"4 .*train_batch_size \(program\): 8"),
-        (extra(prescale_gradients=True), r"True .*prescale_gradients \(default\): False"),
-        (extra(zero_optimization={"stage": 2}), "zero_optimization.stage: 2 "),
-        (extra(zero_optimization={"zero_quantized_weights": True}), "quantized_weights: True "),
-        (extra(elasticity={"enabled": True}), "elasticity: .* no longer"),
-        (extra(scheduler={"type": "WarmupLR"}), "scheduler: write lr_decay_style"),
-        (extra(seed=3), "seed.* outside deepspeed_extra_args"),
-        (extra(bfloat={}), "bfloat: .* no such key"),
-        (extra(comms_logger={"enabled": True, "prof": True}), r"extra_args.comms_logger.prof: unknown"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "Muon .*engine: native"),
-        (zero(0, offload_optimizer=CPU), "offload_optimizer: .*stage 1 .*not 0"),
-        (zero(2, offload_param=CPU), "offload_param: .*stage 3, not 2"),
-        (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio: 0.5"),
-        (zero(1, cpu_offload=True, offload_optimizer=CPU), "cpu_offload: offload_optimizer"),
-        ({"use_bnb_optimizer": True, **zero(1, cpu_offload=True)}, "use_bnb_optimizer: .*GPU.*offload_optimizer"),
-        (PRESCALED | zero(2), "prescale_gradients: .*ZeRO 2 .*reduce_scatter"),
-        (PREDIVIDED | zero(3, reduce_scatter=False), "gradient_predivide_factor: 2.0 .*ZeRO 3"),
-        (PREDIVIDED | PRESCALED, "gradient_predivide_factor: prescale_gradients .*remove"),
-    ],
-)
+@pytest.mark.parametrize(("more", "message"), [
+    (extra(bf16={"enabled": True}), r"\.bf16\.enabled: True .*precision \(program\)"),
+    (extra(train_batch_size=4), r"4 .*train_batch_size \(program\): 8"),
+    (extra(prescale_gradients=True), r"True .*prescale_gradients \(default\): False"),
+    (extra(zero_optimization={"stage": 2}), "zero_optimization.stage: 2 "),
+    (extra(zero_optimization={"zero_quantized_weights": True}), "quantized_weights: True "),
+    (extra(elasticity={"enabled": True}), "elasticity: .* no longer"),
+    (extra(scheduler={"type": "WarmupLR"}), "scheduler: write lr_decay_style"),
+    (extra(seed=3), "seed.* outside deepspeed_extra_args"),
+    (extra(bfloat={}), "bfloat: .* no such key"),
+    (extra(comms_logger={"enabled": True, "prof": True}), r"extra_args.comms_logger.prof: unknown"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, "Muon .*engine: native"),
+    (zero(0, offload_optimizer=CPU), "offload_optimizer: .*stage 1 .*not 0"),
+    (zero(2, offload_param=CPU), "offload_param: .*stage 3, not 2"),
+    (zero(3, offload_optimizer={"device": "cpu", "ratio": 0.5}), "ratio: 0.5"),
+    (zero(1, cpu_offload=True, offload_optimizer=CPU), "cpu_offload: offload_optimizer"),
+    ({"use_bnb_optimizer": True, **zero(1, cpu_offload=True)}, "use_bnb_optimizer: .*GPU.*offload_optimizer"),
+    (PRESCALED | zero(2), "prescale_gradients: .*ZeRO 2 .*reduce_scatter"),
+    (PREDIVIDED | zero(3, reduce_scatter=False), "gradient_predivide_factor: 2.0 .*ZeRO 3"),
+    (PREDIVIDED | PRESCALED, "gradient_predivide_factor: prescale_gradients .*remove"),
+])  # fmt: skip
 def test_refused(more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         told(**more)

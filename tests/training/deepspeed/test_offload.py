@@ -76,13 +76,10 @@ OF_TORCH = [name for name in CASES if "Torch" in name]
 COMPILED = [name for name in CASES if "Torch" not in name]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
-        pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
-    ],
-)
+@pytest.mark.parametrize("names", [
+    pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
+    pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
+])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
     and then."""

@@ -138,14 +138,11 @@ def test_an_apex_without_its_extensions() -> None:
         assert not uses_apex(_asks("auto"), CPU)
 
 
-@pytest.mark.parametrize(
-    ("keys", "chosen"),
-    [
-        ({}, {"FusedLayerNorm", "FusedRMSNorm", "FusedAdam"}),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, {"FusedLayerNorm", "FusedRMSNorm"}),
-        ({"compile": "block"}, {"FusedAdam"}),
-    ],
-)
+@pytest.mark.parametrize(("keys", "chosen"), [
+    ({}, {"FusedLayerNorm", "FusedRMSNorm", "FusedAdam"}),
+    ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, {"FusedLayerNorm", "FusedRMSNorm"}),
+    ({"compile": "block"}, {"FusedAdam"}),
+])  # fmt: skip
 def test_what_auto_chose_is_said(keys: dict[str, Any], chosen: set[str]) -> None:
     args, said = _asks("auto", **keys), list[str]()
     stage = build_stage(args, ParallelGroups.single())

@@ -33,24 +33,20 @@ def adamw(scale: bool) -> Callable[[], Any]:
 X, HALF = torch.zeros(1024), torch.zeros(1024, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("operation", "each"),
-    [
-        (lambda: X + 1, 8),
-        (lambda: X.add_(HALF), 10),
-        (lambda: X.copy_(HALF), 6),
-        (lambda: X.zero_(), 4),
-        (lambda: X.view(32, 32).t()[4:].detach(), 0),
-        (lambda: X[:1].expand(1024).to(torch.bfloat16), 2),
-        (lambda: torch.add(X, X, out=torch.empty(1024)), 8),
-        (lambda: torch._foreach_mul_([X, HALF], 2.0), 12),
-        (lambda: torch._foreach_copy_([HALF], [X]), 6),
-        (lambda: torch.cat([X, X]), 12),
-        (adamw(scale=False), 28),
-        (adamw(scale=True), 32),
-    ],
-    ids=lambda value: str(value) if isinstance(value, int) else "",
-)
+@pytest.mark.parametrize(("operation", "each"), [
+    (lambda: X + 1, 8),
+    (lambda: X.add_(HALF), 10),
+    (lambda: X.copy_(HALF), 6),
+    (lambda: X.zero_(), 4),
+    (lambda: X.view(32, 32).t()[4:].detach(), 0),
+    (lambda: X[:1].expand(1024).to(torch.bfloat16), 2),
+    (lambda: torch.add(X, X, out=torch.empty(1024)), 8),
+    (lambda: torch._foreach_mul_([X, HALF], 2.0), 12),
+    (lambda: torch._foreach_copy_([HALF], [X]), 6),
+    (lambda: torch.cat([X, X]), 12),
+    (adamw(scale=False), 28),
+    (adamw(scale=True), 32),
+], ids=lambda value: str(value) if isinstance(value, int) else "")  # fmt: skip
 def test_one_operation(operation: Callable[[], Any], each: int) -> None:
     """Bytes for each of 1024 elements, by hand."""
     operation()

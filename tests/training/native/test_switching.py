@@ -52,20 +52,16 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
     assert engine_of(tmp_path, "global_step1") == engine_of(tmp_path, "global_step2") == "deepspeed"
 
 
-@pytest.mark.parametrize(
-    ("more", "on_gpu", "recorded", "name", "reason"),
-    [
-        ({}, False, None, "native", "auto: on CPUs"),
-        ({}, True, None, "deepspeed", "auto: on GPUs"),
-        ({}, True, "native", "native", "auto: .* run it goes on from"),
-        ({"engine": "native"}, True, "deepspeed", "native", "program"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
-        ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
-        ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
-        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("more", "on_gpu", "recorded", "name", "reason"), [
+    ({}, False, None, "native", "auto: on CPUs"),
+    ({}, True, None, "deepspeed", "auto: on GPUs"),
+    ({}, True, "native", "native", "auto: .* run it goes on from"),
+    ({"engine": "native"}, True, "deepspeed", "native", "program"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
+    ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
+    ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
+], ids=str)  # fmt: skip
 def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
     choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice

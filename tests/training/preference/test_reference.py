@@ -204,18 +204,14 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
 DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
 
 
-@pytest.mark.parametrize(
-    ("model", "changes", "same"),
-    [
-        ({}, {"sliding_window_width": 5}, False),
-        ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
-        ({}, {"query_pre_attn_scalar": 3}, False),
-        ({}, {"seq_length": 24}, True),
-        (DYNAMIC, {"seq_length": 24}, False),
-        ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("model", "changes", "same"), [
+    ({}, {"sliding_window_width": 5}, False),
+    ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
+    ({}, {"query_pre_attn_scalar": 3}, False),
+    ({}, {"seq_length": 24}, True),
+    (DYNAMIC, {"seq_length": 24}, False),
+    ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
+], ids=str)  # fmt: skip
 def test_what_changes_the_forward_pass_is_another_reference(
     model: dict[str, Any], changes: dict[str, Any], same: bool
 ) -> None:
@@ -266,16 +262,13 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
         assert f"{resumed / 'reference.json'}: missing" in refused(again)[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: "),
-        ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*precompute_model_name"),
-        ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: .*dpo_reference: cache"),
-        ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated "),
-        ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: "),
+    ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*precompute_model_name"),
+    ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: .*dpo_reference: cache"),
+    ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated "),
+    ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
+])  # fmt: skip
 def test_keys_that_contradict_each_other(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     values = preferences(tmp_path, PACKED)
     del values["reference_cache_dir"]
