@@ -1,5 +1,4 @@
-"""Bad input ends with one clear line that names file, key or line and the fix, and nothing is half written; a
-step that does not fit ends with what was asked, what is held and which keys help."""
+"""Bad input ends with one line that names file, key or line and the fix; a full device with what helps."""
 
 import contextlib
 import io

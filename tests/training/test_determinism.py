@@ -1,5 +1,4 @@
-"""Numbers that stay: runs that repeat (`deterministic_mode`, what it sets and refuses, seeds, the same files
-from the same configuration), recomputation in every form, with what is run again, and bf16 beside fp32."""
+"""Numbers that stay: runs that repeat, recomputation in every form, and bf16 beside fp32."""
 
 import hashlib
 import json

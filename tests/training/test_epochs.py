@@ -1,6 +1,4 @@
-"""The length of runs, given in epochs, and of one that gets longer or shorter, which goes on in the order it
-began in, a new one in GPT-NeoX's; data that machines do not share; and the length of rows: growing sequences,
-and phases, the same in every layout, through a resume, and in the log."""
+"""The length of runs, in epochs, longer or shorter; data that is not shared; the length of rows."""
 
 import json
 import os

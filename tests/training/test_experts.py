@@ -99,9 +99,8 @@ CASES = cells(AT_ONCE, MORE, [case for case in PRODUCT if case not in AT_ONCE + 
 
 
 def run(layout: str, model: str, packed: bool) -> list[Run]:
-    """Of every rank. Muon makes matrices orthogonal in fp32 here: its iterations multiply a small difference
-    by up to 3.4445^5 = 485, which of bf16's last bits makes another update altogether, but of sums in another
-    order, 1e-6, no more than 5e-4 of the rate."""
+    """Of every rank. Muon is in fp32 here: its iterations multiply a difference by up to 3.4445^5 = 485,
+    which of sums in another order, 1e-6, are 5e-4 of the rate at most, but of bf16's last bits another update."""
     work = some_steps_with_muon_in_fp32 if model == "muon" else some_steps
     world, keys = LAYOUTS[layout]
     return [runs[0] for runs in run_ranks(work, world, [(MODELS[model], packed)], keys)]
@@ -128,8 +127,7 @@ def test_steps_are_those_of_one_process(
 
 
 def routed(rank: int, world_size: int, capacities: list[float | None]) -> list[tuple[int, float, int]]:
-    """For the pool: rows that this rank's experts have computed in a step, the share that was dropped, and
-    how many choices of experts all ranks have made."""
+    """For the pool: rows that this rank's experts computed, the share dropped, and all ranks' choices."""
     found, rows = [], list[int]()
     for capacity in capacities:
         rows.clear()

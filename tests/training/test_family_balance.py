@@ -1,5 +1,4 @@
-"""Training of HuggingFace's families is that of transformers' models: three AdamW steps in sizes that nothing
-divides, the logits before them, and the load-balancing loss of families with experts with its gradients."""
+"""Training of HuggingFace's families is that of transformers' models, load-balancing loss and all."""
 
 import shutil
 from functools import cache
@@ -82,8 +81,7 @@ def batch_of(rows: Tensor) -> Batch:
 
 @cache
 def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Tensor]]:
-    """Of transformers: family, the model before the steps, its logits, the losses of the steps, and the
-    weights after them by the names of its file."""
+    """Of transformers: family, model and logits before the steps, losses, and the weights after them."""
     model = odd_model(case)
     family, ours = imported(model)
     # These may be matrices.
@@ -165,8 +163,7 @@ SGD = {
 
 
 def balanced(case: str) -> tuple[str, Model, list[float], dict[str, Tensor]]:
-    """Of transformers: family, model, its loss and its load-balancing loss, that of a micro-batch of two rows
-    as everywhere here, and the gradients of both, the second times COEFFICIENT, by the names of its file."""
+    """Of transformers: family, model, its loss and balancing loss by micro-batches of two rows, gradients."""
     model = odd_model(case, output_router_logits=True, router_aux_loss_coef=COEFFICIENT)
     family, ours = imported(model)
     losses, balances = [], []

@@ -1,5 +1,4 @@
-"""Configuration files as people wrote them, of GPT-NeoX (resolved keys) and of its geodesic fork, train, not
-only load: made small by overrides, precision and kinds of layers kept."""
+"""Configuration files as people wrote them train, not only load: GPT-NeoX's and its geodesic fork's."""
 
 import json
 import os
@@ -48,9 +47,8 @@ _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
 def small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that make a file small enough to train here: sizes, paths, data, iterations, batch, launcher
-    and parallel sizes. All else, precision, te_* keys, distributed_backend and kinds of attention too, is the
-    file's."""
+    """Overrides that make a file small enough to train here. All else, precision, te_* keys,
+    distributed_backend and kinds of attention too, is the file's."""
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]
@@ -90,8 +88,7 @@ _NUMBERS = (
 
 
 def kinds_of(files: Mapping[str, Mapping[str, Any]], but: Sequence[str] = _NUMBERS) -> list[str]:
-    """Names of files that differ in more than the overrides, names of runs and `but`: rates, intervals and
-    sizes of buffers."""
+    """Files that differ in more than overrides, names of runs and `but`: rates, intervals, buffers."""
     alike: dict[str, str] = {}
     for name, values in files.items():
         alike.setdefault(json.dumps(_told_apart({**values, **small(values)}, but), sort_keys=True), name)

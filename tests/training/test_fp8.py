@@ -1,5 +1,4 @@
-"""FP8 in runs: which linears have it, what a GPU without it is told, losses beside bf16 in every recipe and
-layout, and scales that go on with a run."""
+"""FP8 in runs: which linears have it, where, losses beside bf16 in layouts, scales that go on."""
 
 import math
 import re
@@ -174,8 +173,7 @@ def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tu
 
 
 def test_recomputation_micro_batches_and_ranks_have_the_same_scales() -> None:
-    """Recomputed blocks note a magnitude twice, which is the same bits; micro-batches and data ranks the
-    maximum of theirs; those of tensor ranks are the maximum of both parts."""
+    """What is recomputed is noted twice, which is the same bits; micro-batches and ranks have one maximum."""
     plain = values("te", te_fp8_amax_history_len=2, te_fp8_amax_compute_algo="max")
     recomputed = {**plain, "checkpoint_activations": True}
     (loss, state), (again, same) = run_ranks(scales, 1, [plain, recomputed])[0]
@@ -221,8 +219,7 @@ def test_scales_go_on_in_another_layout(tmp_path: Path) -> None:
 
 
 def test_a_reference_model_is_rounded_as_the_policy(tmp_path: Path) -> None:
-    """DPO begins at ln 2: by a copy of the weights, whose products have the same scales; nearly so by scores
-    from other batches, which those of bf16 are not taken for."""
+    """DPO begins at ln 2 by a copy; nearly so by scores of other batches, which bf16's are not taken for."""
     dpo = {
         "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "best_fit", "eod_mask_loss": False,
         "num_layers": 3, "train_batch_size": 4, **pairs(tmp_path),

@@ -1,9 +1,5 @@
-"""No host sync in a step; what became of it, and its values if it is logged, are read when the next has been
-started.
-
-Every way of Python to wait for a tensor's value is made to raise, unless DeepSpeed's own norm or overflow
-check asks.
-"""
+"""No host sync in a step: every way of Python to wait for a tensor raises, unless DeepSpeed's checks ask.
+What became of a step, and values that are logged, are read when the next has been started."""
 
 import sys
 from collections.abc import Callable
@@ -92,8 +88,7 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
 
 
 def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
-    """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the
-    last."""
+    """For the pool: two free steps, then four without waiting; the number of reads, each a step late."""
     training = begin(values)
     batches, progress = batches_of(training), training.progress
     log, results = LogCallback(training, tqdm(disable=True), Stopwatch()), StepResults(training)

@@ -1,6 +1,4 @@
-"""Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
-refusals, the folders of adapters as peft has them; and rows that pad an imported vocabulary, with which
-losses are those of the model without them."""
+"""Runs that start from a HuggingFace folder and write one; rows that pad an imported vocabulary."""
 
 import json
 import math
@@ -260,8 +258,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, float, list[Any], int | None, Any]:
-    """For the pool: loss and gradient norm of a run's first step, its batches, the rows that count, and its
-    metrics."""
+    """For the pool: loss, gradient norm, batches, rows that count and metrics of a run's first step."""
     training = begin(values)
     batches = next(batches_of(training))
     fields = [(b.tokens, b.labels, b.loss_weights, *([] if b.positions is None else [b.positions])) for b in batches]
@@ -311,8 +308,7 @@ def of_pairs(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any
 
 @pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
-    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
-    transformers."""
+    """SimPO, whose first loss is not ln 2, by TRL's formula from transformers' log-probabilities."""
     ranks, keys = TABLE.get(layout, TP4)
     loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
@@ -372,8 +368,7 @@ def test_the_first_losses_are_those_of_trls_trainers(name: str, model: Path, tmp
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
-    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any
-    run."""
+    """auto leaves our own runs as GPT-NeoX has them; false brings padding in, true leaves it out of all."""
     as_it_came = run_ranks(first_step, 1, config(PADDED, load=str(model)))[0]
     padded = run_ranks(first_step, 1, config(PADDED, load=str(model), mask_padded_vocab=False))[0]
     assert padded[3] is None and padded[0] > as_it_came[0] + 1e-3

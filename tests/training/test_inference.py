@@ -1,5 +1,4 @@
-"""Scores in the middle of a run, the same in every layout, and the run is bit for bit what it is without
-them; and validation loss, one number whatever the layout, also for fewer samples than a batch."""
+"""Scores in the middle of a run, which does not notice them; validation loss, the same in every layout."""
 
 import random
 from copy import deepcopy

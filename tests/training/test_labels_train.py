@@ -1,6 +1,4 @@
-"""Labels and weights, from keys to losses: labelled documents, tokens that are never trained, data with few
-trained tokens, and losses that make their logits in chunks and of chosen places alone; the same in every
-layout, and told what is not listed."""
+"""Labels and weights, from keys to losses: what is trained, what never is, and what is said of it."""
 
 import math
 import re

@@ -1,7 +1,4 @@
-"""Every parallel layout trains like one process: losses, gradient norms and final weights.
-
-Pipelines run on DeepSpeed, the other layouts on the native engine and on DeepSpeed.
-"""
+"""Every layout trains like one process: pipelines on DeepSpeed, the others on both engines."""
 
 from collections.abc import Callable
 from functools import cache

@@ -1,5 +1,4 @@
-"""From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not
-trained on. Through the commands' own functions: preprocess, train, validate, generate."""
+"""From raw text to a model that has learned, judged on other prompts, through the commands' own functions."""
 
 import json
 import logging
@@ -48,8 +47,7 @@ def run_of(tokenizer: Path, folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
-    """Good answers end in an even number, bad ones in an odd one. shuffled: in half of the pairs, drawn by
-    lot, it is the other way round."""
+    """Good answers end in an even number, bad ones in an odd one; shuffled: in half the other way round."""
     random = np.random.default_rng(seed)
     turned = random.permutation(count) < (count // 2 if shuffled else 0)
     rows = []

@@ -1,5 +1,4 @@
-"""`lora`: adapters train the same numbers in every layout, and nothing below them changes a bit; over a base
-in 4 bits (`lora.quantization`) they are peft's."""
+"""`lora`: the same numbers in every layout over weights that keep their bits; in 4 bits they are peft's."""
 
 import math
 import sys

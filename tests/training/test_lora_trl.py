@@ -1,5 +1,4 @@
-"""Three steps of `lora` against peft under TRL's trainers, on the same ids from the same adapters: texts, and
-pairs, whose reference is the model without adapters."""
+"""Three steps of `lora` against peft under TRL's trainers, from the same adapters: texts, and pairs."""
 
 import tempfile
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage; the loss
-scale of fp16 without a GPU: the settings that DeepSpeed's scaler is handed, and the stop of such a run."""
+"""NaN on one rank ends the step on all ranks before weights change; the loss scale of fp16 without a GPU."""
 
 import json
 import math
@@ -50,8 +49,7 @@ def ended(training: Training) -> str | None:
 def run_poisoned(
     rank: int, world_size: int, values: dict[str, Any], steps: set[int], bad: float, name: str | None = None
 ) -> tuple[Any, Any]:
-    """For the pool: the message of a run whose last rank is poisoned, with `name` in the gradient of that
-    parameter alone, and this rank's weights afterwards."""
+    """For the pool: message and weights of a run whose last rank is poisoned, in parameter `name` alone."""
     training = begin(values)
     if rank == world_size - 1 and name is not None:
         param = dict(training.engine.stage.named_parameters())[name]
@@ -67,8 +65,7 @@ def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, An
 
 
 def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any], step: int, pattern: str) -> None:
-    """Every rank ended in that step with a message as `pattern`, and has the weights before it, as the last
-    checkpoint has."""
+    """Every rank ended in that step, with a message as `pattern` and the weights before it, as saved."""
     good = {**values, "save": None, "train_iters": step - 1, "lr_decay_iters": 6}
     for (message, weights), (_, expected) in zip(outcomes, run_ranks(run_to_end, len(outcomes), good), strict=True):
         assert message == outcomes[0][0] and re.search(rf"^step {step}: .*rank {pattern}", message), message
@@ -106,8 +103,7 @@ OTHERS += [(name, stage, "bfloat16") for name in (KEPT, CUT) for stage in (0, 2)
     ("name", "stage", "precision"), cells(ALONE[:2], ALONE[2:], [cell for cell in OTHERS if cell not in ALONE])
 )
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
-    """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
-    has."""
+    """A copy on all tensor ranks is counted once in the norm, which must not hide what another rank has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
     outcomes = run_ranks(run_poisoned, 2, values, {3}, math.nan, f"layers.2.{name}")
@@ -134,8 +130,7 @@ def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_bad_step_leaves_no_trace(stage: int, tmp_path: Path) -> None:
-    """Nor does the step that had begun before it was known: in the losses that spikes are judged by, in
-    counters."""
+    """Nor does the step begun before it was known: in the losses that spikes are judged by, in counters."""
     values = _values(tmp_path, {"zero_optimization": {"stage": stage}}, skip_step_above_sigma=6.0)
     assert run_ranks(run_poisoned, 1, values, {4}, math.nan)[0][0] is not None
     state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)
@@ -270,8 +265,7 @@ def test_deepspeeds_scaler_moves_as_it_is_told() -> None:
 
 
 def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
-    """For the pool: the loop over an engine that overflows in these steps and changes nothing; what it
-    raised, steps taken and steps left out."""
+    """For the pool: an engine that overflows in these steps; what was raised, steps taken and left out."""
     fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
     training, taken = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000)), []
 

@@ -121,8 +121,7 @@ def test_changed_schedule(change: dict[str, Any], line: str) -> None:
 
 
 def test_the_key_that_changed_is_named_not_what_follows_from_it() -> None:
-    """Where it is known what was written: both a warm-up that is a share of the run and its end come of its
-    length."""
+    """Where it is known what was written: a warm-up that is a share of the run comes of its length."""
     then = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
     with pytest.raises(CheckpointError, match=r"^train_iters: end_iter 300 .*150; train_iters: warmup_iter 3.0 .*1.5"):
         resume(given=then, train_iters=300)

@@ -1,5 +1,4 @@
-"""The commands as users type them: runs without a compiler on the machine, by programs written for GPT-NeoX,
-and ranks that should not start together, each reason in one line, on both, with exit code 1."""
+"""The commands as users type them; ranks that should not start together, each reason in one line, on both."""
 
 import os
 import re
@@ -139,8 +138,7 @@ def test_another_configuration_file(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_not_shared_and_the_slow_transport_check(tmp_path: Path) -> None:
-    """The same relative `save` from two working folders; from one folder the run gets as far as the next
-    check, which asks for more than there is, and with a low bound trains."""
+    """The same relative `save` from two folders; from one the next check refuses, with a low bound not."""
     folders = [str(tmp_path / name) for name in ("a", "b")]
     for folder in folders:
         Path(folder).mkdir()

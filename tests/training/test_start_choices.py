@@ -1,5 +1,4 @@
-"""What is chosen at the start, where, and what is said of it; runs by Transformer-Engine, which a stand-in
-with its signatures replaces, beside runs by torch."""
+"""What is chosen at the start, and said of it; a stand-in for Transformer-Engine beside torch."""
 
 import re
 from dataclasses import replace

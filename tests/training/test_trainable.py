@@ -49,8 +49,7 @@ def values(name: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def with_torch(rank: int, world_size: int) -> list[Curve]:
-    """For the pool: of each set losses, norms and weights of a whole model under torch's AdamW and clipping,
-    where everything that is not named is `requires_grad_(False)`; backward through all of it."""
+    """For the pool: of each set a whole model under torch's AdamW, the rest `requires_grad_(False)`."""
     return [with_torch_one(*of_set) for of_set in SETS.values()]
 
 

@@ -1,5 +1,4 @@
-"""Runs that unlearn: gradients of the difference, layouts, what is left out above a threshold, rows of
-metrics, and going on in the middle of a burst."""
+"""Runs that unlearn: gradients, layouts, the threshold, rows of metrics, and going on within a burst."""
 
 import math
 import re
@@ -45,8 +44,7 @@ def third_step(training: Training) -> list[Batch]:
 
 
 def gradients(rank: int, world_size: int, values: dict[str, Any]) -> list[dict[tuple[int, str], Tensor]]:
-    """For the pool: of the first step of difference; of its forget and its retain batches in ordinary
-    steps."""
+    """For the pool: of a step of difference; of its forget and its retain batches in ordinary steps."""
     training = begin(values)
     step, found = third_step(training), []
 
@@ -74,8 +72,7 @@ def test_the_gradient_is_that_of_the_difference(engine: str) -> None:
 
 
 def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[list[float], list[float]]]:
-    """For the pool: losses of two steps on one forget batch, by the engine, and from all its logits a
-    sequence at a time: what the model gave before the first is the reference."""
+    """For the pool: losses of two steps on one forget batch, by the engine and by all logits."""
     results = []
     for values in cases:
         training = begin(values)
@@ -212,8 +209,7 @@ def test_validation_is_that_of_the_run_without_a_forget_set(tmp_path: Path) -> N
 
 
 def weights_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
-    """For the pool: (role, places, places that count) of the micro-batches of a step of difference of
-    each."""
+    """For the pool: (role, places, places that count) of the micro-batches of each step of difference."""
     steps = [third_step(begin(values)) for values in configs]
     return [[(batch.role, batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step] for step in steps]
 
@@ -241,8 +237,8 @@ def test_a_row_of_several_steps_keeps_their_kinds_apart(tmp_path: Path) -> None:
 
 
 def test_forgetting_one_set_and_keeping_another(tmp_path: Path) -> None:
-    """A model that has learned three sets by heart, some steps of difference later; ordinary steps are on the
-    third. Beside the same steps without the retain term, by which both losses rise."""
+    """A model that has three sets by heart, some steps of difference later; beside no retain term, where
+    both losses rise. Ordinary steps are on the third set."""
     small = {"num_layers": 2, "seq_length": 64, "max_position_embeddings": 64, "train_batch_size": 4}
     sets = [OTHER, LABELLED, config()["data_path"]]
     learned = {"data_path": None, "split": None, "train_data_paths": sets, "train_iters": 120}

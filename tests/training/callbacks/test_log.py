@@ -1,5 +1,4 @@
-"""What a run leaves to be read. The log line is upstream's, byte for byte; metrics.jsonl, TensorBoard and
-history hold the same numbers once; a summary says what the run was, router_load.jsonl where tokens went."""
+"""What a run leaves to be read: upstream's log line, metrics, history, summary, and where tokens went."""
 
 import json
 import logging

@@ -1,5 +1,4 @@
-"""The peak of a step by part, against sizes that are known without it: of parameters, of Adam's states, of
-logits by their shape, of a step of a few tensors added up by hand, and torch's profiler."""
+"""The peak of a step by part, beside sizes that are known without it, and beside torch's profiler."""
 
 import json
 from contextlib import nullcontext, suppress
@@ -34,8 +33,7 @@ def tiny(folder: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def runs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """For the pool: run each configuration to its end; of this rank the number of trained and of all elements
-    of its parameters, and the number of the trained ones."""
+    """For the pool: runs to their ends; of this rank the elements of all and of trained parameters."""
     found = []
     for training in begun(configs):
         params = list(training.engine.stage.parameters())
@@ -75,8 +73,7 @@ def test_what_is_kept_has_the_sizes_of_parameters(tmp_path: Path) -> None:
 
 
 def test_logits_and_activations(tmp_path: Path) -> None:
-    """Logits grow by as much as their columns, of 4 bytes, and their softmax has as many; what a block keeps
-    is gone where it is computed again."""
+    """Logits and their softmax grow with their columns; what a block keeps is gone where it runs again."""
     cases = {str(vocabulary): {"make_vocab_size_divisible_by": vocabulary} for vocabulary in (384, 512, 640)}
     cases["again"] = {"checkpoint_activations": True}
     cases["longer"] = {"num_layers": 4}
@@ -129,8 +126,7 @@ def test_adapters_and_a_reference(tmp_path: Path) -> None:
 
 
 def peaks(rank: int, world_size: int, values: dict[str, Any], folder: Path) -> tuple[int, int, bool]:
-    """For the pool: the bytes that a step has at most over what is there before it, by the tracker and by
-    torch's profiler; and whether a step under the tracker has the loss of one without, bit for bit."""
+    """For the pool: a step's peak by the tracker and by torch's profiler; and whether it is the same step."""
     training = begin(values)
     engine, steps = training.engine, batches_of(training)
     engine.train_step(next(steps), 0.0)

@@ -201,8 +201,7 @@ def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("kind", with_more(["language modelling", "DPO"], "DPO"))
 def test_validation_makes_no_graphs(kind: str, tmp_path: Path) -> None:
-    """Steps have one of blocks and one of logits; those of DPO two of logits, and one of the blocks of the
-    reference, without gradients."""
+    """One of blocks and one of logits; DPO two of logits, and one of the reference's blocks."""
     if kind == "DPO":
         values, graphs = preferences(tmp_path, FLY, PADDED, compile="block"), 4
     else:

@@ -1,6 +1,4 @@
-"""Saves beside the steps: their copies in page-locked memory, when that is used again, how much there is, and
-what happens without it (locking is counted here, not done); steps that go on meanwhile, and failures that are
-told."""
+"""Saves beside the steps: page-locked copies (locking is counted here, not done), and failures."""
 
 import io
 import itertools
@@ -316,8 +314,7 @@ def sums(save: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", with_more(["zero1", "tp2"], product=["tp2"]))
 def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
-    """A save every step, of which each but the first begins while the one before is still written, by copies
-    that arrive late; beside ordinary copies, each waited for."""
+    """Each save but the first begins while the one before is written, by copies that arrive late."""
     ranks, layout = LAYOUTS[name]
     seen = {}
     for kind, asynchronous in (("ordinary", False), ("late", True)):

@@ -88,8 +88,7 @@ def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> t
 
 
 def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], killed: bool) -> int:
-    """For the pool: as a save after the first one is sent, rank 0 is killed with half of it there, or the
-    network of rank 1 goes. How far the run came."""
+    """For the pool: while step 4 is sent, rank 0 is killed or rank 1 loses its network. How far it came."""
     training, upload, nobody = begin(given), ObjectStore.upload, socket.socket()
     nobody.bind(("127.0.0.1", 0))  # and does not listen
 
@@ -111,9 +110,8 @@ def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], k
 def test_a_run_in_a_bucket(
     bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path
 ) -> None:
-    """Killed while it sends: what is half there is not seen, and a machine that has nothing goes on from what
-    was there before, bit for bit as with a folder. Files are the same, older ones are deleted as they are
-    there, nothing large stays here."""
+    """Killed while it sends: a machine that has nothing goes on from what was whole, bit for bit as with a
+    folder. Files are the same, older ones are deleted, nothing large stays here."""
     more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
     with pytest.raises(AssertionError, match="signal 9"):
         run(values(bucket.url, tmp_path / "one", async_save=False), server, disturbed_while_sending, True)

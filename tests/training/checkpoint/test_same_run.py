@@ -110,8 +110,7 @@ def test_how_long_a_run_is_is_none_of_them_but_the_order_itself_is_looked_at(tmp
 
 
 def test_what_no_key_of_the_other_run_tells(tmp_path: Path) -> None:
-    """Another tokenizer, passes over the data and not iterations, and pairs of a time when all had their
-    prompts twice."""
+    """Another tokenizer, passes and not iterations, and pairs of a time when all had their prompts twice."""
     run = Run(tmp_path / "there")
     manifest, record = run.manifest(), run.record()
     passes = {**record, "order": order_keys(run.args, 2)}

@@ -103,8 +103,7 @@ KEYS: list[tuple[dict[str, Any], float]] = [
 
 
 def test_two_ranks_are_one_process() -> None:
-    """Tolerance: the rounding of the type that gradients travel in, which must show, too. When they are
-    reduced changes no bit in stage 3."""
+    """But for the rounding of the type that gradients travel in, which must show; overlap is exact."""
     common = config(LLAMA, SGD, num_layers=2, train_micro_batch_size_per_gpu=2)
     one = curves_of({"": common}, 2)[""]
     given = {i: {**common, **keys, "engine": "deepspeed"} for i, (keys, _) in enumerate(KEYS)}

@@ -35,9 +35,8 @@ def compiled_once(rank: int, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def env() -> dict[str, str]:
-    """Of ranks that find DeepSpeedCPUAdam compiled. A compilation that is killed leaves torch's lock, on
-    which all later ones wait without end; here one process compiles at a time, and takes away what was
-    left."""
+    """Of ranks that find DeepSpeedCPUAdam compiled, by one process at a time: a compilation that is killed
+    leaves torch's lock, on which all later ones would wait without end."""
     folder = Path(__file__).resolve().parents[3] / ".cache" / "torch_extensions"
     folder.mkdir(parents=True, exist_ok=True)
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}
@@ -81,8 +80,7 @@ COMPILED = [name for name in CASES if "Torch" not in name]
     pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
 ])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
-    and then."""
+    """fp32 sums are in another order; moments that differ so round to other bf16 weights now and then."""
     env = {} if names == OF_TORCH else request.getfixturevalue("env")
     for name in names:
         values, save = CASES[name], tmp_path / "plain" / name

@@ -1,7 +1,4 @@
-"""The installed DeepSpeed computes right gradients; known wrong versions are refused.
-
-The same kind of check that found wrong ones in releases: SGD without clipping, since Adam hides a scale.
-"""
+"""The installed DeepSpeed computes right gradients, by SGD without clipping; known wrong ones are refused."""
 
 import copy
 from typing import Any

@@ -1,5 +1,4 @@
-"""The first step of runs that learn from a teacher beside torch's autograd of both models' whole logits, by
-TRL's loss and cross-entropy; one of HuggingFace runs in transformers."""
+"""A first step of distillation beside autograd of both models' whole logits, by formulas of others."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""NVIDIA's apex, which a stand-in with its signatures replaces: FusedAdam and its norms beside torch's,
-checkpoints of either Adam that go on with the other, and what else is called apex."""
+"""NVIDIA's apex, replaced by a stand-in with its signatures, beside torch's Adam and norms."""
 
 import re
 import sys

@@ -22,8 +22,7 @@ TENSOR, DATA, WORLD = "tensor", "data", "world"
 
 
 class Event(NamedTuple):
-    """A collective over the ranks of an axis (size: bytes of its whole tensor), or `forward` or `backward`
-    that has come to a block (size: its index)."""
+    """A collective over an axis (size: bytes of its whole tensor), or a pass at a block (size: its index)."""
 
     what: str
     size: int
@@ -144,8 +143,7 @@ def sent(events: list[Event]) -> list[Event]:
 
 
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
-    """In the last micro-batch the gradients of a block are on their way before backward has come to the block
-    two below: those of the last block before it comes to the first."""
+    """A block's gradients leave before the last micro-batch's backward comes to the second block below."""
     kind, size = (ALL_REDUCE if stage == 0 else REDUCE_SCATTER), 4 * elements(1)["block"]
     last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
     reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]

@@ -23,8 +23,7 @@ def test_five_ranks_are_as_one(stage: int) -> None:
 
 
 def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, Any, dict[str, int]]:
-    """For the pool: a run with plain blocks and one with compiled ones, and what was compiled. Graphs run
-    eagerly, so the same bits are to be expected."""
+    """For the pool: plain blocks, compiled ones, and what was compiled. Graphs run eagerly: the same bits."""
     from torch._dynamo.utils import counters
 
     torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits

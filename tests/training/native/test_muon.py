@@ -28,8 +28,8 @@ def args_of(*parts: dict[str, Any], **params: Any) -> NeoXArgs:
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
-    """The linear layers of one of GPT-NeoX's fused weights, as HuggingFace has them: [q, k, v] of each head
-    in turn (transformers' GPTNeoXAttention), [Q | K | V] of GQA, [up | gate]; views."""
+    """The linear layers of a fused weight, as HuggingFace has them: [q, k, v] of each head, [Q | K | V] of
+    GQA, [up | gate]; views."""
     heads, head_dim = args.num_attention_heads, args.head_dim
     if name.endswith("query_key_value.weight"):
         if args.num_kv_heads in (None, heads):

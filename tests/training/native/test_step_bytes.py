@@ -73,8 +73,8 @@ def moved_by_one_rank(rank: int, world_size: int) -> dict[str, float]:
 
 
 def test_the_bound() -> None:
-    """The bare loop's by hand: gradients to fp32 (6), their norm (4), clipping (8), AdamW (28), weights to
-    bf16 (6). The native engine's AdamW clips (32), so it reads gradients one time less."""
+    """Bare: gradients to fp32 (6), norm (4), clipping (8), AdamW (28), weights to bf16 (6). The native
+    engine's AdamW clips (32), so it reads gradients one time less."""
     moved = run_ranks(moved_by_one_rank, 1)[0]
     assert moved[BARE] == pytest.approx(52.0, abs=0.2)
     assert moved["native"] == pytest.approx(48.0, abs=0.2)

@@ -1,5 +1,4 @@
-"""Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own
-reference."""
+"""Preferences: the same step in every layout, ln 2 where the policy is its own reference."""
 
 import math
 from dataclasses import replace
@@ -54,8 +53,7 @@ class Run(NamedTuple):
 
 
 def pair_batches(packed: bool) -> list[Batch]:
-    """Four micro-batches of a pair each; the third's reference is far off. Packed, two of them hold the
-    prompt once."""
+    """Four micro-batches of a pair; the third's reference is far off. Packed, two hold the prompt once."""
     batches = []
     documents = documents_of(PAIRS)
     for i in range(4):
@@ -159,8 +157,7 @@ def far_longer(generator: torch.Generator, length: int) -> tuple[list[int], list
 
 
 def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
-    """DPO of pairs of up to 360 tokens; policy and reference have bf16 weights and activations of `dtype`.
-    sums: bfloat16 for a loss from log-probabilities that torch made and added up in it."""
+    """DPO of long pairs, weights bf16, activations `dtype`; `sums` bfloat16: of torch's log-probabilities."""
     args = small(**LLAMA, seq_length=400, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(7)
     documents = documents_of([far_longer(generator, 360) for _ in range(4)])

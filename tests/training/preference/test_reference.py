@@ -1,5 +1,4 @@
-"""The reference of preference training: ln 2 at the first step in every layout, what is computed and what is
-found again, and runs that go on bit for bit against the weights they began with."""
+"""The reference of preference training: ln 2 at first, what is computed and found again, runs that go on."""
 
 import io
 import logging

@@ -1,5 +1,4 @@
-"""Reward models from files to trained weights: every layout is one process, a run goes on bit for bit, begins
-with a language model, and refuses what is something else."""
+"""Reward models from files to trained weights: layouts, resumed, begun from a language model, refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -65,8 +64,7 @@ def test_layouts_equal_one_process(names: list[str], one_process: tuple[dict[str
 
 @pytest.mark.parametrize("train_impl", ["rm", "dpo"])
 def test_padded_pairs_and_shared_prompts_train_the_same(train_impl: str, tmp_path: Path) -> None:
-    """Steps of all pairs: losses, which fall, and weights; DPO's with reference scores of their own making,
-    and rows of scores hold exactly their tokens, the last one included."""
+    """Steps of all pairs: losses, which fall, and weights. Rows hold just their tokens, the last one too."""
     ends, data = [], reward_data(tmp_path, 12) if train_impl == "rm" else pairs(tmp_path, 12)
     for changes in ({"pack_impl": "unpacked"}, {"pack_impl": "best_fit", "prefix_sharing": True}):
         if train_impl == "rm":
