@@ -100,7 +100,7 @@ CASES = cells(AT_ONCE, MORE, [case for case in PRODUCT if case not in AT_ONCE + 
 
 def run(layout: str, model: str, packed: bool) -> list[Run]:
     """Of every rank. Muon is in fp32 here: its iterations multiply a difference by up to 3.4445^5 = 485,
-    which of sums in another order, 1e-6, are 5e-4 of the rate at most, but of bf16's last bits another update."""
+    so sums in another order, 1e-6, cost 5e-4 of the rate at most, bf16's last bits another update."""
     work = some_steps_with_muon_in_fp32 if model == "muon" else some_steps
     world, keys = LAYOUTS[layout]
     return [runs[0] for runs in run_ranks(work, world, [(MODELS[model], packed)], keys)]
