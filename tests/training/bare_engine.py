@@ -152,11 +152,8 @@ class BareEngine:
     def tensors(self) -> dict[str, list[Tensor]]:
         params = list(self.stage.parameters())
         gradients = [param.grad for param in params if param.grad is not None]
-        return {
-            "weights": list[Tensor](params),
-            "gradients": gradients,
-            "optimizer states": state_tensors(self._optimizer),
-        }
+        states = state_tensors(self._optimizer)
+        return {"weights": list[Tensor](params), "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:
         return [((layer, name), param.detach()) for layer, name, param in self._params]

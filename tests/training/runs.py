@@ -24,59 +24,30 @@ from tests.pool import run_ranks
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
 BASE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-    "make_vocab_size_divisible_by": 64,
-    "init_method": "small_init",
-    "output_layer_init_method": "wang_init",
-    "train_batch_size": 8,
-    "train_iters": 10,
-    "eval_iters": 0,
-    "precision": "fp32",
-    "weight_decay": 0.1,
-    "lr_decay_style": "constant",
-    "warmup": 0.0,
-    "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"),
-    "split": "90,10,0",
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "make_vocab_size_divisible_by": 64, "init_method": "small_init", "output_layer_init_method": "wang_init",
+    "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "precision": "fp32", "weight_decay": 0.1,
+    "lr_decay_style": "constant", "warmup": 0.0, "num_workers": 0, "log_interval": 1,
+    "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"), "split": "90,10,0",
     "index_cache_dir": str(Path(__file__).resolve().parents[2] / ".cache" / "index_maps"),
-    "tokenizer_type": "HFTokenizer",
-    "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
-    "num_workers": 0,
+    "tokenizer_type": "HFTokenizer", "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
     "eod_mask_loss": True,  # weights differ between micro-batches, so a mean of means would show
-    "log_interval": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
-}
+}  # fmt: skip
 NEOX = {"norm": "layernorm", "pos_emb": "rotary", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"}
 LLAMA = {
-    "norm": "rmsnorm",
-    "rms_norm_epsilon": 1e-5,
-    "pos_emb": "rotary",
-    "activation": "swiglu",
-    "num_kv_heads": 2,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-    "intermediate_size": 48,
-    "compat_ffn_width": "none",
-}
-# What crosses stages and ranks besides weights: one table for all blocks, documents, the logits' sums, a
-# window.
+    "norm": "rmsnorm", "rms_norm_epsilon": 1e-5, "pos_emb": "rotary", "activation": "swiglu", "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "intermediate_size": 48, "compat_ffn_width": "none",
+}  # fmt: skip
+# What crosses stages and ranks besides weights: one table for all blocks, documents, logits' sums, a window.
 RPE = {
-    "pos_emb": "rpe",
-    "rpe_num_buckets": 8,
-    "rpe_max_distance": 16,
-    "sliding_window_width": 12,
-    "reset_attention_mask": True,
-    "reset_position_ids": True,
-    "z_loss": 1e-3,
+    "pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "sliding_window_width": 12, "z_loss": 1e-3,
+    "reset_attention_mask": True, "reset_position_ids": True,
     "use_bias_in_attn_linear": False,  # keys' has no gradient but rounding, where nothing is rotated
-}
+}  # fmt: skip
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
 # A clip that bites: tiny models start with norms well above it.
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}, "gradient_clipping": 0.5}
-
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),

@@ -164,8 +164,6 @@ def test_a_port_that_is_in_use(tmp_path: Path) -> None:
 
 
 # -- real file systems ---------------------------------------------------------------------------------------
-
-
 def on_small_disk(
     rank: int, world_size: int, argv: list[str], folder: str, kilobytes: int, read_only: bool, check: bool
 ) -> tuple[int, str, list[str], str]:
@@ -238,7 +236,6 @@ def test_data_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
 
 
 # -- out of memory
-
 # As torch 2.11 to 2.13 write it.
 GPU_TEXT = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 3 has a total capacity of 79.11 GiB of which 310.06 MiB is "

@@ -99,7 +99,6 @@ def test_machines_with_different_data_are_refused(tmp_path: Path) -> None:
 
 
 # -- runs that get longer or shorter
-
 Drawn = tuple[list[list[int]], dict[int, dict[str, Any]]]  # tokens of every sample, and the weights at the end
 
 
@@ -203,7 +202,6 @@ def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -
 
 
 # -- the length of rows
-
 CURRICULUM: dict[str, Any] = {
     "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
     "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},

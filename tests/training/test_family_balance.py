@@ -147,7 +147,6 @@ def test_logits_before_the_steps() -> None:
 
 
 # -- the load-balancing loss
-
 CASES = ("mixtral", "olmoe", "qwen 2 moe", "qwen 3 moe", "gpt oss")
 COEFFICIENT, ROWS = 0.7, 4
 BALANCED_IN: dict[str, tuple[int, dict[str, Any]]] = {

@@ -118,9 +118,8 @@ def test_auto_is_off_on_cpus() -> None:
 
 
 STEPS = 4
-# Largest relative difference of a step's loss: E4M3 is off by up to 6 %, E5M2 by 13 %, which cancels in the
-# mean over a step's 256 tokens. Measured: 1.5e-3 beside bf16, 2e-3 between layouts; bounded by about three
-# times that.
+# Of a step's loss, relative: E4M3 is off by up to 6 %, E5M2 by 13 %, which cancels in the mean over 256
+# tokens. Measured: 1.5e-3 beside bf16, 2e-3 between layouts; bounded by about three times that.
 BESIDE_BF16, BETWEEN_LAYOUTS = 5e-3, 6e-3
 
 

@@ -34,8 +34,7 @@ RUNS = [
     ("ckpt_neox", "neox_pp1_mp1", 1, 3),
     ("ckpt_neox", "neox_pp0_mp1", 1, 3),
     ("ckpt_llama", "llama_pp1_mp1", 1, 3),
-    # Upstream's later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters
-    # out.
+    # Its later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters out.
     ("ckpt_neox", "neox_pp2_mp2", 4, 1),
 ]
 

@@ -20,8 +20,7 @@ from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-# (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of
-# Adam's steps.
+# (end of file name, functions): DeepSpeed's checks within the optimizer step, torch's counter of Adam's.
 ENGINE = {
     "deepspeed/runtime/utils.py": None,
     "deepspeed/runtime/bf16_optimizer.py": {"step"},

@@ -182,8 +182,6 @@ def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(t
 
 
 # -- adapters
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["adapter", "both"])
 def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +236,6 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
 
 
 # -- rows that pad the vocabulary
-
 CHAT = str(GOLDEN / "dataset" / "chat_conversation")
 PADDED_COMMON: dict[str, Any] = {
     **MODEL, "make_vocab_size_divisible_by": 128, "seq_length": 32, "train_batch_size": 4, "data_path": None,

@@ -160,8 +160,6 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
 
 
 # -- validation
-
-
 def evaluations(rank: int, world_size: int, values: dict[str, Any]) -> list[ValidationResult]:
     """For the pool: the initial model on the first five, eight and sixteen validation samples."""
     training = begin(values)

@@ -37,9 +37,9 @@ SFT: dict[str, Any] = {
     "valid_data_paths": [TEXT], "valid_label_data_paths": LABELS[:1],
     "test_data_paths": [TEXT], "test_label_data_paths": LABELS[:1],
 }  # fmt: skip
+
+
 # -- labelled documents
-
-
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
     unlabelled = {key: None for key in SFT if "label" in key}
@@ -91,7 +91,6 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
 
 
 # -- tokens that are never trained: as if their labels had been masked by hand
-
 PLAIN = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_mask_loss": False}
 
 
@@ -163,8 +162,6 @@ def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
 
 
 # -- few trained tokens: micro-batches, ranks and whole steps without any
-
-
 def chats(folder: Path, trained: int) -> dict[str, Any]:
     """24 chats of 200 random tokens, the last few of each trained, in rows of 64; keys of a run on them."""
     chance = np.random.default_rng(3)
@@ -235,8 +232,6 @@ def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
 
 
 # -- chosen places
-
-
 def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The negative log-likelihood, from logits of the places that count, a half of the sequence at a time."""
     assert head.hidden_states.shape[:2] == batch.labels.t().shape

@@ -92,7 +92,6 @@ def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> N
 
 
 # -- how it is computed
-
 FORMS: list[dict[str, Any]] = [
     {},
     {"compile": "block"},
@@ -129,7 +128,6 @@ def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[
 
 
 # -- objectives
-
 SOME = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
 
 
@@ -171,7 +169,6 @@ def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Pa
 
 
 # -- in 4 bits, beside peft
-
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "norm": "rmsnorm", "rms_norm_epsilon": 1e-5,
     "activation": "swiglu", "intermediate_size": 128, "padded_vocab_size": 96, **UNTIED,

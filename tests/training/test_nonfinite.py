@@ -218,8 +218,6 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
 
 
 # -- fp16's loss scale
-
-
 def args_of(**fp16: Any) -> NeoXArgs:
     values = config(precision="fp16", train_micro_batch_size_per_gpu=2, fp16={"enabled": True, **fp16})
     return NeoXArgs.from_dict({**values, "padded_vocab_size": 384}).for_world(1)

@@ -108,8 +108,6 @@ def test_a_program_trains_with_what_it_wrote(tmp_path: Path) -> None:
 
 
 # -- ranks that should not start together
-
-
 def write(file: Path, **more: Any) -> str:
     logs = str(file.parent / "logs")
     values = config(LLAMA, num_layers=1, train_iters=1, save="run", checkpoint_factor=1, log_dir=logs, **more)

@@ -26,7 +26,6 @@ from tests.training.runs import ADAMW, LLAMA, NEOX, config, curves, furthest, wh
 from tests.training.test_fp8 import products
 
 # -- compile
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NO_FP8: dict[str, Any] = {"precision_fp8": "off"}
 FP8: dict[str, Any] = {"precision_fp8": "auto", "precision": "bfloat16", "num_layers": 3}
@@ -120,7 +119,6 @@ def test_a_memory_budget_keeps_less_and_changes_no_gradient() -> None:
 
 
 # -- async_tensor_parallel
-
 SPLIT = {"model_parallel_size": 2, "sequence_parallel": True}
 NOT_SPLIT = "sequence_parallel: true.*model_parallel_size"
 
@@ -167,7 +165,6 @@ def test_async_tensor_parallel(
 
 
 # -- te_backend
-
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "precision": "bfloat16"}
 
 

@@ -34,9 +34,8 @@ SIMNPO = {**ASCENT, "ga_loss_type": "simnpo", "simnpo_beta": 0.5}
 APART = {**NPO, "reset_attention_mask": True, "reset_position_ids": True}
 DIVERGENCE = {**DIFFERENCE, "ga_loss_type": "npo", "gd_retain_loss_type": "kl", "dpo_reference": "on_the_fly"}
 
+
 # -- the gradient --------------------------------------------------------------------------------------------
-
-
 def third_step(training: Training) -> list[Batch]:
     """The first step that unlearns."""
     training.progress.iteration = 2
@@ -69,8 +68,6 @@ def test_the_gradient_is_that_of_the_difference(engine: str) -> None:
 
 
 # -- sequences beside a reference ---------------------------------------------------------------------------
-
-
 def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[list[float], list[float]]]:
     """For the pool: losses of two steps on one forget batch, by the engine and by all logits."""
     results = []
@@ -126,7 +123,6 @@ def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> No
 
 
 # -- layouts -------------------------------------------------------------------------------------------------
-
 # An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
 OFFLOADED = (2, {
     "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
@@ -166,8 +162,6 @@ def test_one_process_steps_where_it_should(alone: dict[str, Curve]) -> None:
 
 
 # -- what comes of it ----------------------------------------------------------------------------------------
-
-
 def rows(folder: Path, **values: Any) -> list[dict[str, float]]:
     """The rows of metrics of a run's steps."""
     keys = {"save": str(folder), "checkpoint_factor": 1000}
@@ -276,8 +270,6 @@ def test_goes_on_bit_for_bit_in_the_middle(name: str, tmp_path: Path) -> None:
 
 
 # -- the threshold -------------------------------------------------------------------------------------------
-
-
 class Steps:
     """The steps of a run whose forget loss is given, without a model."""
 

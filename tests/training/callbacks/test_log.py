@@ -227,7 +227,6 @@ def test_metrics_of_an_objective() -> None:
 
 
 # -- history and summary -------------------------------------------------------------------------------------
-
 NUMBER, TEXT = (int, float), (str,)
 SCHEMA: dict[str, Any] = {
     "status": TEXT, "reason": (str, type(None)), "run_id": TEXT, "wall_clock_seconds": NUMBER,
@@ -314,7 +313,6 @@ def test_history_of_rows() -> None:
 
 
 # -- router_load.jsonl ---------------------------------------------------------------------------------------
-
 MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_layer_freq": [0, 1]}
 
 

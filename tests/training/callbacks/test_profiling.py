@@ -158,8 +158,6 @@ def test_parameter_counts(ranks: int) -> None:
 
 
 # -- graphs of torch.compile ---------------------------------------------------------------------------------
-
-
 def test_metric_and_one_warning_with_the_cause(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -214,8 +214,6 @@ def test_no_value_is_read_on_the_way() -> None:
 
 
 # -- saves ---------------------------------------------------------------------------------------------------
-
-
 class Copied(TorchDispatchMode):
     """Bytes that operations copy, into memory that was there (`aten.copy_`) and into new memory."""
 

@@ -62,8 +62,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
 }
 NAMES = list(CHAINS)
 STEPS, SAVED = 6, 3
-# fp32: sums in another order. bf16: rounded to 8 bits in every layout, so that one process against two shows
-# as much.
+# Sums in another order; bf16 is rounded to 8 bits in every layout.
 TOLERANCE = {"fp32": 1e-5, "bfloat16": 1e-3}
 
 

@@ -355,8 +355,6 @@ def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> N
 
 
 # -- without optimizer or random states ----------------------------------------------------------------------
-
-
 def with_dropout(save: Path, **more: Any) -> dict[str, Any]:
     return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **more}
 

@@ -26,8 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
-    # The counter knows no fused attention on CPUs; of the plain one it counts the whole square, we the causal
-    # half.
+    # The counter knows only plain attention on CPUs, and counts the whole square, we the causal half.
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
     freeze(stage_parameters(stage), args)
@@ -54,8 +53,7 @@ def test_both_formulas_on_the_1_4b_shape() -> None:
     args = small(**shape).for_world(1)
     tokens, weights = 8 * 2048, 24 * 12 * 2048**2 + 2048 * 50304
     assert model_flops(args) == 6 * tokens * (weights + 24 * 2048 * 2048)
-    # NeoX counts the whole square of attention, and the head as if it too were computed again (arXiv
-    # 2104.04473).
+    # NeoX counts attention's whole square, and the head as if computed again too (arXiv 2104.04473).
     square, head = 6 * tokens * 24 * 2048 * 2048, 6 * tokens * 2048 * 50304
     assert neox_flops(args, 3) - model_flops(args) == pytest.approx(square - head / 4)
 

@@ -70,8 +70,6 @@ def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[
 
 
 # -- by hand -------------------------------------------------------------------------------------------------
-
-
 def elements(tensor: int) -> dict[str, int]:
     head = HIDDEN // HEADS
     matrices = [(HEADS + 2 * KV_HEADS) * head * HIDDEN, HIDDEN * HIDDEN, 2 * FFN * HIDDEN, HIDDEN * FFN]
@@ -117,8 +115,6 @@ def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]
 
 
 # -- tests ---------------------------------------------------------------------------------------------------
-
-
 def case(stage: int, micro_batches: int, **more: Any) -> dict[str, Any]:
     """On two data ranks."""
     shape = {
