@@ -1,7 +1,6 @@
 """The best model of a run: which it is, that it is that step's model and stays, and what is refused."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.training.callbacks.best_model import BestModelCallback
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import as_stopped_at, metrics, refusals
+from tests.training.checkpoint.test_resume import as_stopped_at, assert_refused, metrics
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LAYOUTS, config, run_to_end
 from tests.training.test_huggingface import MODEL, TOKENIZER
@@ -125,11 +124,9 @@ def test_what_is_refused_as_it_is_written(changes: dict[str, Any], text: str, tm
 
 
 def test_what_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    refused = [
+    assert_refused(*((given(tmp_path / "run", changes, load=None), text) for changes, text in (
         ({"save_best": "validation/rewards/margins"}, "save_best: validation/rewards/margins: .*validation/lm_loss"),
         ({"split": "100,0,0"}, "save_best: validation/lm_loss: .*data"),
         ({"pos_emb": "alibi"}, "HuggingFace"),
-    ]
-    messages = run_ranks(refusals, 1, [given(tmp_path / "run", changes, load=None) for changes, _ in refused])[0]
-    assert all(re.search(text, message) for message, (_, text) in zip(messages, refused, strict=True)), messages
+    )))  # fmt: skip
     assert not (tmp_path / "run" / "latest").exists()

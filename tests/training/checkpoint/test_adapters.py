@@ -10,7 +10,7 @@ from megatron.checkpointing.tensor_files import load_tensors
 from megatron.model.weight_map import is_adapter
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refusals, stop_after
+from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refused, stop_after
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.runs import ADAMW, LAYOUTS, LLAMA, config, run_to_end
 
@@ -65,7 +65,7 @@ def test_refusals(base: Path, through: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     run_ranks(run_to_end, 1, values(train_iters=2, checkpoint_factor=2, save=str(other), seed=4))
     begun = {"load": str(through), "finetune": True, "num_layers": 4, "lora": DORA, "dpo_reference": "on_the_fly"}
-    refused: list[tuple[dict[str, Any], list[str]]] = [
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         (over(base, through, lora={**DORA, "base": str(other)}), ["adapters", str(other)]),
         (over(base, through, lora={**DORA, "alpha": 9}), ["lora", "alpha"]),
         (over(base, through, lora=None), ["adapters", "lora"]),
@@ -77,8 +77,7 @@ def test_refusals(base: Path, through: Path, tmp_path: Path) -> None:
         (values(lora={"target": ["query_key_value", "k_proj"]}), ["lora.target", "query_key_value", "k_proj"]),
         (values(lora={"modules_to_save": ["lm_head"]}), ["lm_head", "embed_tokens"]),
     ]
-    messages = run_ranks(refusals, 1, [config for config, _ in refused])[0]
-    for message, (_, facts) in zip(messages, refused, strict=True):
+    for message, (_, facts) in zip(refused(*(given for given, _ in cases)), cases, strict=True):
         assert all(fact in message for fact in facts), (facts, message)
 
 

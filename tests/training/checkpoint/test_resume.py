@@ -1,7 +1,7 @@
 """A stopped run goes on bit for bit, from step 3 to 6; and what other tests of checkpoints share."""
 
-import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from megatron.training.callbacks.saving import SaveCallback
 from tests.marks import with_more
 from tests.model.runs import MIXED
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, metric_rows, run_to_end
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
 SCHEDULE = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
@@ -114,7 +114,7 @@ def as_stopped_at(iteration: int, run: Path, folder: Path) -> None:
 
 def metrics(save: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(save, "iteration")
 
 
 def losses(save: Path) -> dict[int, float]:
@@ -159,9 +159,15 @@ def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained:
     return messages
 
 
-def refused(*configs: dict[str, Any]) -> list[str]:
-    """The same, of one process."""
-    return run_ranks(refusals, 1, list(configs))[0]
+def refused(*configs: dict[str, Any], ranks: int = 1) -> list[str]:
+    """The same, as the first rank says it."""
+    return run_ranks(refusals, ranks, list(configs))[0]
+
+
+def assert_refused(*cases: tuple[dict[str, Any], str]) -> None:
+    """Each of these runs cannot start in one process; its message matches."""
+    for message, (_, facts) in zip(refused(*(values for values, _ in cases)), cases, strict=True):
+        assert re.search(facts, message, re.DOTALL), (facts, message)
 
 
 def warnings_of(rank: int, world_size: int, values: dict[str, Any], fn: Any = run_to_end) -> list[str]:

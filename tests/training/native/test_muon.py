@@ -22,9 +22,13 @@ from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begun, bit_equa
 LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 
 
-def args_of(*parts: dict[str, Any], **params: Any) -> NeoXArgs:
-    optimizer = {"optimizer": {"type": "Muon", "params": {"lr": LR, **params}}}
-    return NeoXArgs.from_dict(config(*parts, optimizer, padded_vocab_size=384)).for_world(1)
+def made(model: dict[str, Any], **params: Any) -> tuple[NeoXArgs, WholeWeights, Any]:
+    """A model of one process and its optimizer."""
+    optimizer = {"type": "Muon", "params": {"lr": LR, **params}}
+    args = NeoXArgs.from_dict(config(model, optimizer=optimizer, padded_vocab_size=384)).for_world(1)
+    groups = ParallelGroups.single()
+    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
+    return args, weights, build_optimizer(weights, args, groups)
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
@@ -42,9 +46,7 @@ def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
 
 @pytest.mark.parametrize(("model", "adjust"), [(NEOX, "original"), (LLAMA, "match_rms_adamw"), (LLAMA, "original")])
 def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
-    args, groups = args_of(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95]), ParallelGroups.single()
-    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    ours = build_optimizer(weights, args, groups)
+    args, weights, ours = made(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
     for group in ours.param_groups[1:]:
         group["lr"] = ADAMW_LR
 
@@ -75,9 +77,7 @@ def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    args, groups = args_of(NEOX), ParallelGroups.single()
-    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    optimizer: Any = build_optimizer(weights, args, groups)
+    _, weights, optimizer = made(NEOX)
     optimizer.grad_scale = torch.tensor(2.0)
     for skip, value in ((0.0, 1.0), (1.0, float("nan"))):
         for held in weights.trained:
@@ -86,8 +86,8 @@ def test_a_skipped_step_changes_nothing() -> None:
         moments = [{k: v.clone() for k, v in optimizer.state[s.local].items()} for s in weights.trained]
         optimizer.found_inf = torch.tensor(skip)
         optimizer.step()
-        changed = [not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)]
-        assert all(changed) if skip == 0.0 else not any(changed)
+        changed = {not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)}
+        assert changed == {skip == 0.0}
     for held, state in zip(weights.trained, moments, strict=True):
         assert all(torch.equal(optimizer.state[held.local][key], value) for key, value in state.items())
 

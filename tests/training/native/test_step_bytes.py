@@ -1,4 +1,4 @@
-"""benchmarks/step_bytes.py counts what is known, and the native engine stays below its bound."""
+"""benchmarks/step_bytes.py counts what is known, of the bare loop and of the native engine."""
 
 import logging
 from collections.abc import Callable
@@ -14,8 +14,6 @@ from megatron.mpu import init_model_parallel
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.setup import build_engine
 from tests.pool import run_ranks
-
-BOUND = 60.0
 
 
 def adamw(scale: bool) -> Callable[[], Any]:
@@ -65,17 +63,12 @@ def moved_by_one_rank(rank: int, world_size: int) -> dict[str, float]:
     batch = random_batch(args, groups.device, None)
     passes, params = model_alone(args, groups, batch, LANGUAGE_MODELLING)
     engine = build_engine(args, groups, engine=NativeEngine)
-    steps = {
-        BARE: bare_step(args, groups, batch, torch.bfloat16),
-        "native": lambda: engine.train_step([batch], args.lr),
-    }
+    bare = bare_step(args, groups, batch, torch.bfloat16)
+    steps = {BARE: bare, "native": lambda: engine.train_step([batch], args.lr)}
     return {name: (counted(step).moved.total() - passes) / params for name, step in steps.items()}
 
 
-def test_the_bound() -> None:
+def test_the_bytes_of_a_step() -> None:
     """Bare: gradients to fp32 (6), norm (4), clipping (8), AdamW (28), weights to bf16 (6). The native
     engine's AdamW clips (32), so it reads gradients one time less."""
-    moved = run_ranks(moved_by_one_rank, 1)[0]
-    assert moved[BARE] == pytest.approx(52.0, abs=0.2)
-    assert moved["native"] == pytest.approx(48.0, abs=0.2)
-    assert moved["native"] <= BOUND
+    assert run_ranks(moved_by_one_rank, 1)[0] == pytest.approx({BARE: 52.0, "native": 48.0}, abs=0.2)
