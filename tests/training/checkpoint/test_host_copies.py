@@ -1,10 +1,10 @@
 """Saves beside the steps: page-locked copies (locking is counted here, not done), and failures."""
 
 import io
-import itertools
 import json
 import mmap
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
@@ -28,8 +29,7 @@ from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import warnings_of
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config
 
-CPU = torch.device("cpu")
-PAGE = mmap.PAGESIZE
+CPU, PAGE = torch.device("cpu"), mmap.PAGESIZE
 
 
 @dataclass
@@ -79,23 +79,13 @@ def tensors() -> dict[str, Tensor]:
     """Of several dtypes, not contiguous, views of one storage, tied, empty, and a number."""
     table = torch.randn(33, 70)
     return {
-        "fp32": table,
-        "tied": table,
-        "row": table[3],
-        "transposed": table.t(),
-        "every other": table[::2, 1::3],
-        "expanded": torch.randn(5, 1).expand(5, 9),
-        "bf16": torch.randn(7, 11).bfloat16(),
-        "fp16": torch.randn(3).half(),
-        "fp64": torch.randn(2, 3, 4).double(),
-        "int64": torch.arange(1000),
-        "int8": torch.arange(-100, 100, dtype=torch.int8).view(20, 10),
-        "bool": torch.rand(13) > 0.5,
-        "step": torch.tensor(4.0),
-        "none": torch.empty(0, 5, dtype=torch.bfloat16),
-        "large": torch.randn(1 << 20),
+        "fp32": table, "tied": table, "row": table[3], "transposed": table.t(), "every other": table[::2, 1::3],
+        "expanded": torch.randn(5, 1).expand(5, 9), "bf16": torch.randn(7, 11).bfloat16(),
+        "fp16": torch.randn(3).half(), "fp64": torch.randn(2, 3, 4).double(), "int64": torch.arange(1000),
+        "int8": torch.arange(-100, 100, dtype=torch.int8).view(20, 10), "bool": torch.rand(13) > 0.5,
+        "step": torch.tensor(4.0), "none": torch.empty(0, 5, dtype=torch.bfloat16), "large": torch.randn(1 << 20),
         "parameter": nn.Parameter(torch.randn(4, 4)),
-    }
+    }  # fmt: skip
 
 
 def saved(state: dict[str, Tensor]) -> bytes:
@@ -149,8 +139,7 @@ def test_no_more_memory_than_was_in_use_at_once() -> None:
         else:
             live.append(copies.copy(torch.zeros(drawn.choice(sizes), dtype=torch.uint8)))
         for size in most:
-            now = sum(-(-one.numel() // PAGE) * PAGE == size for one in live)
-            most[size] = max(most[size], now)
+            most[size] = max(most[size], sum(-(-one.numel() // PAGE) * PAGE == size for one in live))
         assert copies.held == sum(size * count for size, count in most.items())
 
 
@@ -179,16 +168,10 @@ def test_memory_is_unlocked_when_nothing_can_use_it() -> None:
 
 def test_forked_processes_do_not_have_it() -> None:
     copied = Locks().copies().copy(torch.zeros(1 << 16))
-    ranges = Path("/proc/self/smaps").read_text().splitlines()
-    inside = False
-    for line in ranges:
-        bounds = line.split()[0].split("-")
-        if len(bounds) == 2 and not line.startswith("VmFlags"):
-            inside = int(bounds[0], 16) <= copied.data_ptr() < int(bounds[1], 16)
-        elif inside and line.startswith("VmFlags"):
-            assert "dc" in line.split(), "not copied by fork"
-            return
-    raise AssertionError("not mapped")
+    mapped = r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$"
+    ranges = re.findall(mapped, Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    [flags] = [flags for first, end, flags in ranges if int(first, 16) <= copied.data_ptr() < int(end, 16)]
+    assert "dc" in flags.split(), "not copied by fork"
 
 
 def test_room_for_a_copy() -> None:
@@ -208,9 +191,8 @@ def test_no_value_is_read_on_the_way() -> None:
     optimizer = SimpleNamespace(state={param: {**state, "step": torch.empty((), device="meta")}})
     parts = OptimizerParts([(2, "w", param)], optimizer, ParallelGroups.single(), torch.float32, 0)
     [(layer, states)] = parts.gather({2: 0}, lambda tensor: tensor)
-    assert layer == 2 and {key: tuple(value.shape) for key, value in states["w"].items()} == {
-        "exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": (),
-    }  # fmt: skip
+    shapes = {key: tuple(value.shape) for key, value in states["w"].items()}
+    assert layer == 2 and shapes == {"exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": ()}
 
 
 # -- saves ---------------------------------------------------------------------------------------------------
@@ -302,12 +284,11 @@ def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def sums(save: Path) -> dict[str, str]:
     """Checksums of the files of weights and optimizer state of all checkpoints."""
-    found = {}
-    for manifest in sorted(save.glob("global_step*/manifest.json")):
-        for name, record in json.loads(manifest.read_text())["files"].items():
-            if name.startswith(("layer_", "optim_")):
-                found[f"{manifest.parent.name}/{name}"] = record["sha256"]
-    return found
+    files = sorted(save.glob("global_step*/manifest.json"))
+    return {
+        f"{file.parent.name}/{name}": record["sha256"] for file in files
+        for name, record in json.loads(file.read_text())["files"].items() if name.startswith(("layer_", "optim_"))
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", with_more(["zero1", "tp2"], product=["tp2"]))
@@ -349,25 +330,18 @@ def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
 
 def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     """Into locked memory, or into new memory where there is none to be had."""
-    amounts = {}
-    for kind in ("ordinary", "locked"):
-        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves
+    kinds = ("ordinary", "locked")
+    amounts = [run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves for kind in kinds]
     files = (tmp_path / "locked/global_step2").glob("[lo]*_*.pt")
-    tensors_in = [torch.load(file, weights_only=True) for file in files]
-    leaves = itertools.chain.from_iterable(
-        leaf.values() if isinstance(leaf, dict) else [leaf] for state in tensors_in for leaf in state.values()
-    )
-    size = sum(leaf.nbytes for leaf in leaves)
-    for (_, _, _, ordinary), (_, _, into, new) in zip(amounts["ordinary"], amounts["locked"], strict=True):
+    size = sum(leaf.nbytes for file in files for leaf in tree_leaves(torch.load(file, weights_only=True)))
+    for (_, _, _, ordinary), (_, _, into, new) in zip(*amounts, strict=True):
         assert into == size and new == ordinary - size and new < size / 10
 
 
 def test_one_copy_at_a_time(tmp_path: Path) -> None:
     """Steps go on while it is written; a save that comes meanwhile waits for it, and none is left out."""
     events = run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0].events
-    assert [what for what, _ in events] == [
-        "saved 2", "published 2", "saved 3", "published 3", "saved 4", "published 4",
-    ]  # fmt: skip
+    assert [what for what, _ in events] == [f"{what} {step}" for step in (2, 3, 4) for what in ("saved", "published")]
     assert dict(events)["published 2"] == 3, "a step was made while it was written"
 
 

@@ -11,35 +11,24 @@ from megatron.checkpointing import OptimizerFiles, layer_file, load_tensors
 from megatron.training.checkpoint import writer as saving
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, refusals, stop_after
+from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, refusals, refused, stop_after
 from tests.training.layout_runs import zero
+from tests.training.native.in_turn import to_their_ends
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, config, run_to_end
 from tools.ckpts.reshard import main as reshard_main
 
 TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
+EP2, EP4 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}
 # A run goes on with the engine of its checkpoint, and pipelines are DeepSpeed's.
 PP2, PP4 = ({"pipe_parallel_size": size, "engine": "deepspeed"} for size in (2, 4))
-
-
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one process": (1, {}),
-    "tp2 x pp2": (4, TP2 | PP2),
-    "dp4": (4, {}),
-    "dp4 zero1": (4, zero(1)),
-    "dp4 zero3": (4, zero(3)),
-    "dp2 zero2": (2, zero(2)),
-    "tp4": (4, TP4),
-    "pp4": (4, PP4),
-    "dp2 x tp2 zero1": (4, TP2 | zero(1)),
-    "dp2 x tp2 zero3": (4, TP2 | zero(3)),
-    "ep2": (2, {"expert_parallel_size": 2}),
-    "ep2 zero3": (4, {"expert_parallel_size": 2, **zero(3)}),
-    "ep4 zero1": (4, {"expert_parallel_size": 4, **zero(1)}),
-    "ep2 tp2": (4, {"expert_parallel_size": 2, "engine": "native", **TP2, **zero(2)}),
-    "pp2": (2, PP2),
-    "cut": (2, TP2 | {"moe_expert_tensor_parallel": "cut"}),
-    "whole": (2, TP2),
-}
+    "one process": (1, {}), "tp2 x pp2": (4, TP2 | PP2), "tp4": (4, TP4), "pp2": (2, PP2), "pp4": (4, PP4),
+    "dp4": (4, {}), "dp4 zero1": (4, zero(1)), "dp4 zero3": (4, zero(3)), "dp2 zero2": (2, zero(2)),
+    "dp2 x tp2 zero1": (4, TP2 | zero(1)), "dp2 x tp2 zero3": (4, TP2 | zero(3)),
+    "ep2": (2, EP2), "ep2 zero3": (4, EP2 | zero(3)), "ep4 zero1": (4, EP4 | zero(1)),
+    "ep2 tp2": (4, EP2 | TP2 | zero(2) | {"engine": "native"}),
+    "cut": (2, TP2 | {"moe_expert_tensor_parallel": "cut"}), "whole": (2, TP2),
+}  # fmt: skip
 LION = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 MODELS = {"neox": NEOX | {"no_weight_tying": True}, "llama, tied": LLAMA, "rpe": RPE, "lion": NEOX | LION}
 MODELS["experts"] = LLAMA | MOE
@@ -103,16 +92,10 @@ def differences(ours: dict[int, float], theirs: dict[int, float]) -> float:
 def first_steps(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """Checkpoints after the first step, by ZeRO stage."""
     folders = [tmp_path_factory.mktemp(f"zero{stage}") for stage in range(4)]
-    more = {"train_micro_batch_size_per_gpu": 4, "checkpoint_factor": 1}
+    more = {"train_micro_batch_size_per_gpu": 4, "exit_interval": 1}
     runs = [values(folder, "dp4", "neox", "fp32", **zero(stage), **more) for stage, folder in enumerate(folders)]
-    run_ranks(stop_after_one, 2, runs)
+    run_ranks(to_their_ends, 2, runs)
     return [folder / "global_step1" for folder in folders]
-
-
-def stop_after_one(rank: int, world_size: int, runs: list[dict[str, Any]]) -> None:
-    """For the pool."""
-    for given in runs:
-        stop_after(rank, world_size, given, 1)
 
 
 def states_of(step: Path) -> dict[Any, Any]:
@@ -165,10 +148,10 @@ def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     as_stopped_at(SAVED, through, save)
     assert not list((save / f"global_step{SAVED}").glob("optim_*"))
     pipeline = values(tmp_path / "on", "one process", "neox", "fp32", **PP2, load=str(save))
-    ((message,), _) = run_ranks(refusals, 2, [pipeline])
+    (message,) = refused(pipeline, ranks=2)
     assert re.search(r"pipe_parallel_size: 2 \(program\), .* 1", message)
     given = {**given, "save": str(save)}
-    (message,) = run_ranks(refusals, ranks, [{**given, "engine": "native"}])[0]
+    (message,) = refused({**given, "engine": "native"}, ranks=ranks)
     assert "layout" in message and "engine: deepspeed" in message
     run_ranks(run_to_end, ranks, given)
     expected = losses(through)
@@ -184,7 +167,7 @@ def test_a_bias_that_balances_can_come_later_and_stay(tmp_path: Path) -> None:
     weights = run_ranks(run_to_end, 1, tuned)[0][1]
     steps = weights[2]["mlp.router.expert_bias"] / 0.01
     assert 0.5 < steps.abs().max() < 2.5 and torch.allclose(steps, steps.round(), atol=1e-4)
-    ((message,),) = run_ranks(refusals, 1, [{**tuned, **without, "load": str(second), "save": None}])
+    (message,) = refused({**tuned, **without, "load": str(second), "save": None})
     assert "mlp.router.expert_bias" in message and "moe_router_bias_update_rate: 0" in message
 
 
@@ -199,7 +182,6 @@ def test_slices_and_whole_experts_are_not_mixed_up(tmp_path: Path) -> None:
 def test_slices_become_whole_experts_by_way_of_one_rank(tmp_path: Path) -> None:
     cut, one, on = tmp_path / "cut", tmp_path / "one", tmp_path / "on"
     run_ranks(run_to_end, 2, values(cut, "cut", "experts", "fp32"))
-    argv = ["--input_dir", str(cut), "--iteration", str(SAVED), "--output_dir", str(one), "--tp", "1"]
-    reshard_main(argv)
+    reshard_main(["--input_dir", str(cut), "--iteration", str(SAVED), "--output_dir", str(one), "--tp", "1"])
     run_ranks(run_to_end, 2, values(on, "whole", "experts", "fp32", load=str(one)))
     assert list(losses(on)) == [4, 5, 6] and differences(losses(on), losses(cut)) < 1e-5

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -41,10 +42,10 @@ CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("dense")
-    models = {"llama": LLAMA, "neox": NEOX | TP2, "bf16": {**LLAMA, **TP2, "use_bias_in_mlp": True}}
+    bf16 = {"use_bias_in_mlp": True, "precision": "bfloat16"}
+    models = {"llama": LLAMA, "neox": NEOX | TP2, "bf16": LLAMA | TP2 | bf16}
     for name, model in models.items():
-        precision = "bfloat16" if name == "bf16" else "fp32"
-        values = config(model, ADAMW, train_iters=1, checkpoint_factor=1, save=str(folder / name), precision=precision)
+        values = config(model, ADAMW, train_iters=1, checkpoint_factor=1, save=str(folder / name))
         run_ranks(run_to_end, 1 if name == "llama" else 2, values)
     return {name: folder / name for name in models}
 
@@ -59,8 +60,8 @@ def made(tmp_path: Path, source: Path, experts: dict[str, Any], tp: int = 1, *mo
 def refused(source: Path, out: Path, *settings: str) -> str:
     with pytest.raises(SystemExit) as ended:
         upcycle.main(["--input_dir", str(source), "--output_dir", str(out), "--set", *settings])
-    assert isinstance(ended.value.code, str) and ended.value.code.startswith("upcycle.py: error: ")
-    return ended.value.code
+    assert str(ended.value.code).startswith("upcycle.py: error: ")
+    return str(ended.value.code)
 
 
 @pytest.mark.parametrize("name", with_more(CELLS, product=["biases, tp2"]))
@@ -141,9 +142,7 @@ def test_what_would_begin_with_another_loss_is_refused(dense: dict[str, Path], t
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_call_leaves_nothing_and_is_made_again(
-    dense: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_call_leaves_nothing_and_is_made_again(dense: dict[str, Path], tmp_path: Path) -> None:
     save_layer, layers = upcycling.save_layer, []
 
     def killed(folder: Path, layer: int, *args: Any) -> Any:
@@ -152,11 +151,9 @@ def test_an_interrupted_call_leaves_nothing_and_is_made_again(
             raise KeyboardInterrupt
         return save_layer(folder, layer, *args)
 
-    monkeypatch.setattr(upcycling, "save_layer", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(upcycling, "save_layer", killed), pytest.raises(KeyboardInterrupt):
         made(tmp_path, dense["llama"], EXPERTS)
     assert layers == [0, 2, 3] and list((tmp_path / "out").iterdir()) == []
-    monkeypatch.undo()
     verify(made(tmp_path, dense["llama"], EXPERTS))
 
 

@@ -24,15 +24,7 @@ from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.checkpoint.lock import lock_folder
 from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import (
-    change_file,
-    losses,
-    metrics,
-    refusals,
-    refused,
-    stop_after,
-    warnings_of,
-)
+from tests.training.checkpoint.test_resume import change_file, losses, metrics, refused, stop_after, warnings_of
 from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, config, run_to_end, said
 
 SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
@@ -50,6 +42,10 @@ def run(given: dict[str, Any], ranks: int = 1) -> Any:
 
 def steps(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("global_step*"))
+
+
+def iterations(save: Path) -> list[int]:
+    return [row["iteration"] for row in metrics(save)]
 
 
 def weights(step: Path) -> dict[Any, dict[str, Any]]:
@@ -96,9 +92,8 @@ def test_optimizer_files_do_not_tell_of_zero(tmp_path: Path) -> None:
     files = sorted((tmp_path / "run" / "global_step1").glob("*optim*"))
     assert [path.name for path in files] == STATES
     state = load_tensors(files[1])["mlp.linear1.weight"]
-    assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
-        ("master", "exp_avg", "exp_avg_sq", "step"), torch.float32
-    )
+    types = {key: value.dtype for key, value in state.items()}
+    assert types == dict.fromkeys(("master", "exp_avg", "exp_avg_sq", "step"), torch.float32)
     assert state["master"].shape == state["exp_avg"].shape == (128, 32)
 
 
@@ -126,9 +121,9 @@ def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Pa
     states = [state for file in (save / "global_step0").glob("optim_*") for state in load_tensors(file).values()]
     assert states and not any("exp_avg" in state for state in states), "and those alone"
     rows = metrics(save)
-    assert [row["iteration"] for row in rows] == [1, 2], "fine-tuning starts at iteration 0"
+    assert iterations(save) == [1, 2], "fine-tuning starts at iteration 0"
     first = run(tuned)
-    assert metrics(save)[:2] == rows and [row["iteration"] for row in metrics(save)] == [1, 2, 3, 4], "it went on"
+    assert metrics(save)[:2] == rows and iterations(save) == [1, 2, 3, 4], "it went on"
     assert not bit_equal(first, run({**tuned, "restart": True, "seed": 5})), "restart: true begins again"
 
 
@@ -163,10 +158,6 @@ def test_another_run_is_refused(trained: Path, tmp_path: Path) -> None:
     assert steps(trained)[-1] == "global_step6"
 
 
-FILES = (LAYERS[2], STATES[1], "mp_rank_00_model_states.pt", "manifest.json")
-DAMAGES = ("a byte", "the end", "the file")
-
-
 def damage(file: Path, how: str) -> None:
     content = bytearray(file.read_bytes())
     if how == "the file":
@@ -182,7 +173,8 @@ def damage(file: Path, how: str) -> None:
 
 
 def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_steps: Path, tmp_path: Path) -> None:
-    cells = [(name, how) for name in FILES for how in DAMAGES]
+    files = (LAYERS[2], STATES[1], "mp_rank_00_model_states.pt", "manifest.json")
+    cells = [(name, how) for name in files for how in ("a byte", "the end", "the file")]
     for i, cell in enumerate(cells):
         damage(shutil.copytree(four_steps, tmp_path / str(i) / "run") / "global_step4" / cell[0], cell[1])
     messages = refused(*(values(tmp_path / str(i), train_iters=5) for i in range(len(cells))))
@@ -191,8 +183,7 @@ def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_step
     assert "checksum" in messages[0]
     for i in (0, len(cells) - 1):
         run(values(tmp_path / str(i), load_fallback=True))
-        rows = metrics(tmp_path / str(i) / "run")
-        assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "steps 3 and 4 stand once"
+        assert iterations(tmp_path / str(i) / "run") == [1, 2, 3, 4], "steps 3 and 4 stand once"
 
 
 def spoil(checkpoint: Path, name: str, *key: str) -> None:
@@ -206,12 +197,10 @@ def spoil(checkpoint: Path, name: str, *key: str) -> None:
     change_file(checkpoint, name, change)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [(LAYERS[2], ("mlp.linear1.weight",)), (STATES[1], ("input_layernorm.weight", "exp_avg"))]
-)
-def test_nan_is_named_and_stepped_over_when_told(
-    name: str, key: tuple[str, ...], trained: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "key"), [
+    (LAYERS[2], ["mlp.linear1.weight"]), (STATES[1], ["input_layernorm.weight", "exp_avg"]),
+])  # fmt: skip
+def test_nan_is_named_and_stepped_over_when_told(name: str, key: list[str], trained: Path, tmp_path: Path) -> None:
     spoil(trained / "global_step4", name, *key)
     given = values(tmp_path, train_iters=5)
     other = {**given, "load": str(trained), "save": str(tmp_path / "other"), "no_load_optim": True}
@@ -222,7 +211,7 @@ def test_nan_is_named_and_stepped_over_when_told(
         assert ("no_load_optim: true" in message) == is_state
     assert bool(there) != is_state, "nobody reads it"
     run({**given, "load_fallback": True})
-    assert [row["iteration"] for row in metrics(trained)] == [1, 2, 3, 4, 5]
+    assert iterations(trained) == [1, 2, 3, 4, 5]
     assert (trained / "latest").read_text() == "global_step5"
 
 
@@ -324,7 +313,7 @@ def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
 
 def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[float, float, float]]:
     """For the pool: what the generators give a callback after each step, whatever they were before."""
-    drawn: list[tuple[float, float, float]] = []
+    drawn = list[tuple[float, float, float]]()
 
     class Draws(Callback):
         def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -378,7 +367,7 @@ def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name:
 
     longer = {**given, "train_iters": 5}
     elsewhere = {**longer, "save": str(tmp_path / "other"), "load": str(tmp_path / "less")}
-    here, there = run_ranks(refusals, ranks, [longer, elsewhere])[0]
+    here, there = refused(longer, elsewhere, ranks=ranks)
     assert all("no_load_optim: true" in text and "optimizer" in text for text in (here, there))
     assert "restart: true" in here and "finetune: true" in there
     run({**longer, "no_load_optim": True}, ranks)
@@ -422,11 +411,10 @@ def is_save_iter(args: Any, iteration: int) -> bool:
     return iteration in {int(args.checkpoint_factor**k) for k in range(60)}
 
 
-@pytest.mark.parametrize(
-    ("scale", "factor", "extra"),
-    [("linear", 7, None), ("linear", 10.0, (3, 9)), ("log", 2, None), ("log", 1.3, (5,)), ("log", 3.7, None),
-     ("linear", None, (0, 4)), ("linear", 1000000, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("scale", "factor", "extra"), [
+    ("linear", 7, None), ("linear", 10.0, (3, 9)), ("log", 2, None), ("log", 1.3, (5,)), ("log", 3.7, None),
+    ("linear", None, (0, 4)), ("linear", 1000000, None),
+])  # fmt: skip
 def test_saves_when_neox_does(scale: str, factor: float | None, extra: tuple[int, ...] | None) -> None:
     scales = {"checkpoint_scale": scale, "checkpoint_factor": factor, "extra_save_iters": extra}
     args = SimpleNamespace(save="x", save_hf=None, train_iters=10**9, **scales)

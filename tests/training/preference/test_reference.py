@@ -21,7 +21,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.architectures import MambaKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
-from megatron.training import Training, start
+from megatron.training import start
 from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
@@ -50,28 +50,21 @@ def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: A
     return values
 
 
-def begin(values: dict[str, Any]) -> tuple[Training, str]:
-    """A run up to its first step, and what it says of its reference."""
-    output = io.StringIO()
-    with redirect_stdout(output):
-        training = start(NeoXArgs.from_dict(values), process_info())
-    logging.getLogger("megatron").handlers = []
-    return training, "\n".join(re.findall(r"reference: .*", output.getvalue()))
-
-
 def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
     """For the pool."""
     return [float(one.engine.train_step(next(batches_of(one)), 0.0).loss) for one in begun(runs)]
 
 
 def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
-    """For the pool."""
+    """For the pool: of its reference, each run up to its first step."""
     reference_logs = []
     for values in runs:
-        training, reference_log = begin(values)
+        with redirect_stdout(io.StringIO()) as output:
+            training = start(NeoXArgs.from_dict(values), process_info())
+        logging.getLogger("megatron").handlers = []
         next(batches_of(training))
         training.engine.close()
-        reference_logs.append(reference_log)
+        reference_logs.append("\n".join(re.findall(r"reference: .*", output.getvalue())))
     return reference_logs
 
 
@@ -108,8 +101,7 @@ def losses_with_other_norms(rank: int, world_size: int, runs: list[dict[str, Any
 
 def test_a_copy_has_the_norms_of_the_policy(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED | FLY, engine="native", apex="auto")
-    loss = run_ranks(losses_with_other_norms, 1, [values])[0][0]
-    assert loss == pytest.approx(math.log(2), abs=1e-6)
+    assert run_ranks(losses_with_other_norms, 1, [values])[0] == pytest.approx([math.log(2)], abs=1e-6)
 
 
 def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:
@@ -129,11 +121,9 @@ def test_dropout_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_only_new_rows_are_computed(tmp_path: Path) -> None:
-    once = preferences(tmp_path, PADDED)
-    other = {**once, "data_seed": 7, **PACKED}
-    more = preferences(tmp_path, PACKED, count=45)
+    once, more = preferences(tmp_path, PADDED), preferences(tmp_path, PACKED, count=45)
+    other, window = {**once, "data_seed": 7, **PACKED}, {**once, "sliding_window_width": 3}
     seed = {**once, "seed": 99, "data_seed": 1234}
-    window = {**once, "sliding_window_width": 3}
     reference_logs = run_ranks(what_it_says, 2, [once, other, more, once, seed, window])[0]
     assert counts(reference_logs) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
     checked = ["cached rows are what the model gives" in text for text in reference_logs]
@@ -155,7 +145,6 @@ def sets_read(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, 
 
 def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED)
-    folder = tmp_path / "references"
 
     def start_again() -> tuple[int, tuple[int, ...]]:
         ((read, reference_log),) = run_ranks(sets_read, 1, values)
@@ -169,7 +158,7 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     tokens.write_bytes(content)
     assert start_again() == (1, (1, 79)), "the same labels and lengths, another token"
     assert start_again() == (0, (0, 80))
-    next(folder.glob("*/rows-*")).unlink()
+    next((tmp_path / "references").glob("*/rows-*")).unlink()
     read, (computed, cached) = start_again()
     assert read == 1 and computed > 0 and computed + cached == 80, "rows that are lost are made again"
 
@@ -211,11 +200,9 @@ DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max
     (DYNAMIC, {"seq_length": 24}, False),
     ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
 ], ids=str)  # fmt: skip
-def test_what_changes_the_forward_pass_is_another_reference(
-    model: dict[str, Any], changes: dict[str, Any], same: bool
-) -> None:
-    both_keys = [forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes)]
-    assert (both_keys[0] == both_keys[1]) is same
+def test_what_changes_the_forward_pass_is_another_reference(model: Any, changes: Any, same: bool) -> None:
+    one, other = (forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes))
+    assert (one == other) is same
 
 
 def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:

@@ -14,7 +14,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training import runs
-from tests.training.checkpoint.test_resume import assert_goes_on, refusals
+from tests.training.checkpoint.test_resume import assert_goes_on, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.runs import ADAMW, LLAMA, TABLE, Curve, bit_equal, config, curves, run_to_end
 
@@ -37,9 +37,8 @@ def values_of(data: dict[str, Any], *parts: dict[str, Any], **more: Any) -> dict
 
 
 def packed(folder: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return values_of(
-        reward_data(folder), {"pack_impl": "best_fit", "train_micro_batch_size_per_gpu": 4}, *parts, **more
-    )
+    keys = {"pack_impl": "best_fit", "train_micro_batch_size_per_gpu": 4}
+    return values_of(reward_data(folder), keys, *parts, **more)
 
 
 @pytest.fixture(scope="module")
@@ -119,39 +118,36 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
 
     bare = {key: value for key, value in keys.items() if key not in ("finetune", "save", "save_hf")}
     plain = config(LLAMA, ADAMW, train_iters=2, load=str(tmp_path / "reward"), finetune=True)
-    for place, message in zip((language, tmp_path / "reward"), run_ranks(refusals, 1, [bare, plain])[0], strict=True):
+    for place, message in zip((language, tmp_path / "reward"), refused(bare, plain), strict=True):
         assert str(place) in message and "reward model" in message and "scores" in message
 
 
-REFUSED = [
+SIDES = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
+
+
+@pytest.mark.parametrize(("changes", "told"), [
     ({"score_head": False}, "score_head: .*train_impl rm"),
     ({"max_length": 33}, "max_length: .*32"),
     ({"compat_pack_impl": True, "pack_impl": "unpacked"}, "compat_pack_impl: "),
     ({"train_reward_data_paths": ["a", "b"]}, "train_reward_data_paths: .*1 pos_train_data_paths"),
     ({"dpo_beta": 0.3, "dpo_loss_type": "ipo"}, "dpo_loss_type: .*train_impl: dpo.*rm"),
-]
-
-
-@pytest.mark.parametrize(("changes", "told"), REFUSED)
+])  # fmt: skip
 def test_refused(changes: dict[str, Any], told: str) -> None:
-    sides = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
-    keys = {**values_of(sides, pack_impl="best_fit"), "train_micro_batch_size_per_gpu": 1, **changes}
+    keys = {**values_of(SIDES, pack_impl="best_fit"), "train_micro_batch_size_per_gpu": 1, **changes}
     with pytest.raises(ConfigError, match=told):
         NeoXArgs.from_dict(keys)
 
 
 def test_reward_models_write_no_text() -> None:
-    sides = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
-    common = values_of(sides, pack_impl="best_fit", load="a", eval_tasks=["lambada_openai"], train_batch_size=4)
+    common = values_of(SIDES, pack_impl="best_fit", load="a", eval_tasks=["lambada_openai"], train_batch_size=4)
     args = NeoXArgs.from_dict(common)
     for check in (args.check_generation, args.check_evaluation, args.check_serving):
         with pytest.raises(ConfigError, match="train_impl: rm: .*scores"):
             check()
     with pytest.raises(ConfigError, match="eval_tasks: .*scores"):
         args.check_training()
-    plain = config(LLAMA, score_head=True)
     with pytest.raises(ConfigError, match="score_head: train_impl normal "):
-        NeoXArgs.from_dict(plain).check_training()
+        NeoXArgs.from_dict(config(LLAMA, score_head=True)).check_training()
 
 
 def test_changed_margins_are_named(tmp_path: Path) -> None:
@@ -160,8 +156,8 @@ def test_changed_margins_are_named(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "margin"), np.float32) as writer:
         for _ in range(24):
             writer.add_document(np.array([2.0], np.float32))
-    ((message,),) = run_ranks(refusals, 1, [{**keys, "train_iters": 3}])
+    (message,) = refused({**keys, "train_iters": 3})
     assert "train_reward_data_paths: bin_blocks_sha256" in message
     (tmp_path / "margin.bin").write_bytes((tmp_path / "margin.bin").read_bytes()[:-4] + b"\0\0\xc0\x7f")  # NaN
-    ((message,),) = run_ranks(refusals, 1, [{**keys, "restart": True}])
+    (message,) = refused({**keys, "restart": True})
     assert "margin.bin: document 23" in message and "finite" in message
