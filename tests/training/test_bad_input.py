@@ -148,10 +148,8 @@ def test_one_line(name: str, tmp_path: Path) -> None:
     before = {p.name for p in tmp_path.rglob("*")}
     assert_one_line(run_ranks(call_train, 1, [written(tmp_path), "--set", *settings], init=False)[0], line)
     assert not Path("/tmp/neox-trap").exists(), "a pickle was executed"
-    after = {
-        p.name for p in tmp_path.rglob("*") if "index_cache" not in p.parts and not p.name.startswith("neox_args")
-    }  # fmt: skip
-    assert after <= before | set(OF_RUNS), "nothing is left behind"
+    after = [p for p in tmp_path.rglob("*") if "index_cache" not in p.parts and not p.name.startswith("neox_args")]
+    assert {p.name for p in after} <= before | set(OF_RUNS), "nothing is left behind"
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:
@@ -194,9 +192,8 @@ def test_full_disk(check: bool, tmp_path: Path) -> None:
     whole = _values(tmp_path, save=str(tmp_path / "size"), load=None, train_iters=2, lr_decay_iters=4)
     run_ranks(run_to_end, 1, whole)
     size = sum(p.stat().st_size for p in (tmp_path / "size" / "global_step2").rglob("*") if p.is_file())
-    code, printed, files, latest = run_ranks(
-        on_small_disk, 1, argv, disk, int(size * 1.7) // 1024, False, check, init=False
-    )[0]
+    given = (argv, disk, int(size * 1.7) // 1024, False, check)
+    code, printed, files, latest = run_ranks(on_small_disk, 1, *given, init=False)[0]
     assert code == 1 and latest == "global_step2", printed
     assert [name for name in files if name.startswith((".tmp", "global"))] == ["global_step2"], "nothing half written"
     facts = r"[\d.]+ [kM]B, [\d.]+ (kB|bytes) " if check else "could not be written"
@@ -227,9 +224,8 @@ def cut_off(rank: int, world_size: int, argv: list[str], file: str) -> tuple[int
 
 def test_data_that_is_cut_off_while_it_is_read(tmp_path: Path) -> None:
     """A worker dies of it, as of too little shared memory."""
-    settings = _bin_idx(lambda folder: None)(tmp_path)
     path = written(tmp_path, num_workers=1, train_iters=40, index_cache_dir=str(tmp_path / "i"))
-    argv = [path, "--set", *settings]
+    argv = [path, "--set", *_bin_idx(lambda folder: None)(tmp_path)]
     code, printed = run_ranks(cut_off, 1, argv, str(tmp_path / "text.bin"), init=False)[0]
     assert code == 1 and len(printed.splitlines()) == 1, printed
     assert re.search(rf"^train.py: error: {tmp_path}/text.bin: 0 bytes.*{tmp_path}/text.idx", printed)
@@ -260,9 +256,7 @@ def test_a_gpu_in_three_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     use = MemoryUse(79 * GIB, 310 * 2**20, 76 * GIB, 77 * GIB)
     monkeypatch.setattr(out_of_memory, "_device_memory", lambda device: use)
     weight = torch.empty(4 * GIB, device="meta")
-    monkeypatch.setattr(
-        out_of_memory, "held_bytes", lambda parts, device: {part: 4 * GIB * len(list(parts[part])) for part in parts}
-    )
+    monkeypatch.setattr(out_of_memory, "held_bytes", lambda parts, _: {p: 4 * GIB * len([*parts[p]]) for p in parts})
 
     def backward() -> None:  # its name tells where
         raise torch.OutOfMemoryError(GPU_TEXT)
@@ -297,9 +291,7 @@ def test_storages_are_counted_once() -> None:
     assert holdings(MemoryUse(100, 50), {"weights": 0}) == "nothing of this run's"
 
 
-OFFLOAD = "zero_optimization.offload_optimizer.device: none -> cpu"
-
-
+OFFLOAD, AGAIN = "zero_optimization.offload_optimizer.device: none -> cpu", {"checkpoint_activations": False}
 EVERYTHING: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "checkpoint_activations": True,
     "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
@@ -308,20 +300,12 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.mark.parametrize(("changes", "world", "keys"), [
     ({}, 2, []),
-    (
-        {"train_micro_batch_size_per_gpu": 3}, 2,
-        ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"],
-    ),
-    (
-        {"checkpoint_activations": False}, 2,
-        ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"],
-    ),
+    ({"train_micro_batch_size_per_gpu": 3}, 2,
+     ["train_micro_batch_size_per_gpu: 3 -> 2", "gradient_accumulation_steps: 4 -> 6"]),
+    (AGAIN, 2, ["checkpoint_activations: false -> true", "recompute_granularity: full -> selective"]),
     ({"recompute_granularity": "selective"}, 2, ["recompute_granularity: selective -> full"]),
     ({"recompute_every": 3}, 2, ["recompute_every: 3 -> 1"]),
-    (
-        {"checkpoint_activations": False, "activation_memory_budget": 0.5}, 2,
-        ["activation_memory_budget: 0.5 -> 0.25"],
-    ),
+    ({**AGAIN, "activation_memory_budget": 0.5}, 2, ["activation_memory_budget: 0.5 -> 0.25"]),
     ({"checkpoint_num_layers": 2}, 2, ["checkpoint_num_layers: 2 -> 1"]),
     ({"model_parallel_size": 2}, 2, ["sequence_parallel: false -> true"]),
     ({"zero_optimization": {"stage": 1}}, 2, ["zero_optimization.stage: 1 -> 2", OFFLOAD]),

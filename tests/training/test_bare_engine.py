@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
+from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.bare_engine import BareEngine
 from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config, metric_rows
 from tests.training.test_nonfinite import ended, poison
 
-Weights = dict[int, dict[str, Tensor]]
 ENGINES: dict[str, type[Engine]] = {"bare": BareEngine, "deepspeed": DeepSpeedEngine}
 
 

@@ -52,10 +52,7 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]
-    kinds_of_heads = {
-        "attention_config": kinds,
-        "num_kv_heads": kv and (4 if kv == values["num_attention_heads"] else 2),
-    }
+    heads = {"attention_config": kinds, "num_kv_heads": kv and (4 if kv == values["num_attention_heads"] else 2)}
     width = values.get("intermediate_size") and 248  # one reading where the file has one
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": width, "seq_length": 64}
     steps = min(values.get("gradient_accumulation_steps") or 1, 2)
@@ -68,7 +65,7 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     data = {key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")}
     other = str(GOLDEN / "dataset" / "corpusB_text_document")
     unlearning = {key: other for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
-    return {**sizes, **kinds_of_heads, **micro, **run, **launch, **unset, **data, **unlearning}
+    return {**sizes, **heads, **micro, **run, **launch, **unset, **data, **unlearning}
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:

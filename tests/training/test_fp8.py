@@ -18,7 +18,7 @@ from megatron.training.loop import batches_of
 from megatron.training.precision_policy import choose_precision
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_goes_on, stop_after
-from tests.training.preference.test_pairs_train import pairs
+from tests.training.preference.test_pairs_train import pairs, pairwise
 from tests.training.preference.test_reference import first_losses
 from tests.training.runs import ADAMW, LLAMA, TABLE, begin, begun, cells, config, curves
 
@@ -81,9 +81,7 @@ def test_keys_say_which_blocks_and_what_does_not_fit_is_named() -> None:
     ((8, 6), "tensorwise", None, r"^program: precision_fp8: tensorwise.*8\.9.*A GPU.*8\.6"),
     ((9, 0), "mxfp8", None, r"^program: precision_fp8: mxfp8.*10\.0.*A GPU.*9\.0.*tensorwise"),
 ])  # fmt: skip
-def test_a_gpu_gets_what_it_has(
-    capability: tuple[int, int], asked: str, chosen: str | None, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_gets_what_it_has(capability: Any, asked: str, chosen: Any, says: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     args = NeoXArgs.from_dict(values(asked))
@@ -100,9 +98,7 @@ def test_a_gpu_gets_what_it_has(
     ({"num_layers": 2}, "precision_fp8", "num_layers 2", "first_last_layers_bf16"),
     ({"precision_fp8": None, "te_fp8_mha": True, "precision": "fp32"}, "te_fp8_mha", "bf16", None),
 ])  # fmt: skip
-def test_what_fp8_needs_is_said(
-    more: dict[str, Any], key: str, facts: str, off: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_fp8_needs_is_said(more: Any, key: str, facts: str, off: str | None, monkeypatch: Any) -> None:
     with pytest.raises(ConfigError, match=f"program: {key}: .*{facts}"):
         NeoXArgs.from_dict(values("te") | more).check_training()
     if off is not None:  # and auto leaves it out
@@ -139,15 +135,12 @@ def test_losses_stay_beside_bf16(recipe: str, one_process: dict[str, list[float]
     assert bf16[-1] < bf16[0] - 0.1
 
 
-CELLS = cells(
+@pytest.mark.parametrize(("recipe", "layout"), cells(
     [("te", "tp2 sp"), ("tensorwise", "zero3")],
     [("mxfp8", "tp2"), ("te", "pp2")],
-    [(recipe, "tp2") for recipe in ("rowwise", "tensorwise")]
-    + [("te", layout) for layout in ("zero3", "zero1, deepspeed", "zero3, deepspeed")],
-)
-
-
-@pytest.mark.parametrize(("recipe", "layout"), CELLS)
+    [*((recipe, "tp2") for recipe in ("rowwise", "tensorwise")),
+     *(("te", layout) for layout in ("zero3", "zero1, deepspeed", "zero3, deepspeed"))],
+))  # fmt: skip
 def test_layouts_train_alike(recipe: str, layout: str, one_process: dict[str, list[float]]) -> None:
     ranks, keys = TABLE[layout]
     keys = {**keys, "train_micro_batch_size_per_gpu": 2}
@@ -219,16 +212,13 @@ def test_scales_go_on_in_another_layout(tmp_path: Path) -> None:
 
 def test_a_reference_model_is_rounded_as_the_policy(tmp_path: Path) -> None:
     """DPO begins at ln 2 by a copy; nearly so by scores of other batches, which bf16's are not taken for."""
-    dpo = {
-        "train_impl": "dpo", "dataset_impl": "pairwise", "pack_impl": "best_fit", "eod_mask_loss": False,
-        "num_layers": 3, "train_batch_size": 4, **pairs(tmp_path),
-    }  # fmt: skip
     cache = {"dpo_reference": "cache", "reference_cache_dir": str(tmp_path / "scores")}
-    fly = {"dpo_reference": "on_the_fly"}
+    fly, common = {"dpo_reference": "on_the_fly"}, {"pack_impl": "best_fit", "num_layers": 3, "precision": "bfloat16"}
     kinds = (("tensorwise", fly, 2), ("off", cache, 2), ("tensorwise", cache, 2), ("tensorwise", cache, 4))
-    runs = [values(recipe, dpo, ref, train_micro_batch_size_per_gpu=micro) for recipe, ref, micro in kinds]
-    for run in runs:
-        del run["data_path"], run["split"]
+    runs = [
+        pairwise(pairs(tmp_path), common, WIDE, ref, precision_fp8=recipe, train_micro_batch_size_per_gpu=micro)
+        for recipe, ref, micro in kinds
+    ]
     copied, _, *cached = run_ranks(first_losses, 1, runs)[0]
     assert copied == pytest.approx(math.log(2), abs=1e-6) and cached == pytest.approx([math.log(2)] * 2, abs=1e-2)
     assert len(list((tmp_path / "scores").iterdir())) == 2

@@ -15,8 +15,7 @@ from tests.training.runs import GOLDEN, TABLE, Part, begin, cells, curves
 
 
 def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
-    text = (GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/")
-    values = yaml.safe_load(text)
+    values = yaml.safe_load((GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/"))
     del values["save"]
     return {**values, "index_cache_dir": more.pop("cache"), **more}
 
@@ -30,16 +29,13 @@ def _steps(family: str, name: str) -> list[dict[str, Any]]:
     return json.loads((GOLDEN / family / name / "steps.json").read_text())
 
 
-RUNS = [
+@pytest.mark.parametrize(("family", "name", "ranks", "steps"), [
     ("ckpt_neox", "neox_pp1_mp1", 1, 3),
     ("ckpt_neox", "neox_pp0_mp1", 1, 3),
     ("ckpt_llama", "llama_pp1_mp1", 1, 3),
     # Its later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters out.
     ("ckpt_neox", "neox_pp2_mp2", 4, 1),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "ranks", "steps"), RUNS)
+])  # fmt: skip
 def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, tmp_path: Path) -> None:
     load = str(GOLDEN / family / name / "ckpt")
     more = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
@@ -100,10 +96,9 @@ LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize("count", cells([3], product=[5]))
 def test_optimizer_state_of_a_pipeline_is_taken_up_in_every_layout_and_when_merged(count: int, tmp_path: Path) -> None:
-    run = "neox_pp2_mp2"
+    run, one = "neox_pp2_mp2", ParallelLayout(1, 1, 1, 0, "fp32", 1)
     load = GOLDEN / "ckpt_neox" / run / "ckpt"
-    args = golden_args(run)
-    merged = reshard(load / "global_step3", tmp_path / "merged", args, ParallelLayout(1, 1, 1, 0, "fp32", 1)).parent
+    merged = reshard(load / "global_step3", tmp_path / "merged", golden_args(run), one).parent
     values = golden_config("ckpt_neox", run, cache=str(tmp_path), load=str(load), train_iters=5)
     afresh = goes_on({**values, "no_load_optim": True}, 4, 2).losses
     found = {}

@@ -43,6 +43,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
+Scores = list[ContinuationScore]
 REQUESTS: list[ScoreRequest] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
 
 
@@ -51,7 +52,7 @@ class Looking(Callback):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.found: dict[int, list[ContinuationScore]] = {}
+        self.found: dict[int, Scores] = {}
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         if step.iteration % EVERY == 0:
@@ -75,7 +76,7 @@ class Looking(Callback):
 class Ran(NamedTuple):
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    found: dict[int, list[ContinuationScore]]  # by step
+    found: dict[int, Scores]  # by step
 
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -132,9 +133,7 @@ def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
     assert [(row["iteration"], row["looked"]) for row in rows] == [(0, 0), (2, 2), (4, 4)]
 
 
-def compiled(
-    rank: int, world_size: int, values: dict[str, Any]
-) -> tuple[int, int, list[ContinuationScore], list[ContinuationScore]]:
+def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, int, Scores, Scores]:
     """For the pool: graphs made before and after a run, and the scores of compiled and of plain blocks."""
     from torch._dynamo.utils import counters
 
@@ -142,11 +141,9 @@ def compiled(
     nn.Module.compile = partialmethod(real, backend="eager")  # type: ignore[assignment]
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     training = begin(values)
-    callback = Looking(training)
-    before = counters["stats"]["unique_graphs"]
+    callback, before = Looking(training), counters["stats"]["unique_graphs"]
     train(training, [callback])
-    after_run = counters["stats"]["unique_graphs"]
-    plain = Looking(begin({**values, "compile": False}))
+    after_run, plain = counters["stats"]["unique_graphs"], Looking(begin({**values, "compile": False}))
     plain.look(Step(0, 0, 32, None))
     return before, after_run, callback.found[0], plain.found[0]
 
@@ -155,8 +152,7 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
     """However long the texts are: no graphs are made but those of the steps, of blocks and of logits."""
     values = values_of(LLAMA, {"compile": "block"}, 1) | {"eval_iters": 0}
     before, graphs, ours, theirs = run_ranks(compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})[0]
-    assert (before, graphs) == (0, 2)
-    assert ours == theirs
+    assert (before, graphs) == (0, 2) and ours == theirs
 
 
 # -- validation
@@ -179,11 +175,10 @@ def one_process() -> dict[str, list[ValidationResult]]:
 
 
 VALIDATED, IN_MORE = ["dp2 x pp2", "tp2 x pp2 +sp", "dp2 zero3"], ["pp4", "dp4 zero3 by twos"]
+PRODUCT = [name for name in TRAINED_IN if name not in VALIDATED + IN_MORE]
 
 
-@pytest.mark.parametrize(
-    "name", cells(VALIDATED, IN_MORE, [name for name in TRAINED_IN if name not in VALIDATED + IN_MORE])
-)
+@pytest.mark.parametrize("name", cells(VALIDATED, IN_MORE, PRODUCT))
 def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationResult]]) -> None:
     ranks, layout = TRAINED_IN[name]
     model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
