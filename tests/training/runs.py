@@ -48,6 +48,10 @@ RPE = {
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
 # A clip that bites: tiny models start with norms well above it.
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}, "gradient_clipping": 0.5}
+OFFLOADED: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
+    "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"},
+}  # fmt: skip
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
@@ -70,9 +74,8 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
 def cells(now: Iterable[Any], more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
     """For `parametrize`: values, or tuples of them, with the mark of their list."""
     marked = [(now, ()), (more, pytest.mark.more), (product, pytest.mark.product)]
-    return [
-        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark) for of, mark in marked for cell in of
-    ]
+    tuples = [(cell if isinstance(cell, tuple) else (cell,), mark) for of, mark in marked for cell in of]
+    return [pytest.param(*cell, marks=mark) for cell, mark in tuples]
 
 
 class Curve(NamedTuple):

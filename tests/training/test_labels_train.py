@@ -203,9 +203,7 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.mark.parametrize("layout", cells(["tp2", "pp2", "zero3"], ["zero1"], ["dp2"]))
-def test_ranks_and_steps_without_a_trained_token(
-    layout: str, sparse: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_and_steps_without_a_trained_token(layout: str, sparse: Any, alone: Any, tmp_path: Path) -> None:
     """A rank without one contributes zero, a step without one changes nothing; as in one process."""
     output, rows = steps_of(layout, sparse, tmp_path)
     assert "run finished at iteration 6" in output
@@ -245,7 +243,6 @@ def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) ->
     return total, {}
 
 
-CHUNKED = Objective(LANGUAGE_MODELLING.weight, in_chunks)
 Taken = tuple[Tensor, Weights, Weights]  # the loss of a step, and weights before and after it
 
 
@@ -253,9 +250,8 @@ def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     batches = [document_batch(args, seed=seed + i) for i in range(2)]
     weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
-    named = [
-        replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in zip(batches, weights, strict=True)
-    ]
+    pairs = zip(batches, weights, strict=True)
+    named = [replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in pairs]
     assert all(batch.loss_places is not None for batch in named)
     return named
 
@@ -263,14 +259,13 @@ def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
 def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
     """For the pool: a step of the whole loss, and one of the loss in chunks."""
     taken = []
-    for objective in (LANGUAGE_MODELLING, CHUNKED):
+    for objective in (LANGUAGE_MODELLING, Objective(LANGUAGE_MODELLING.weight, in_chunks)):
         args = small(**small_runs.SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = stage_with(args, random_weights(args), groups)
         engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
-        before = engine.weights()
-        loss = engine.train_step(batches_of(args, 3 + 10 * groups.rank("data")), small_runs.LR).loss.detach()
-        taken.append((loss, before, engine.weights()))
+        before, batches = engine.weights(), batches_of(args, 3 + 10 * groups.rank("data"))
+        taken.append((engine.train_step(batches, small_runs.LR).loss.detach(), before, engine.weights()))
         engine.close()
     return taken
 
@@ -283,9 +278,8 @@ CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LL
 )
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]
-    for (loss, before, after), (chunked, _, chunked_after) in run_ranks(
-        whole_and_chunked, world_size, {**model, **layout}
-    ):
+    ranks = run_ranks(whole_and_chunked, world_size, {**model, **layout})
+    for (loss, before, after), (chunked, _, chunked_after) in ranks:
         torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
         for layer, tensors in after.items():
             for key, expected in tensors.items():

@@ -34,10 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_of(rows: list[dict[str, Any]], keys: list[str], name: str, tokenizer: Path, folder: Path) -> str:
     """Prefix of the files that preprocess_data_with_chat_template.py makes of rows."""
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    preprocess(
-        ["--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name), "--jsonl-keys", *keys,
-         "--tokenizer-path", str(tokenizer), "--workers", "1"]
-    )  # fmt: skip
+    places = ["--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name), "--workers", "1"]
+    preprocess([*places, "--jsonl-keys", *keys, "--tokenizer-path", str(tokenizer)])
     return str(folder / name)
 
 
@@ -87,9 +85,11 @@ def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_p
     assert row["validation/rewards/accuracies"] > control["validation/rewards/accuracies"] + 0.25, (row, control)
 
 
-def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
-    random = np.random.default_rng(seed)
-    chats = []
+Chat = list[dict[str, str]]
+
+
+def conversations(count: int, seed: int) -> list[Chat]:
+    random, chats = np.random.default_rng(seed), []
     for _ in range(count):
         question = "What does the " + " ".join(random.choice(WORDS, random.integers(1, 5))) + " cost?"
         answer = f"It costs {random.integers(2, 10)} coins."
@@ -97,19 +97,14 @@ def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
     return chats
 
 
-def answers(
-    rank: int, world_size: int, values: dict[str, Any], questions: list[list[dict[str, str]]]
-) -> list[Completion]:
+def answers(rank: int, world_size: int, values: dict[str, Any], questions: list[Chat]) -> list[Completion]:
     """For the pool: greedy, as generate.py and serve.py ask a model in a conversation."""
     args, quiet = NeoXArgs.from_dict(values).for_world(world_size), logging.getLogger("tests.quiet")
     tokenizer = build_tokenizer(args)
     model = load_model(args, init_model_parallel(args, process_info(), quiet), tokenizer, quiet)
     template = find_template(args, tokenizer)
-    prompts = [template.tokens(question) for question in questions]
-    return complete(
-        model, prompts, SamplingParams(), maximum_tokens=24, seeds=range(len(prompts)),
-        stop_token_ids=template.stop_token_ids,
-    )  # fmt: skip
+    prompts, ends = [template.tokens(question) for question in questions], template.stop_token_ids
+    return complete(model, prompts, SamplingParams(), maximum_tokens=24, seeds=range(len(prompts)), stop_token_ids=ends)
 
 
 def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from tests.training import test_lora_trl as with_peft
 from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.preference.test_rewards import reward_data, values_of
-from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, begin, cells, config, curves, curves_of
+from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, cells, config, curves, curves_of
 from tests.training.test_unlearning import DIVERGENCE
 
 STEPS = 3
@@ -42,15 +42,9 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, grouped queries": (LLAMA, {"r": 4, "alpha": 16, "init": False}),
     "llama, dora, some, copies": (
         {**LLAMA, "num_kv_heads": 4, **UNTIED},
-        {
-            "r": 2,
-            "alpha": 1,
-            "dora": True,
-            "rslora": True,
-            "init": False,
-        }  # with more a rounding grows tenfold in a step
-        | {"target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
-        | {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"r": 2, "alpha": 1, "dora": True, "rslora": True, "init": False,  # more: a rounding grows tenfold in a step
+         "target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+         "modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),
@@ -60,7 +54,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]},
     ),
     "nf4: neox": ({**NEOX, "hidden_size": 128, "num_layers": 2}, {**NF4, "r": 4, "alpha": 4}),
-}
+}  # fmt: skip
 
 
 def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -131,26 +125,22 @@ def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[
 SOME = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
 
 
-def objectives(folder: Path, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    pairs = preferences(folder, PACKED, layout, SOME, padded_vocab_size=384)
+def objectives(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     rows = {"pack_impl": "best_fit", "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     retained = {**SOME["lora"], "modules_to_save": ["embed_tokens"]}
-    return {
-        "pairs": {key: value for key, value in pairs.items() if key != "reference_cache_dir"},
-        "rewards": values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
-        "unlearning": config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
-    }
+    return [
+        preferences(folder, PACKED, layout, SOME, padded_vocab_size=384, reference_cache_dir=None),
+        values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
+        config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
+    ]
 
 
 @pytest.mark.parametrize("layout", cells(["tp2 sp"], ["zero3, deepspeed"], ["pp2", "zero3"]))
 def test_objectives_in_layouts(layout: str, tmp_path: Path) -> None:
-    """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     ranks, keys = TABLE[layout]
-    expected, given = (
-        run_ranks(curves, 1, list(objectives(tmp_path, {}).values()), STEPS)[0],
-        objectives(tmp_path, keys),
-    )
-    for ours, theirs in zip(run_ranks(curves, ranks, list(given.values()), STEPS)[0], expected, strict=True):
+    expected = run_ranks(curves, 1, objectives(tmp_path, {}), STEPS)[0]
+    for ours, theirs in zip(run_ranks(curves, ranks, objectives(tmp_path, keys), STEPS)[0], expected, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
 
@@ -160,10 +150,7 @@ def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Pa
     """Packed rows and padded ones."""
     ranks, keys = TABLE[layout]
     lora = {"lora": {"r": 4, "alpha": 8, "quantization": "nf4", "double_quant": True}}
-    pairs = [
-        {k: v for k, v in preferences(tmp_path, rows, keys, lora).items() if k != "reference_cache_dir"}
-        for rows in (PADDED, PACKED)
-    ]
+    pairs = [preferences(tmp_path, rows, keys, lora, reference_cache_dir=None) for rows in (PADDED, PACKED)]
     for found in run_ranks(first_losses, ranks, pairs):
         assert found == pytest.approx([math.log(2)] * 2, abs=1e-6)
 
@@ -176,14 +163,12 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def adapters_of(
-    rank: int, world_size: int, variants: list[dict[str, Any]], base: Weights, adapters: Weights
-) -> list[tuple[list[float], Weights]]:
+def adapters_of(rank: int, world_size: int, variants: list[Any], *weights: Weights) -> list[with_peft.Trained]:
     """For the pool: losses of steps on one batch, and the weights after them."""
     found = []
     for lora in variants:
         args = small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1)
-        found.append(with_peft.trained(args, base, adapters, [random_batch(args, rows=2)]))
+        found.append(with_peft.trained(args, *weights, [random_batch(args, rows=2)]))
     return found
 
 
@@ -229,18 +214,14 @@ def test_resumes_bit_for_bit(layout: str, tmp_path: Path) -> None:
     assert not any("word_embeddings.weight" in file.name for file in tmp_path.rglob("layer_*"))
 
 
-def loaded(
-    rank: int, world_size: int, configs: list[dict[str, Any]]
-) -> list[tuple[Tensor, list[Tensor], tuple[int, int]]]:
+def loaded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[Tensor, list[Tensor], Any]]:
     """For the pool: of each run an unpacked weight, two as they are held, and (all, trained) parameters."""
     found = []
-    for given in configs:
-        training = begin(given)
+    for training in runs.begun(configs):
         stage = training.engine.stage
         linears = [stage.layers["2"].attention.dense, stage.layers["3"].mlp.linear1]  # type: ignore[union-attr]
         counts = parameter_counts(training.args, training.groups, stage)
         found.append((linears[0].dense_weight().clone(), [linear.weight.clone() for linear in linears], counts))
-        training.engine.close()
     return found
 
 

@@ -60,13 +60,12 @@ def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[s
             "report_to": "none", "disable_tqdm": True,
         }  # fmt: skip
         given: dict[str, Any] = {"model": model(1), "processing_class": words(), "peft_config": peft_config}
+        given["train_dataset"] = Dataset.from_list([ROW if kind == "dpo" else {"text": "a b c"}] * 2)
         if kind == "dpo":
-            data = Dataset.from_list([ROW] * 2)
-            trainer: Any = DPOTrainer(args=DPOConfig(**common), train_dataset=data, **given)
+            trainer: Any = DPOTrainer(args=DPOConfig(**common), **given)
             inputs = pair_inputs(trainer, kind)
         else:
-            data = Dataset.from_list([{"text": "a b c"}] * 2)
-            trainer = SFTTrainer(args=SFTConfig(**common), train_dataset=data, **given)
+            trainer = SFTTrainer(args=SFTConfig(**common), **given)
             inputs = sft_inputs(trainer, True)
         trainer.model.eval()
         params = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
@@ -87,9 +86,10 @@ def in_our_names(params: dict[str, Tensor]) -> Weights:
     return layers
 
 
-def trained(
-    args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False
-) -> tuple[list[float], Weights]:
+Trained = tuple[list[float], Weights]
+
+
+def trained(args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False) -> Trained:
     """Losses of steps on the same batches from these adapters, and the weights after them."""
     engine = build_engine(args, groups_of(args, 1))
     engine.set_weights(base)
@@ -110,7 +110,7 @@ ADAMW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[tuple[list[float], Weights]]:
+def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[Trained]:
     """For the pool: on rows with padding, and on packed ones."""
     found = []
     for packed in (False, True):

@@ -30,23 +30,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TP2, SP, RECOMPUTE = {"model_parallel_size": 2}, {"sequence_parallel": True}, {"checkpoint_activations": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, TP2),
-    "tp2 sp": (2, TP2 | SP),
-    "pp2": (2, {"pipe_parallel_size": 2}),
+    "one": (1, {}), "tp2": (2, TP2), "tp2 sp": (2, TP2 | SP), "pp2": (2, {"pipe_parallel_size": 2}),
     **{f"dp2 zero{stage}": (2, zero(stage)) for stage in range(4)},
     **{f"dp2 deepspeed zero{stage}": (2, {"engine": "deepspeed", **zero(stage)}) for stage in range(4)},
     "tp2 dp2 zero3": (4, TP2 | SP | zero(3)),
     "recompute": (1, RECOMPUTE | {"checkpoint_num_layers": 2}),
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
-}
-
-
-HALVES = {
-    "first": [("mamba", PACKED), ("mamba2", PLAIN), ("hybrid", PACKED)],
-    "other": [("mamba", PLAIN), ("mamba2", PACKED), ("hybrid", PLAIN)],
-}
-"""Every model, packed or not: two halves of all pairs."""
+}  # fmt: skip
+# Every model, packed or not: two halves of all pairs.
+HALVES = {"first": [("mamba", PACKED), ("mamba2", PLAIN), ("hybrid", PACKED)]}
+HALVES["other"] = [(model, not packed) for model, packed in HALVES["first"]]
 
 
 def run(half: str, layout: str) -> list[list[Run]]:
@@ -91,12 +84,11 @@ def types_after_steps(rank: int, world_size: int, layouts: list[dict[str, Any]])
     for keys in layouts:
         args = args_of({**MODELS["hybrid"], "precision": "bfloat16"}, keys, world_size)
         engine = build_engine(args, groups_of(args, world_size))
-        run = train(engine, range(4), 1e-3)
-        named = {name: param.dtype for _, name, param in stage_parameters(engine.stage)}
-        types = {dtype for name, dtype in named.items() if name.endswith(("A_log", "mixer.D"))}
-        assert {dtype for name, dtype in named.items() if name.endswith("in_proj.weight")} == {
-            torch.bfloat16 if keys.get("engine") == "deepspeed" or keys == {} else torch.float32
-        }
+        run, named = train(engine, range(4), 1e-3), [(n, param.dtype) for _, n, param in stage_parameters(engine.stage)]
+        types, of_weights = (
+            {t for name, t in named if name.endswith(e)} for e in (("A_log", "mixer.D"), "in_proj.weight")
+        )
+        assert of_weights == {torch.float32 if "zero_optimization" in keys else torch.bfloat16}
         found.append((types, [*run.losses, *run.norms], run.weights[2]["mixer.A_log"]))
         engine.close()
     return found

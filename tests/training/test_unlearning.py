@@ -35,7 +35,6 @@ APART = {**NPO, "reset_attention_mask": True, "reset_position_ids": True}
 DIVERGENCE = {**DIFFERENCE, "ga_loss_type": "npo", "gd_retain_loss_type": "kl", "dpo_reference": "on_the_fly"}
 
 
-# -- the gradient --------------------------------------------------------------------------------------------
 def third_step(training: Training) -> list[Batch]:
     """The first step that unlearns."""
     training.progress.iteration = 2
@@ -109,8 +108,8 @@ def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tenso
 
 def test_losses_of_sequences_are_those_of_all_logits() -> None:
     cases = [config(LLAMA, ADAMW, keys, train_micro_batch_size_per_gpu=4) for keys in (NPO, APART, SIMNPO)]
-    (npo, apart, without) = run_ranks(naive_npo, 1, cases)[0]
-    for ours, naive in (npo, apart, without):
+    npo, apart, _ = found = run_ranks(naive_npo, 1, cases)[0]
+    for ours, naive in found:
         assert ours == pytest.approx(naive, rel=1e-6) and ours[1] < ours[0]
     assert npo[0][0] == apart[0][0] == pytest.approx(2 * math.log(2) / 0.2, rel=1e-6)
 
@@ -124,17 +123,9 @@ def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> No
 
 # -- layouts -------------------------------------------------------------------------------------------------
 # An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
-OFFLOADED = (2, {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
-    "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"}, "train_micro_batch_size_per_gpu": 4,
-})  # fmt: skip
-KINDS = {
-    "difference": DIFFERENCE,
-    "bursts": BURSTS,
-    "npo by documents": APART,
-    "simnpo": SIMNPO,
-    "divergence": DIVERGENCE,
-}  # fmt: skip
+OFFLOADED = (2, runs.OFFLOADED | {"train_micro_batch_size_per_gpu": 4})
+KINDS = {"difference": DIFFERENCE, "bursts": BURSTS, "npo by documents": APART}
+KINDS |= {"simnpo": SIMNPO, "divergence": DIVERGENCE}
 STEPS = 5
 
 
@@ -195,11 +186,9 @@ def test_rows_say_what_each_step_was(tmp_path: Path) -> None:
 
 def test_validation_is_that_of_the_run_without_a_forget_set(tmp_path: Path) -> None:
     validated = {"eval_iters": 2, "eval_interval": 2, "train_iters": 2, "checkpoint_factor": 2}
-    names = {
-        name: {key for row in rows(tmp_path / name, **keys, **validated) for key in row if key.startswith("validation")}
-        for name, keys in (("with", DIFFERENCE), ("without", {}))
-    }
-    assert names["with"] == names["without"] and "validation/lm_loss" in names["with"]
+    found = [rows(tmp_path / str(i), **keys, **validated) for i, keys in enumerate((DIFFERENCE, {}))]
+    given, without = ({key for row in one for key in row if key.startswith("validation")} for one in found)
+    assert given == without and "validation/lm_loss" in given
 
 
 def weights_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
@@ -274,8 +263,8 @@ class Steps:
     """The steps of a run whose forget loss is given, without a model."""
 
     def __init__(self, measured: list[float], **keys: Any) -> None:
-        self.args = NeoXArgs.from_dict(config(LLAMA, keys, ga_dataset=OTHER, train_micro_batch_size_per_gpu=8))
-        self.args = self.args.for_world(1)
+        values = config(LLAMA, keys, ga_dataset=OTHER, train_micro_batch_size_per_gpu=8)
+        self.args = NeoXArgs.from_dict(values).for_world(1)
         self.progress, self.measured, self.passes = TrainingProgress(), iter(measured), 0
 
     def measure(self, engine: Any, batches: list[Batch]) -> float:
@@ -311,9 +300,7 @@ EMA = {**INTERLEAVED, "ga_threshold_check_mode": "ema"}
     ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
     ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
 ])  # fmt: skip
-def test_above_the_threshold_steps_are_left_out(
-    measured: list[float], keys: dict[str, Any], kinds: str, passes: int
-) -> None:
+def test_above_the_threshold_steps_are_left_out(measured: Any, keys: Any, kinds: str, passes: int) -> None:
     steps = Steps(measured, **keys)
     assert steps.kinds(len(kinds)) == kinds and steps.passes == passes
     now = steps.progress.unlearning

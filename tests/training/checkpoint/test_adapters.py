@@ -84,7 +84,7 @@ def test_refusals(base: Path, through: Path, tmp_path: Path) -> None:
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     """The reference is the policy without its adapters, which at first add nothing."""
     looks = {"plain": PADDED, "tp2": PACKED, "pp2": PADDED, "zero3": PADDED | BF16}
-    runs = [preferences(tmp_path, LAYOUTS[name][1], look, {"lora": DORA}) for name, look in looks.items()]
-    runs = [{key: value for key, value in run.items() if key != "reference_cache_dir"} for run in runs]
+    common = {"lora": DORA, "reference_cache_dir": None}
+    runs = [preferences(tmp_path, LAYOUTS[name][1], look, common) for name, look in looks.items()]
     found = run_ranks(first_losses, 1, runs[:1]) + run_ranks(first_losses, 2, runs[1:])
     assert [loss for rank in found for loss in rank] == pytest.approx([0.6931472] * 7, abs=1e-6)

@@ -17,17 +17,14 @@ from megatron.training.loop_state import Stopwatch
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
-from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config
+from tests.training.runs import ADAMW, LAYOUTS, NEOX, OFFLOADED, begin, config
 from tests.training.test_host_sync import ENGINE, forbid
 
 KEYS = ("log_param_norm", "log_grad_norm", "log_grad_pct_zeros", "log_optimizer_states")
+LOGGED = {**dict.fromkeys((*KEYS, "log_gradient_noise_scale"), True), "gradient_noise_scale_n_batches": 2}
 PREFIXES = ("parameter_norms/", "gradient_norms/", "pct_grad_zeros/", "optimizer_state_norms/")
 TP2, PP2, TIED, BF16 = LAYOUTS["tp2"][1], LAYOUTS["pp2"][1], {"no_weight_tying": False}, {"precision": "bfloat16"}
 ZERO1, ZERO2, ZERO3 = ({"zero_optimization": {"stage": stage}} for stage in (1, 2, 3))
-OFFLOADED = {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-    "optimizer": {"type": "CPU_Torch_Adam", "params": ADAMW["optimizer"]["params"]},
-}
 CELLS: dict[int, list[dict[str, Any]]] = {
     2: [TP2, PP2 | TIED, OFFLOADED, ZERO1 | BF16, ZERO3],
     4: [TP2 | PP2 | TIED, PP2],
@@ -38,16 +35,15 @@ CELLS: dict[int, list[dict[str, Any]]] = {
 
 def rows_of(folder: Path, layouts: list[dict[str, Any]], ranks: int) -> list[dict[str, float]]:
     """The only row of metrics.jsonl of each run of two steps, the second of which is logged."""
+    common = {"no_weight_tying": True, "train_iters": 2, "num_layers": 2, "log_interval": 2}
+    micro = {"train_micro_batch_size_per_gpu": 2}
+    folders = [folder / str(i) for i in range(len(layouts))]
     runs = [
-        config(
-            NEOX, ADAMW, {"no_weight_tying": True}, layout, dict.fromkeys((*KEYS, "log_gradient_noise_scale"), True),
-            train_iters=2, num_layers=2, train_micro_batch_size_per_gpu=2, log_dir=str(folder / str(i)),
-            log_interval=2, gradient_noise_scale_n_batches=2,
-        )
-        for i, layout in enumerate(layouts)
-    ]  # fmt: skip
+        config(NEOX, ADAMW, LOGGED, common, micro, layout, log_dir=str(to))
+        for to, layout in zip(folders, layouts, strict=True)
+    ]
     run_ranks(to_their_ends, ranks, runs, timeout=TIMEOUT)
-    return [json.loads((folder / str(i) / "metrics.jsonl").read_text()) for i in range(len(layouts))]
+    return [json.loads((to / "metrics.jsonl").read_text()) for to in folders]
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +64,7 @@ def test_same_in_every_layout(ranks: int, one_process: list[dict[str, float]], t
         assert ours.keys() == theirs.keys()
         tolerance = 1e-4 if exact else 2e-2
         for metric, value in ours.items():
-            # A gradient that is 0 up to rounding (of a key's bias, the second moment of it) is noise beside
-            # the others, and bf16 rounds one element in 32 to 0 or not.
+            # A gradient that is rounding (of a key's bias) is noise; bf16 rounds one in 32 to 0 or not.
             noise_floor = 1e-3 * tolerance + 1e-7
             if metric.startswith("pct"):
                 noise_floor = 7.0 if not exact else 1.5 if "query_key_value.bias" in metric else 0.0
@@ -98,11 +93,7 @@ def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[
 @pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2", "zero3"], product=["plain", "zero2"]))
 def test_measuring_does_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
-    given = config(
-        NEOX, layout, dict.fromkeys((*KEYS, "log_gradient_noise_scale"), True), train_micro_batch_size_per_gpu=4,
-        gradient_noise_scale_n_batches=2,
-    )  # fmt: skip
-    everyone = run_ranks(unwaiting_steps, ranks, given)
+    everyone = run_ranks(unwaiting_steps, ranks, config(NEOX, layout, LOGGED, train_micro_batch_size_per_gpu=4))
     assert all(names == everyone[0] and "train/noise_scale" in names for names in everyone)
 
 
@@ -110,9 +101,7 @@ def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, flo
     """For the pool: after a run what torch says of the same model's first step, without the engine's help."""
     to_their_ends(rank, world_size, [given])
     training = begin(given)
-    stage = training.engine.stage
-    batches = next(batches_of(training))
-    loss = torch.zeros(())
+    stage, batches, loss = training.engine.stage, next(batches_of(training)), torch.zeros(())
     weight = sum(float(batch.loss_weights.sum()) for batch in batches)
     for batch in batches:
         logits: Any = stage(None, batch)
@@ -132,10 +121,8 @@ def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, flo
 
 
 def test_against_torch(tmp_path: Path) -> None:
-    given = config(
-        NEOX, dict.fromkeys(KEYS, True), train_iters=1, num_layers=2, train_micro_batch_size_per_gpu=4,
-        gradient_clipping=0.0, log_dir=str(tmp_path),
-    )  # fmt: skip
+    given = config(NEOX, dict.fromkeys(KEYS, True), train_iters=1, num_layers=2, train_micro_batch_size_per_gpu=4)
+    given |= {"gradient_clipping": 0.0, "log_dir": str(tmp_path)}
     [expected] = run_ranks(directly, 1, given)
     row = json.loads((tmp_path / "metrics.jsonl").read_text())
     for metric, value in expected.items():

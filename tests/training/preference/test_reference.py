@@ -46,7 +46,7 @@ def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: A
     common["index_cache_dir"] = str(folder / "index_cache")
     values = pairwise(paths, common, {"reference_cache_dir": str(folder / "references")}, *parts, **more)
     if values.get("dpo_reference") == "on_the_fly":
-        del values["reference_cache_dir"]
+        values.pop("reference_cache_dir", None)
     return values
 
 
@@ -256,7 +256,6 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
     ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
 ])  # fmt: skip
 def test_keys_that_contradict_each_other(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    values = preferences(tmp_path, PACKED)
-    del values["reference_cache_dir"]
+    values = preferences(tmp_path, PACKED, reference_cache_dir=None)
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(values | changes)
