@@ -1,6 +1,5 @@
 """AdamW steps on random micro-batches, shared out over data ranks, beside those of one process."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,9 +39,7 @@ def args_of(model: dict[str, Any], layout: dict[str, Any], world_size: int) -> N
     ).for_world(world_size)  # fmt: skip
 
 
-def some_steps(
-    rank: int, world_size: int, models: list[tuple[dict[str, Any], bool]], layout: dict[str, Any]
-) -> list[Run]:
+def some_steps(rank: int, world_size: int, models: list[tuple[Any, bool]], layout: dict[str, Any]) -> list[Run]:
     """For the pool: of models, each on packed rows or not."""
     found = []
     for model, packed in models:
@@ -59,9 +56,7 @@ def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[
     return [make(args, seed=100 * step + data_rank * count + i) for i in range(count)]
 
 
-def train(
-    engine: Engine, steps: Iterable[int], rate: float, packed: bool = False, given: list[Batch] | None = None
-) -> Run:
+def train(engine: Engine, steps: range, rate: float, packed: bool = False, given: list[Batch] | None = None) -> Run:
     """given: the batches of every step; else random ones."""
     losses, norms, metrics = [], [], []
     for step in steps:

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -122,22 +122,36 @@ class Part(NamedTuple):
     rates: Sequence[float] = ()
 
 
-def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
+def take_steps(training: Training, steps: int, rates: Sequence[float] = ()) -> Part:
+    """The next steps of a run. rates: theirs, if not the schedule's."""
+    batches, losses, norms, taken = batches_of(training), [], [], list(rates)
+    for i in range(steps):
+        micro_batches, step = next(batches), training.progress.iteration
+        if not rates:
+            taken.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
+        result = training.engine.train_step(micro_batches, taken[i])
+        training.progress.iteration += 1
+        losses.append(float(result.loss))
+        norms.append(float("nan" if result.grad_norm is None else result.grad_norm))
+    return Part(losses, norms, training.groups.rank("tensor"), training.engine.weights(master=True), taken)
+
+
+def curves(
+    rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10, rates: Sequence[float] = ()
+) -> list[Part]:
     """For the pool: several runs one after another in the same processes."""
-    parts = []
-    for training in begun(configs):
-        batches, losses, norms, rates = batches_of(training), [], [], []
-        for _ in range(steps):
-            micro_batches = next(batches)
-            step = training.progress.iteration
-            rates.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
-            result = training.engine.train_step(micro_batches, rates[-1])
-            training.progress.iteration += 1
-            losses.append(float(result.loss))
-            norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-        weights = training.engine.weights(master=True)
-        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights, rates))
-    return parts
+    return [take_steps(training, steps, rates) for training in begun(configs)]
+
+
+def before_steps(training: Training, do: Callable[[int], Any]) -> None:
+    """From now on call this with the number of each step before it is taken."""
+    train_step = training.engine.train_step
+
+    def step(*given: Any) -> Any:
+        do(training.progress.iteration + 1)
+        return train_step(*given)
+
+    training.engine.train_step = step  # type: ignore[method-assign]
 
 
 def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:

@@ -14,11 +14,8 @@ from tests.recipes.readme import ROOT
 from tests.training.runs import ADAMW, LLAMA, begin, begun, cells, config
 
 MODEL = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "precision": "bfloat16"}
-METHODS: dict[str, dict[str, Any] | None] = {
-    "full": None,
-    "LoRA": {"r": 4, "alpha": 8},
-    "QLoRA": {"r": 4, "alpha": 8, "quantization": "nf4"},
-}
+LORA: dict[str, Any] = {"r": 4, "alpha": 8}
+METHODS = {"full": None, "LoRA": LORA, "QLoRA": {**LORA, "quantization": "nf4"}}
 # Bytes of an element that is trained, between backward and update: weight, gradient, master, moments.
 # DeepSpeed keeps the 16-bit gradient that autograd made, or an fp32 copy of it too.
 EACH = {"native": (18.0, 18.0), "deepspeed": (16.0, 22.0)}
@@ -58,11 +55,9 @@ def test_what_is_trained_takes_what_its_elements_take(engine: str, method: str) 
     each = (most - least) / (more_trained - its_trained)
     low, high = EACH[engine]
     assert low - 0.2 <= each <= high + 0.2
-    args = begin_args(few)
-    found = counts(args, 1)
+    found = counts(begin_args(few), 1)
     assert found.trained == its_trained
-    base = 2 * found.frozen + found.packed
-    assert least - each * its_trained == pytest.approx(base, rel=0.05)
+    assert least - each * its_trained == pytest.approx(2 * found.frozen + found.packed, rel=0.05)
 
 
 def begin_args(given: dict[str, Any]) -> NeoXArgs:
@@ -85,9 +80,8 @@ def test_the_tables_rules_are_the_engines(stage: int) -> None:
     ranks = 1 if stage == 0 else 2
     for given, parts in zip(configs, run_ranks(tensors_of, ranks, configs)[0], strict=True):
         expected = bytes_of(counts(begin_args(given), 1), stage, ranks)
-        assert parts["weights"] + parts["optimizer states"] == pytest.approx(
-            expected.held + expected.optimizer, rel=0.01
-        )
+        kept = parts["weights"] + parts["optimizer states"]
+        assert kept == pytest.approx(expected.held + expected.optimizer, rel=0.01)
         if stage == 0:
             assert parts["gradients"] == expected.gradients
 

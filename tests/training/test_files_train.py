@@ -14,10 +14,8 @@ import yaml
 from megatron.launch import process_info
 from megatron.neox_arguments import ConfigError, load
 from megatron.training import start
-from megatron.training.loop import batches_of
-from megatron.training.unlearning import lr_scale
 from tests.pool import run_ranks
-from tests.training.runs import BASE, GOLDEN, TABLE, cells, metric_rows
+from tests.training.runs import BASE, GOLDEN, TABLE, cells, metric_rows, take_steps
 
 _READ = json.loads((GOLDEN / "configs/configs_eleuther.json").read_text())["loaded"]
 UPSTREAM: dict[str, dict[str, Any]] = {}
@@ -123,13 +121,7 @@ def some_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) ->
         except ConfigError as refused:
             results.append(str(refused))
             continue
-        batches, losses = batches_of(training), []
-        for step in range(training.args.train_iters):
-            micro_batches = next(batches)
-            rate = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
-            losses.append(float(training.engine.train_step(micro_batches, rate).loss))
-            training.progress.iteration += 1
-        results.append(losses)
+        results.append(take_steps(training, training.args.train_iters).losses)
         training.engine.close()
     return results
 

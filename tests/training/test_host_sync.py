@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
+from megatron.training.callbacks.gradient_probes import build_probes
 from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop import batches_of
 from megatron.training.loop_state import Stopwatch
@@ -86,11 +87,11 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
     torch.tensor = copy
 
 
-def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
-    """For the pool: two free steps, then four without waiting; the number of reads, each a step late."""
+def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list[str]]:
+    """For the pool: two free steps, then four without waiting; reads, each a step late, and probes."""
     training = begin(values)
-    batches, progress = batches_of(training), training.progress
-    log, results = LogCallback(training, tqdm(disable=True), Stopwatch()), StepResults(training)
+    batches, progress, (probes, gradients) = batches_of(training), training.progress, build_probes(training)
+    log, results = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes), StepResults(training)
     seen: list[str] = []
     begun, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
@@ -106,7 +107,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
 
     def one() -> None:
         begun[0] += 1
-        result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+        step = next(batches)
+        show = gradients.on_step_start(training, step)
+        result = training.engine.train_step(step, training.schedule(progress.iteration), show)
         results.settle()
         results.begin(result)
         progress.iteration += 1
@@ -120,7 +123,7 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     if training.engine.name == "deepspeed":
         timers = training.engine._ds.timers.get_timers()  # type: ignore[attr-defined]
         assert not any(timer.event_timers for timer in timers.values()), "DeepSpeed keeps two CUDA events a step"
-    return len(seen)
+    return len(seen), log.probed
 
 
 REST = ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"]
@@ -130,8 +133,8 @@ REST = ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"]
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)
-    assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [4] * ranks
-    assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [8] * ranks
+    assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [(4, [])] * ranks
+    assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [(8, [])] * ranks
 
 
 def waiting_model(rank: int, world_size: int, values: dict[str, Any]) -> None:

@@ -85,9 +85,8 @@ def types_after_steps(rank: int, world_size: int, layouts: list[dict[str, Any]])
         args = args_of({**MODELS["hybrid"], "precision": "bfloat16"}, keys, world_size)
         engine = build_engine(args, groups_of(args, world_size))
         run, named = train(engine, range(4), 1e-3), [(n, param.dtype) for _, n, param in stage_parameters(engine.stage)]
-        types, of_weights = (
-            {t for name, t in named if name.endswith(e)} for e in (("A_log", "mixer.D"), "in_proj.weight")
-        )
+        kinds = (("A_log", "mixer.D"), "in_proj.weight")
+        types, of_weights = ({dtype for name, dtype in named if name.endswith(kind)} for kind in kinds)
         assert of_weights == {torch.float32 if "zero_optimization" in keys else torch.bfloat16}
         found.append((types, [*run.losses, *run.norms], run.weights[2]["mixer.A_log"]))
         engine.close()

@@ -24,7 +24,18 @@ from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.pool import run_ranks
-from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
+from tests.training.runs import (
+    LAYOUTS,
+    LLAMA,
+    NEOX,
+    before_steps,
+    begin,
+    bit_equal,
+    cells,
+    config,
+    metric_rows,
+    run_to_end,
+)
 
 
 def poison(training: Any, steps: set[int], bad: float) -> None:
@@ -146,11 +157,14 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
 
 
 def test_spike_guard_window() -> None:
-    guard, skipped = SpikeGuard(6.0), []
+    guard, restored, skipped = SpikeGuard(6.0), SpikeGuard(6.0), []
     for loss in (*(1.0 + 0.01 * (i % 2) for i in range(SpikeGuard.LEAST)), 1.02, 1.2, 1.005):
         guard.decide(loss)
         skipped += [loss] if guard.skips else []
     assert skipped == [1.2], "and it did not enter the window"
+    restored.restore(guard.state())
+    restored.decide(1.2)
+    assert restored.skips and restored.state() == guard.state()
 
 
 def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool], bool]:
@@ -194,26 +208,15 @@ def test_a_resumed_run_compares_with_the_losses_before(engine: str, tmp_path: Pa
     assert len(before) == 3 and after == before
 
 
-def test_what_is_restored_decides() -> None:
-    before, after = SpikeGuard(6.0), SpikeGuard(6.0)
-    for i in range(SpikeGuard.LEAST):
-        before.decide(2.0 + 0.01 * (i % 2))
-    after.restore(before.state())
-    after.decide(2.5)
-    assert after.skips and after.state() == before.state()
-
-
 def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
     """For the pool: a moment of Adam turns NaN on the last rank before `step`, whose gradients are finite."""
     training = begin(values)
-    take_step = training.engine.train_step
 
-    def poisoned_step(*given: Any) -> Any:
-        if training.progress.iteration + 1 == step and rank == world_size - 1:
+    def spoil(number: int) -> None:
+        if number == step and rank == world_size - 1:
             training.engine.sharded_states()["exp_avg"][0][1].view(-1)[5] = math.nan
-        return take_step(*given)
 
-    training.engine.train_step = poisoned_step  # type: ignore[method-assign]
+    before_steps(training, spoil)
     return ended(training)
 
 

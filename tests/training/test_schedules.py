@@ -26,8 +26,7 @@ def schedule_of(meta: dict) -> Schedule:
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(case: str) -> None:
-    meta = META[case]
-    file = FOLDER / f"eleuther_{case}.npy"
+    meta, file = META[case], FOLDER / f"eleuther_{case}.npy"
     golden = np.load(file) if file.exists() else np.array(meta["values_before_failure"])
     schedule, end = schedule_of(meta), meta["total_iters"]
     ours = np.array([schedule(step) for step in range(end + 1)])
@@ -64,9 +63,8 @@ NO_WARMUP = {key: value for key, value in BASE.items() if key != "warmup"}
 
 def test_length_and_warmup_from_keys() -> None:
     def made(**keys: Any) -> tuple[int, float]:
-        schedule = build_schedule(
-            NeoXArgs.from_dict({**NO_WARMUP, "train_iters": 200, "lr_decay_style": "cosine", **keys})
-        )
+        values = {**NO_WARMUP, "train_iters": 200, "lr_decay_style": "cosine", **keys}
+        schedule = build_schedule(NeoXArgs.from_dict(values))
         return schedule.end, schedule.warmup
 
     assert made(warmup=0.1, lr_decay_iters=50) == (50, 5.0)
@@ -111,9 +109,8 @@ def test_same_schedule_resumes() -> None:
 ])  # fmt: skip
 def test_changed_schedule(change: dict[str, Any], line: str) -> None:
     """It is refused with the keys to choose by."""
-    with pytest.raises(
-        CheckpointError, match=f"^{line}.*override_lr_scheduler.*use_checkpoint_lr_scheduler"
-    ) as refused:
+    keys = "override_lr_scheduler.*use_checkpoint_lr_scheduler"
+    with pytest.raises(CheckpointError, match=f"^{line}.*{keys}") as refused:
         resume(**change)
     assert "there/global_step5" in str(refused.value)
     assert resume(**change, use_checkpoint_lr_scheduler=True) == resume()

@@ -149,9 +149,8 @@ def test_async_tensor_parallel(
         stage = build_stage(small(), groups)
         if args.tp > 1:
             handles = MappingProxyType({**groups.handles, "tensor": mock.Mock()})
-            groups = replace(
-                groups, handles=handles, sizes=MappingProxyType({**groups.sizes, "tensor": 2}), world_size=2
-            )
+            sizes = MappingProxyType({**groups.sizes, "tensor": 2})
+            groups = replace(groups, handles=handles, sizes=sizes, world_size=2)
         groups = replace(groups, device=device)
         if asked is True and missing is not None:
             with pytest.raises(ConfigError, match=f"async_tensor_parallel: true.*{missing}"):

@@ -19,6 +19,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.loop import batches_of
 from megatron.training.metrics.flops import model_flops
 from megatron.training.parallelize import parallelize
 from megatron.training.recompute import recompute_blocks
@@ -54,8 +55,6 @@ def with_torch(rank: int, world_size: int) -> list[Curve]:
 
 
 def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: str) -> Curve:
-    from megatron.training.loop import batches_of
-
     training = runs.begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
     stage, batches, args = training.engine.stage, batches_of(training), training.args
     weights: dict[int, dict[str, Tensor]] = {}
@@ -65,11 +64,9 @@ def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: st
     if trainable.get("embedding_gradient") is False:
         stage.layers["0"].register_forward_hook(lambda _, __, out: out.detach())
     mine = [p for p in stage.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in mine if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in mine if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, eps=1e-6)
+    decays = ([p for p in mine if p.dim() > 1], 0.1), ([p for p in mine if p.dim() == 1], 0.0)
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
     losses, norms = [], []
     stage.train()
     for _ in range(STEPS):
@@ -144,9 +141,7 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
-    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), (
-        "as if it had not been interrupted"
-    )
+    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "or it was interrupted"
     args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
     cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
@@ -161,10 +156,13 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
         run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other, "trainable": {"last_layers": 2}})
 
 
+def of(model: dict[str, Any], *parts: dict[str, Any], **keys: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict(config(model, *parts, padded_vocab_size=384, **keys))
+
+
 def kept_bytes(**keys: Any) -> int:
     """That a forward pass keeps for its backward pass, parameters not counted."""
-    args = NeoXArgs.from_dict(config(LLAMA, padded_vocab_size=384, **keys)).for_world(1)
-    groups = ParallelGroups.single()
+    args, groups = of(LLAMA, **keys).for_world(1), ParallelGroups.single()
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
     freeze(stage_parameters(stage), args)
@@ -186,9 +184,7 @@ def kept_bytes(**keys: Any) -> int:
 
 
 @pytest.mark.parametrize("more", [{}, {"checkpoint_activations": True}])
-@pytest.mark.parametrize(
-    "trainable", [{"last_layers": 2}, {"last_layers": 2, "head": True, "embedding_gradient": False}]
-)
+@pytest.mark.parametrize("trainable", [{"last_layers": 2}, SETS[ALONE][1]])
 def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, Any]) -> None:
     kept = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
     assert kept[0] == kept[1] == kept[2] > 0, "however many they are"
@@ -198,7 +194,7 @@ def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, An
 
 
 def test_flops_of_what_is_done() -> None:
-    args = NeoXArgs.from_dict(config(LLAMA, UNTIED, padded_vocab_size=384)).for_world(1)
+    args = of(LLAMA, UNTIED).for_world(1)
     whole_step, half = model_flops(args), model_flops(args.replace(trainable={"last_layers": 2}))
     forward = whole_step / 3
     head = 2 * args.train_batch_size * args.seq_length * args.hidden_size * 384
@@ -219,7 +215,7 @@ def test_flops_of_what_is_done() -> None:
 ])  # fmt: skip
 def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trained_parameters(NeoXArgs.from_dict(config(NEOX, model, trainable=trainable, padded_vocab_size=384)))
+        trained_parameters(of(NEOX, model, trainable=trainable))
 
 
 @pytest.mark.parametrize(("model", "trainable", "layer"), [
@@ -231,7 +227,7 @@ def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: s
     (RPE, {"names": ["rpe"]}, 2),
 ])  # fmt: skip
 def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, Any], layer: int) -> None:
-    assert lowest_trained(NeoXArgs.from_dict(config(model, trainable=trainable, padded_vocab_size=384))) == layer
+    assert lowest_trained(of(model, trainable=trainable)) == layer
 
 
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:

@@ -89,11 +89,9 @@ def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[t
 def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tensor, Tensor]:
     """Sums of log p over the trained tokens of each sequence, and how many these are, float64."""
     sums, counts = [], []
-    read = engine.forward_only(
-        batches, lambda head, batch: head.logits().transpose(0, 1), lambda batch: (*batch.tokens.shape, 384)
-    )
+    read = engine.forward_only(batches, lambda head, _: head.logits(), lambda batch: (*batch.tokens.t().shape, 384))
     for batch, logits in zip(batches, read, strict=True):
-        logprobs = logits.double().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1)
+        logprobs = logits.transpose(0, 1).double().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1)
         for row in range(len(logprobs)):
             tokens, place = batch.tokens[row].tolist(), 0
             ends = [i + 1 for i, token in enumerate(tokens) if token == EOD and apart] + [len(tokens)]

@@ -16,16 +16,11 @@ from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.private_names import PRIVATE_NAMES, check_deepspeed, check_version, is_there
 from tests.pool import run_ranks
 
-WRONG = {
-    "0.14.5": "older",
-    "0.16.0": "sum over micro-batches",
-    "0.18.2": "sum over micro-batches",
-    "0.18.9": "unreduced",
-    "0.19.2": "divides its gradients again",
-}
 
-
-@pytest.mark.parametrize(("version", "reason"), WRONG.items())
+@pytest.mark.parametrize(("version", "reason"), [
+    ("0.14.5", "older"), ("0.16.0", "sum over micro-batches"), ("0.18.2", "sum over micro-batches"),
+    ("0.18.9", "unreduced"), ("0.19.2", "divides its gradients again"),
+])  # fmt: skip
 def test_wrong_versions_are_refused(version: str, reason: str) -> None:
     with pytest.raises(RuntimeError, match=rf"deepspeed {version} .*{reason}.*deepspeed==0.19.8"):
         check_version(version)
@@ -71,16 +66,11 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
         for x, y in part:
             (loss_fn(reference(x), y) / (micro_batches * data_ranks)).backward()
     config: dict[str, Any] = {
-        "train_batch_size": micro_batches * 2 * data_ranks,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
+        "train_batch_size": micro_batches * 2 * data_ranks, "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True, "steps_per_print": None,
         "bf16": {"enabled": bf16},
-    }
+    }  # fmt: skip
     model: nn.Module = nn.Sequential(*layers)
     if pipe > 1:
         topology = PipeDataParallelTopology(pipe, data_ranks)

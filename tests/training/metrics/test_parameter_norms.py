@@ -7,18 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
-from megatron.callbacks import Step
-from megatron.training.callbacks.gradient_probes import build_probes
-from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop import batches_of
-from megatron.training.loop_state import Stopwatch
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
 from tests.training.runs import ADAMW, LAYOUTS, NEOX, OFFLOADED, begin, config
-from tests.training.test_host_sync import ENGINE, forbid
+from tests.training.test_host_sync import steps
 
 KEYS = ("log_param_norm", "log_grad_norm", "log_grad_pct_zeros", "log_optimizer_states")
 LOGGED = {**dict.fromkeys((*KEYS, "log_gradient_noise_scale"), True), "gradient_noise_scale_n_batches": 2}
@@ -73,28 +68,11 @@ def test_same_in_every_layout(ranks: int, one_process: list[dict[str, float]], t
         assert whole == pytest.approx(row["train/grad_norm"], rel=1e-4 if exact else 1e-2), layout
 
 
-def unwaiting_steps(rank: int, world_size: int, values: dict[str, Any]) -> list[str]:
-    """For the pool: two free steps, then three that may wait for the values of a logged step alone."""
-    training = begin(values)
-    batches, progress = batches_of(training), training.progress
-    probes, gradients = build_probes(training)
-    log = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes)
-    for i in range(5):
-        if i == 2:
-            forbid(ENGINE, [])
-        step = next(batches)
-        show = gradients.on_step_start(training, step)
-        result = training.engine.train_step(step, training.schedule(progress.iteration), show)
-        progress.iteration += 1
-        log.on_step_end(training, Step(progress.iteration, 8 * progress.iteration, 32, result))
-    return log.probed
-
-
 @pytest.mark.parametrize("name", with_more(["plain", "pp2", "zero2", "zero3"], product=["plain", "zero2"]))
 def test_measuring_does_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
-    everyone = run_ranks(unwaiting_steps, ranks, config(NEOX, layout, LOGGED, train_micro_batch_size_per_gpu=4))
-    assert all(names == everyone[0] and "train/noise_scale" in names for names in everyone)
+    (reads, names), *others = run_ranks(steps, ranks, config(NEOX, layout, LOGGED, train_micro_batch_size_per_gpu=4))
+    assert reads == 8 and "train/noise_scale" in names and others == [(reads, names)] * (ranks - 1)
 
 
 def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, float]:
