@@ -23,9 +23,11 @@ from megatron.training.out_of_memory import MemoryUse, advice, explained, held_b
 from tests.disks import mount
 from tests.model.stages import small
 from tests.pool import run_ranks
+from tests.training.checkpoint.test_writer import LAYERS, damage
 from tests.training.runs import GOLDEN, LLAMA, config, run_to_end
 
-DATA = GOLDEN / "dataset" / "corpusA_text_document"
+DATA = str(GOLDEN / "dataset" / "corpusA_text_document")
+BYTES = os.path.getsize(f"{DATA}.bin")
 
 
 def call_train(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
@@ -84,13 +86,6 @@ def written(folder: Path, **more: Any) -> str:
     return str(folder / "a.yml")
 
 
-def _flip(folder: Path) -> None:
-    file = folder / "layer_02-model_00-model_states.pt"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 class Trap:
     """A pickle that would leave a mark when it is loaded."""
 
@@ -103,19 +98,13 @@ def _trap(path: Path) -> None:
     (path / "mp_rank_00_model_states.pt").write_bytes(pickle.dumps(Trap()))
 
 
-def _huge_token(folder: Path) -> None:
-    tokens = np.fromfile(folder / "text.bin", dtype=np.uint16)
-    tokens[:] = 60000
-    tokens.tofile(folder / "text.bin")
-
-
 CASES: dict[str, tuple[Callable[[Path], list[str]] | list[str], str]] = {
     "unknown key": (["num_layer=3"], r"--set: num_layer: .*num_layers"),
     "missing file": (["data_path=/nowhere/x"], r"/nowhere/x\.idx: "),
     "empty .idx": (_bin_idx(lambda f: (f / "text.idx").write_bytes(b"")), r"text\.idx"),
     "truncated .bin": (_bin_idx(lambda f: os.truncate(f / "text.bin", 1000)), r"text\.bin"),
     "foreign .idx": (_bin_idx(lambda f: (f / "text.idx").write_bytes(b"PK" * 500)), r"text\.idx"),
-    "token id": (_bin_idx(_huge_token), r"text.*60000"),
+    "token id": (_bin_idx(lambda f: np.full(BYTES // 2, 60000, np.uint16).tofile(f / "text.bin")), r"text.*60000"),
     "short data": (["seq_length=20000", "max_position_embeddings=20000"], r"seq_length.* 20001"),
     "heads and tp": (["model_parallel_size=3", "num_kv_heads=null"], r"model_parallel_size: 3 .*num_attention_heads 4"),
     "world size": (["pipe_parallel_size=2"], r"1 ranks"),
@@ -124,14 +113,12 @@ CASES: dict[str, tuple[Callable[[Path], list[str]] | list[str], str]] = {
     "small vocabulary": (["padded_vocab_size=64"], r"padded_vocab_size.*64.*vocabulary|64.*tokenizer"),
     "no tensorboard": (["tensorboard_dir=/proc/x"], r"tensorboard_dir: /proc/x"),
     "no tokenizer": (["vocab_file=/nowhere.json"], r"/nowhere\.json: "),
-    "other tokenizer": (
-        _checkpoint(lambda p: None, "tokenizer_type=CharLevelTokenizer"), r"vocab_file: .*512.*tokenizer.*384",
-    ),
+    "other tokenizer": (_checkpoint(lambda p: None, "tokenizer_type=CharLevelTokenizer"),
+                        r"vocab_file: .*512.*tokenizer.*384"),
     # Other damage, and other models: checkpoint/test_writer.py.
-    "flipped byte": (_checkpoint(_flip), r"layer_02-model_00-model_states\.pt.*checksum"),
+    "flipped byte": (_checkpoint(lambda p: damage(p / LAYERS[1], "a byte")), rf"{re.escape(LAYERS[1])}.*checksum"),
     "a pickle": (_checkpoint(_trap), r"mp_rank_00_model_states\.pt"),
 }  # fmt: skip
-OF_RUNS = ("index_cache", ".lock", "a.yml", "logs", "run", "metrics.jsonl", "status.json")
 
 
 def assert_one_line(outcome: tuple[int, str], line: str) -> None:
@@ -149,7 +136,8 @@ def test_one_line(name: str, tmp_path: Path) -> None:
     assert_one_line(run_ranks(call_train, 1, [written(tmp_path), "--set", *settings], init=False)[0], line)
     assert not Path("/tmp/neox-trap").exists(), "a pickle was executed"
     after = [p for p in tmp_path.rglob("*") if "index_cache" not in p.parts and not p.name.startswith("neox_args")]
-    assert {p.name for p in after} <= before | set(OF_RUNS), "nothing is left behind"
+    of_runs = {"index_cache", ".lock", "a.yml", "logs", "run", "metrics.jsonl", "status.json"}
+    assert {p.name for p in after} <= before | of_runs, "nothing is left behind"
 
 
 def test_a_port_that_is_in_use(tmp_path: Path) -> None:

@@ -99,11 +99,8 @@ def test_machines_with_different_data_are_refused(tmp_path: Path) -> None:
 
 
 # -- runs that get longer or shorter
-Drawn = tuple[list[list[int]], dict[int, dict[str, Any]]]  # tokens of every sample, and the weights at the end
-
-
-def drawn(rank: int, world_size: int, values: dict[str, Any]) -> Drawn:
-    """For the pool: a run to its end, and the samples that it drew."""
+def drawn(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[list[int]], dict[int, dict[str, Any]]]:
+    """For the pool: of a run the tokens of every sample that it drew, and the weights at its end."""
     training, seen, batches_of = begin(values), [], loop.batches_of
 
     def watched(training: Any) -> Any:
@@ -167,11 +164,9 @@ def test_a_run_is_extended_in_another_layout(layout: str, tmp_path: Path) -> Non
 def test_where_nothing_is_laid_out_anew_it_is_the_longer_run(keys: dict[str, Any], tmp_path: Path) -> None:
     """Rows of whole documents, and windows within the epochs that both have: bit for bit."""
     steps = (3, 8) if "pack_impl" in keys else (2, 4)
-    constant = {"lr_decay_style": "constant", **keys}
-    save = tmp_path / "run"
-    first, _ = run_ranks(drawn, 1, {**laid_out(save, steps[0]), **constant})[0]
-    rest, extended = run_ranks(drawn, 1, {**laid_out(save, steps[1]), **constant})[0]
-    whole, through = run_ranks(drawn, 1, {**laid_out(tmp_path / "through", steps[1]), **constant})[0]
+    runs_of = [("run", steps[0]), ("run", steps[1]), ("through", steps[1])]
+    configs = [laid_out(tmp_path / name, end) | {"lr_decay_style": "constant", **keys} for name, end in runs_of]
+    (first, _), (rest, extended), (whole, through) = (run_ranks(drawn, 1, given)[0] for given in configs)
     assert first + rest == whole and bit_equal(extended, through)
 
 

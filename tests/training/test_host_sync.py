@@ -126,10 +126,11 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list
     return len(seen), log.probed
 
 
-REST = ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"]
-
-
-@pytest.mark.parametrize("name", cells(["tp2 sp", "zero3", "npo, pp2"], ["pp2 bf16"], REST))
+@pytest.mark.parametrize("name", cells(
+    ["tp2 sp", "zero3", "npo, pp2"],
+    ["pp2 bf16"],
+    ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"],
+))  # fmt: skip
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)

@@ -72,15 +72,14 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def last_validation(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, float]:
-    folder.mkdir()
-    run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
-    return metric_rows(folder / "run", "validation/rewards/accuracies")[-1]
-
-
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
     """Beside the same run on pairs of which half are turned round, whose validation is chance."""
-    row, control = (last_validation(shuffled, tokenizer, tmp_path / str(shuffled)) for shuffled in (False, True))
+    found = []
+    for shuffled in (False, True):
+        (folder := tmp_path / str(shuffled)).mkdir()
+        run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
+        found.append(metric_rows(folder / "run", "validation/rewards/accuracies")[-1])
+    row, control = found
     assert row["iteration"] == 40 and row["validation/rewards/margins"] > 0
     assert row["validation/rewards/accuracies"] > control["validation/rewards/accuracies"] + 0.25, (row, control)
 

@@ -86,21 +86,15 @@ def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> N
 
 
 # -- how it is computed
-FORMS: list[dict[str, Any]] = [
-    {},
-    {"compile": "block"},
-    {"checkpoint_activations": True},
-    {"checkpoint_activations": True, "recompute_granularity": "selective"},
-]
+AGAIN: dict[str, Any] = {"checkpoint_activations": True}
+FORMS: list[dict[str, Any]] = [{}, {"compile": "block"}, AGAIN, {**AGAIN, "recompute_granularity": "selective"}]
+DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
 
 
 def traced_losses(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[float]]:
     """For the pool: what torch.compile traces is run operator by operator."""
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")  # type: ignore[assignment]
     return [part.losses for part in curves(rank, world_size, configs, STEPS)]
-
-
-DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
 
 
 @pytest.mark.timeout(600)

@@ -75,10 +75,7 @@ def test_steps_are_those_of_one_process(layout: str, half: str, reference: Calla
         assert_same(args, [rank[i] for rank in ranks], reference(half)[i], (model, packed, layout))
 
 
-Kept = tuple[set[torch.dtype], list[float], torch.Tensor]
-
-
-def types_after_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Kept]:
+def types_after_steps(rank: int, world_size: int, layouts: list[Any]) -> list[tuple[Any, list[float], torch.Tensor]]:
     """For the pool: after steps in bf16 the types of A_log and D, losses and norms, and A_log."""
     found = []
     for keys in layouts:

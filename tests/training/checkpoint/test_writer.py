@@ -402,13 +402,14 @@ def test_no_random_states(tmp_path: Path) -> None:
 
 def is_save_iter(args: Any, iteration: int) -> bool:
     """When GPT-NeoX saves (its training.py, in our words)."""
-    if iteration in (args.extra_save_iters or ()):
-        return True
-    if not args.checkpoint_factor:
-        return False
-    if args.checkpoint_scale == "linear":
-        return iteration % args.checkpoint_factor == 0
-    return iteration in {int(args.checkpoint_factor**k) for k in range(60)}
+    factor, extra = args.checkpoint_factor, args.extra_save_iters or ()
+    if factor is None or iteration in extra:
+        return iteration in extra
+    return (
+        iteration % factor == 0
+        if args.checkpoint_scale == "linear"
+        else iteration in {int(factor**k) for k in range(60)}
+    )
 
 
 @pytest.mark.parametrize(("scale", "factor", "extra"), [
@@ -419,5 +420,5 @@ def test_saves_when_neox_does(scale: str, factor: float | None, extra: tuple[int
     scales = {"checkpoint_scale": scale, "checkpoint_factor": factor, "extra_save_iters": extra}
     args = SimpleNamespace(save="x", save_hf=None, train_iters=10**9, **scales)
     save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
-    assert [i for i in range(1, 500) if save.is_due(i)] == [i for i in range(1, 500) if is_save_iter(args, i)]
+    assert [save.is_due(i) for i in range(1, 500)] == [is_save_iter(args, i) for i in range(1, 500)]
     assert save.is_due(0) == (0 in (extra or ())), "asked once before the first step"

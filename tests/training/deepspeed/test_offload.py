@@ -19,8 +19,7 @@ from tests.training.native.in_turn import TIMEOUT, assert_resumes, cut_off, to_t
 from tests.training.runs import LLAMA, Curve, config, curves, furthest, metric_rows
 
 CPU = {"device": "cpu"}
-BF16 = {"precision": "bfloat16"}
-PP2_TIED = {"pipe_parallel_size": 2, "no_weight_tying": False}
+BF16, TIED = {"precision": "bfloat16"}, {"pipe_parallel_size": 2, "no_weight_tying": False}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") and shutil.which("ninja")), reason="DeepSpeedCPUAdam is compiled: needs g++ and ninja"
 )
@@ -62,7 +61,7 @@ CASES = {
     "AdamW, ZeRO 1, bf16": run(1, "AdamW", BF16, offload_optimizer=CPU),
     "CPU_Torch_Adam, ZeRO 2": run(2, "CPU_Torch_Adam", offload_optimizer=CPU),
     "CPU_Adam, ZeRO 3, weights too": run(3, "CPU_Adam", BF16, offload_optimizer=CPU, offload_param=CPU),
-    "CPU_Torch_Adam, two stages, tied, bf16": run(1, "CPU_Torch_Adam", BF16, PP2_TIED, offload_optimizer=CPU),
+    "CPU_Torch_Adam, two stages, tied, bf16": run(1, "CPU_Torch_Adam", BF16, TIED, offload_optimizer=CPU),
 }
 
 
@@ -72,7 +71,7 @@ def without(values: dict[str, Any]) -> dict[str, Any]:
 
 
 OF_TORCH = [name for name in CASES if "Torch" in name]
-COMPILED = [name for name in CASES if "Torch" not in name]
+COMPILED = [name for name in CASES if name not in OF_TORCH]
 
 
 @pytest.mark.parametrize("names", [

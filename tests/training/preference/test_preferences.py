@@ -149,16 +149,12 @@ def test_a_policy_that_is_its_reference(single: dict[tuple[str, bool], Run]) -> 
         assert single["kto", packed].at_start == pytest.approx(0.5 * (3 * 1.5 + 1) / 4, abs=1e-6)
 
 
-def far_longer(generator: torch.Generator, length: int) -> tuple[list[int], list[int], list[int]]:
-    ids = torch.randint(4, 60, (3, length), generator=generator).tolist()
-    return ids[0][:20], ids[1], ids[2][: length // 2]
-
-
 def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
     """DPO of long pairs, weights bf16, activations `dtype`; `sums` bfloat16: of torch's log-probabilities."""
     args = small(**LLAMA, seq_length=400, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(7)
-    documents = documents_of([far_longer(generator, 360) for _ in range(4)])
+    drawn = torch.randint(4, 60, (4, 3, 360), generator=generator).tolist()
+    documents = documents_of([(prompt[:20], chosen, rejected[:180]) for prompt, chosen, rejected in drawn])
     batch = in_rows(documents, [[i] for i in range(8)], 400, [1.0] * 8)
     reference, policy = (stage_with(args, random_weights(args)) for _ in range(2))
     with torch.no_grad():

@@ -34,7 +34,6 @@ from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, config,
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}
-BOTH = {"model_parallel_size": 2, "pipe_parallel_size": 2}
 
 
 def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: Any) -> dict[str, Any]:
@@ -70,7 +69,7 @@ def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list
 
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     """And 0.5 of KTO, with the KL of answers to other prompts, which is 0 then."""
-    layouts = {**LAYOUTS, "tp2 pp2": (4, BOTH)}
+    layouts = {**LAYOUTS, "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2})}
     ways = {"plain": PADDED, "dp2": PADDED, "tp2": PACKED | FLY, "pp2": PADDED, "zero1": PACKED | FLY}
     ways |= {"zero2": PADDED, "zero3": PACKED | FLY, "tp2 pp2": PADDED}
     looks = [(*layouts[name], more, 1e-6) for name, more in ways.items()]
@@ -189,15 +188,13 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     assert all(f"{file}: damaged" in message for message in refused(values))
 
 
-DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
-
-
 @pytest.mark.parametrize(("model", "changes", "same"), [
     ({}, {"sliding_window_width": 5}, False),
     ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
     ({}, {"query_pre_attn_scalar": 3}, False),
     ({}, {"seq_length": 24}, True),
-    (DYNAMIC, {"seq_length": 24}, False),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}},
+     {"seq_length": 24}, False),
     ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
 ], ids=str)  # fmt: skip
 def test_what_changes_the_forward_pass_is_another_reference(model: Any, changes: Any, same: bool) -> None:
@@ -209,16 +206,13 @@ def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:
     assert set(_OTHERWISE) <= {*keys_of(ModelKeys), *keys_of(MambaKeys)}
 
 
-RUNS = {
-    "cache": (2, PACKED | LAYOUTS["zero2"][1]),
-    "cache lost": (2, PADDED | LAYOUTS["zero3"][1]),
-    "on the fly": (2, PADDED | FLY | LAYOUTS["pp2"][1]),
-}
+RUNS = {"cache": PACKED | LAYOUTS["zero2"][1], "cache lost": PADDED | LAYOUTS["zero3"][1]}
+RUNS["on the fly"] = PADDED | FLY | LAYOUTS["pp2"][1]
 
 
 @pytest.mark.parametrize("name", with_more(RUNS, "on the fly", product=["cache lost"]))
 def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
-    ranks, changes = RUNS[name]
+    ranks, changes = 2, RUNS[name]
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, num_layers=2, train_iters=2, checkpoint_factor=2, save=str(earlier)))
     valid = {key: value for key, value in pairs(tmp_path).items() if "valid" in key}
