@@ -147,8 +147,8 @@ def test_every_choice_is_computed_or_counted_as_dropped(ranks: int) -> None:
 
 
 def loads(rank: int, world_size: int) -> list[Tensor]:
-    """For the pool: mean loads of experts in the last steps, `[blocks, experts]`, balanced by nothing, a loss, a
-    bias. The router begins with half of the experts far behind."""
+    """For the pool: mean loads of experts in the last steps, `[blocks, experts]`, balanced by nothing, a
+    loss, a bias. The router begins with half of the experts far behind."""
     means = []
     by_bias = {"moe_router_bias_update_rate": 0.05, "moe_router_score_function": "sigmoid"}
     for loss, keys in ((0.0, {}), (0.05, {}), (0.0, by_bias)):

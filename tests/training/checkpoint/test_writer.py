@@ -403,13 +403,9 @@ def test_no_random_states(tmp_path: Path) -> None:
 def is_save_iter(args: Any, iteration: int) -> bool:
     """When GPT-NeoX saves (its training.py, in our words)."""
     factor, extra = args.checkpoint_factor, args.extra_save_iters or ()
-    if factor is None or iteration in extra:
-        return iteration in extra
-    return (
-        iteration % factor == 0
-        if args.checkpoint_scale == "linear"
-        else iteration in {int(factor**k) for k in range(60)}
-    )
+    if args.checkpoint_scale == "linear":
+        return iteration in extra or (factor is not None and iteration % factor == 0)
+    return iteration in {*extra, *(int(factor**k) for k in range(60))}
 
 
 @pytest.mark.parametrize(("scale", "factor", "extra"), [
