@@ -167,7 +167,6 @@ def test_training_is_bit_equal(layout: str, keys: dict[str, Any]) -> None:
 
 
 def products(**values: Any) -> int:
-    """FLOPs of a step's products by weights, as torch counts them."""
     args = small(num_layers=5, activation="relu", **values)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args)
     with FlopCounterMode(display=False) as counter:

@@ -169,7 +169,6 @@ def loads(rank: int, world_size: int) -> list[Tensor]:
 
 
 def test_balanced_experts_have_tokens() -> None:
-    """Beside the same steps without balancing, which leave the least busy expert behind."""
     control, *balanced = run_ranks(loads, 1)[0]
     for load in balanced:
         assert load.min() > 2 * control.min() and load.max() < control.max(), (load, control)

@@ -67,7 +67,6 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """The file, as YAML."""
     path = folder / f"{name.replace('/', '_')}.yml"
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False))
     return path

@@ -95,7 +95,6 @@ PLAIN = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_ma
 
 
 def frequent(prefix: str, count: int = 3) -> list[int]:
-    """The tokens that a set has most of."""
     return [int(token) for token in np.argsort(np.bincount(IndexedDataset(prefix).tokens))[::-1][:count]]
 
 

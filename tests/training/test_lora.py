@@ -68,7 +68,6 @@ def alone() -> dict[str, Curve]:
 
 
 def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
-    """Down to the last bit."""
     for model, curve in curves_of({model: values(model, {}) for model in MODELS}, 0).items():
         for layer, tensors in curve.weights.items():
             for name, value in tensors.items():
@@ -141,7 +140,6 @@ def test_objectives_in_layouts(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", cells(["plain"], product=["tp2"]))
 def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Path) -> None:
-    """Packed rows and padded ones."""
     ranks, keys = TABLE[layout]
     lora = {"lora": {"r": 4, "alpha": 8, "quantization": "nf4", "double_quant": True}}
     pairs = [preferences(tmp_path, rows, keys, lora, reference_cache_dir=None) for rows in (PADDED, PACKED)]

@@ -24,18 +24,8 @@ from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.pool import run_ranks
-from tests.training.runs import (
-    LAYOUTS,
-    LLAMA,
-    NEOX,
-    before_steps,
-    begin,
-    bit_equal,
-    cells,
-    config,
-    metric_rows,
-    run_to_end,
-)
+from tests.training import runs
+from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
 
 def poison(training: Any, steps: set[int], bad: float) -> None:
@@ -216,7 +206,7 @@ def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int)
         if number == step and rank == world_size - 1:
             training.engine.sharded_states()["exp_avg"][0][1].view(-1)[5] = math.nan
 
-    before_steps(training, spoil)
+    runs.before_steps(training, spoil)
     return ended(training)
 
 

@@ -108,7 +108,6 @@ def test_same_schedule_resumes() -> None:
     ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear .*cosine"),
 ])  # fmt: skip
 def test_changed_schedule(change: dict[str, Any], line: str) -> None:
-    """It is refused with the keys to choose by."""
     keys = "override_lr_scheduler.*use_checkpoint_lr_scheduler"
     with pytest.raises(CheckpointError, match=f"^{line}.*{keys}") as refused:
         resume(**change)

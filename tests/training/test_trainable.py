@@ -119,7 +119,6 @@ def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, 
 
 
 def test_in_16_bits() -> None:
-    """Frozen weights are the rounded first ones; trained ones have fp32 masters, as ever."""
     reference: dict[str, Curve] = {}
     for ranks, layout in (TABLE[name] for name in ("zero1", "zero3", "pp2")):
         names = (ALONE, "weights of the first block")

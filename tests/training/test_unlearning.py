@@ -151,7 +151,6 @@ def test_one_process_steps_where_it_should(alone: dict[str, Curve]) -> None:
 
 # -- what comes of it ----------------------------------------------------------------------------------------
 def rows(folder: Path, **values: Any) -> list[dict[str, float]]:
-    """The rows of metrics of a run's steps."""
     keys = {"save": str(folder), "checkpoint_factor": 1000}
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, {"train_micro_batch_size_per_gpu": 4}, values, keys))
     return metric_rows(folder)

@@ -108,7 +108,6 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
 
 
 def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
-    """Also of steps that save, and of the steps after them."""
     given = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
     run_ranks(run_by_a_clock, 1, given)
     assert [row["runtime/iteration_time"] for row in metrics(tmp_path)] == [1.0] * 8
@@ -132,7 +131,6 @@ def run_by_a_clock(rank: int, world_size: int, given: dict[str, Any]) -> None:
 
 
 def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no row is no reason not to go on."""
     path = tmp_path / "metrics.jsonl"
     rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(5)]
     damaged = b'{"iteration": 1, "note": "\xff\xfe", "run_id": "b"}\n\x00\x80\n'

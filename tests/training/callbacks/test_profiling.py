@@ -84,7 +84,6 @@ def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("start", "end", "steps"), [(1, 8, 2), (3, 8, 2), (4, 8, 1), (5, 8, 0), (1, 4, 1)])
 def test_window_of_a_resumed_run(start: int, end: int, steps: int, tmp_path: Path) -> None:
-    """Also one that starts within it, or after it, or ends within it."""
     where: dict[str, Any] = {"memory_profiling": True, "memory_profiling_path": str(tmp_path / "profile")}
     if end == 4:
         where = {"profile": True, "log_dir": str(tmp_path)}

@@ -150,7 +150,6 @@ def sent(bucket: Bucket, saved: Path) -> None:
 def test_a_flipped_byte_is_refused_by_name(
     bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """By training, unless told to take the one before, and by tools."""
     sent(bucket, saved[0])
     name = "global_step4/layer_02-model_00-model_states.pt"
     data = bytearray(bucket.get(name))

@@ -100,7 +100,6 @@ def states_of(step: Path) -> dict[Any, Any]:
 
 
 def test_files_are_the_same_from_any_zero_stage(first_steps: list[Path]) -> None:
-    """Same gradients, so the same moments whoever kept them."""
     expected, *others = map(states_of, first_steps)
     for other in others:
         assert other.keys() == expected.keys()

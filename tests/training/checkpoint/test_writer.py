@@ -98,7 +98,6 @@ def test_optimizer_files_do_not_tell_of_zero(tmp_path: Path) -> None:
 
 
 def test_same_files_for_every_pipe_size(tmp_path: Path) -> None:
-    """pipe 0, 1 and 2 write the same layer files, of the same initial weights."""
     for pipe, ranks in ((0, 1), (1, 1), (2, 2)):
         run(values(tmp_path / str(pipe), pipe_parallel_size=pipe, extra_save_iters=[0], train_iters=1), ranks)
     files = [weights(tmp_path / f"{pipe}/run/global_step0") for pipe in (0, 1, 2)]
@@ -264,7 +263,6 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
-    """keep_last_n_checkpoints leaves it alone, says so once, and the run goes on saving."""
     more = {"train_iters": 2, "lr_decay_iters": 8, "keep_last_n_checkpoints": 1}
     run(values(tmp_path, **more))
     (tmp_path / "archive").mkdir()
@@ -302,7 +300,6 @@ def test_ephemeral_and_best(tmp_path: Path) -> None:
 
 
 def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
-    """What a program's callback draws goes on as if the run had not been interrupted."""
     through = run_ranks(draws_of, 1, values(tmp_path))[0]
     later = {"load": str(tmp_path / "run"), "iteration": 2}
     assert run_ranks(draws_of, 1, values(tmp_path / "b", **later))[0] == through[-2:]

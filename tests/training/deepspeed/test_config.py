@@ -127,7 +127,6 @@ def outputs(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[s
 
 
 def test_logs_of_deepspeed() -> None:
-    """dump_state prints DeepSpeed's configuration, comms_logger a table of its collectives at the end."""
     plain = config(LLAMA, SGD, train_micro_batch_size_per_gpu=4, engine="deepspeed")
     asked = {**plain, "dump_state": True, "comms_logger": {"enabled": True, "prof_all": True}}
     (silent, logged), (_, of_other_rank) = run_ranks(outputs, 2, [plain, asked])

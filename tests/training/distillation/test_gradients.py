@@ -107,7 +107,6 @@ def test_the_gradient_is_that_of_all_logits(engine: str, losses: list[str], teac
 
 
 def test_one_of_huggingface_gives_transformers_logits(hf_teacher: str) -> None:
-    """In layouts too."""
     [found] = run_ranks(first_steps, 1, [student(hf_teacher, {"gradient_clipping": 0.0})])[0]
     assert_right(found)
     assert found["rows"] == 381
