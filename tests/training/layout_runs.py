@@ -50,17 +50,13 @@ def some_steps(rank: int, world_size: int, models: list[tuple[Any, bool]], layou
     return found
 
 
-def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[Batch]:
-    count = args.gradient_accumulation_steps or 1
-    make = document_batch if packed else random_batch
-    return [make(args, seed=100 * step + data_rank * count + i) for i in range(count)]
-
-
 def train(engine: Engine, steps: range, rate: float, packed: bool = False, given: list[Batch] | None = None) -> Run:
     """given: the batches of every step; else random ones."""
     losses, norms, metrics = [], [], []
+    make, count = document_batch if packed else random_batch, engine.args.gradient_accumulation_steps or 1
     for step in steps:
-        batches = given or batches_of(engine.args, step, engine.groups.rank("data"), packed)
+        first = 100 * step + count * engine.groups.rank("data")
+        batches = given or [make(engine.args, seed=seed) for seed in range(first, first + count)]
         result = engine.train_step(batches, rate)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm if result.grad_norm is not None else "nan"))

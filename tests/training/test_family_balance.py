@@ -44,10 +44,6 @@ def rows_of(*shape: int) -> Tensor:
     return torch.randint(0, 90, (*shape, SEQ), generator=torch.Generator().manual_seed(1))
 
 
-def labels_of(rows: Tensor) -> Tensor:
-    return rows.roll(-1, -1)
-
-
 def imported(model: Any) -> tuple[str, Model]:
     """The family of a model of transformers; its keys, and its weights in our names."""
     config, tensors = on_disk(model)
@@ -76,7 +72,7 @@ def engine_with(args: NeoXArgs, weights: Weights) -> Engine:
 
 
 def batch_of(rows: Tensor) -> Batch:
-    return Batch(rows, labels_of(rows), torch.ones(rows.shape))
+    return Batch(rows, rows.roll(-1, -1), torch.ones(rows.shape))
 
 
 @cache
@@ -95,7 +91,7 @@ def reference(case: str) -> tuple[str, Model, Tensor, list[float], dict[str, Ten
         logits = model(TOKENS).logits
     losses = []
     for rows in rows_of(STEPS, 2):
-        loss = torch.nn.functional.cross_entropy(model(rows).logits.flatten(0, 1), labels_of(rows).flatten())
+        loss = torch.nn.functional.cross_entropy(model(rows).logits.flatten(0, 1), rows.roll(-1, -1).flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -168,7 +164,7 @@ def balanced(case: str) -> tuple[str, Model, list[float], dict[str, Tensor]]:
     losses, balances = [], []
     for rows in rows_of(ROWS).split(2):
         out = model(rows)
-        losses.append(torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), labels_of(rows).flatten()))
+        losses.append(torch.nn.functional.cross_entropy(out.logits.flatten(0, 1), rows.roll(-1, -1).flatten()))
         balances.append(out.aux_loss)
     loss, balance = torch.stack(losses).mean(), torch.stack(balances).mean()
     (loss + model.config.router_aux_loss_coef * balance).backward()

@@ -303,17 +303,15 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     ranks, keys = TABLE.get(layout, TP4)
     loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
     reference = transformers.AutoModelForCausalLM.from_pretrained(model)
-    sums, averages = [], []
+    averages = []
     with torch.no_grad():
         for tokens, labels, weights, *_ in batches:
             logprobs = reference(tokens).logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-            sums.append((logprobs * weights).sum(1))
-            averages.append(sums[-1] / weights.sum(1))
-    above = torch.cat([average[0::2] - average[1::2] for average in averages])
-    expected = -torch.nn.functional.logsigmoid(2.0 * above - 0.5).mean()
+            averages.append((logprobs * weights).sum(1) / weights.sum(1))
+    chosen, rejected = torch.cat(averages).unflatten(0, (-1, 2)).unbind(1)
+    expected = -torch.nn.functional.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean()
     assert loss == pytest.approx(float(expected), rel=1e-5)
-    chosen = torch.cat([average[0::2] for average in averages]).mean()
-    assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+    assert metrics["logps/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-5)
 
 
 def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:

@@ -242,9 +242,6 @@ def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) ->
     return total, {}
 
 
-Taken = tuple[Tensor, Weights, Weights]  # the loss of a step, and weights before and after it
-
-
 def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     batches = [document_batch(args, seed=seed + i) for i in range(2)]
@@ -255,8 +252,8 @@ def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     return named
 
 
-def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
-    """For the pool: a step of the whole loss, and one of the loss in chunks."""
+def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[Tensor, Weights, Weights]]:
+    """For the pool: of the whole loss and of that in chunks a step's loss, weights before it and after it."""
     taken = []
     for objective in (LANGUAGE_MODELLING, Objective(LANGUAGE_MODELLING.weight, in_chunks)):
         args = small(**small_runs.SGD, **values).for_world(world_size)
@@ -270,15 +267,14 @@ def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> lis
 
 
 CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LLAMA)
+ONE, OTHER = (list(zip(CUT, models * 2, strict=True)) for models in (BOTH, BOTH[::-1]))
 
 
-@pytest.mark.parametrize(
-    ("name", "model"), cells(zip(CUT, BOTH * 2, strict=True), product=zip(CUT, BOTH[::-1] * 2, strict=True))
-)
+@pytest.mark.parametrize(("name", "model"), cells(ONE, product=OTHER))
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]
-    ranks = run_ranks(whole_and_chunked, world_size, {**model, **layout})
-    for (loss, before, after), (chunked, _, chunked_after) in ranks:
+    steps = run_ranks(whole_and_chunked, world_size, {**model, **layout})
+    for (loss, before, after), (chunked, _, chunked_after) in steps:
         torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
         for layer, tensors in after.items():
             for key, expected in tensors.items():

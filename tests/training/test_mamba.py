@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.training.setup import build_engine
 from tests.model.stages import groups_of
 from tests.pool import run_ranks
 from tests.training.layout_runs import PACKED, PLAIN, Run, args_of, assert_same, some_steps, train, zero
+from tests.training.runs import cells
 
 _COMMON: dict[str, Any] = {
     "norm": "rmsnorm", "pos_emb": "none", "no_weight_tying": True, "mamba_state_dim": 8,
@@ -54,19 +56,13 @@ def reference() -> Callable[[str], list[Run]]:
     return cache(lambda half: run(half, "one")[0])
 
 
-AT_ONCE = {"tp2": "first", "pp2": "other", "dp2 zero3": "first"}
-MORE = {
-    "tp2 sp selective": "first", "dp2 zero1": "other", "dp2 deepspeed zero1": "first", "dp2 deepspeed zero3": "other",
-    "recompute": "other",
-}  # fmt: skip
-CASES = [
-    pytest.param(layout, half, marks=() if AT_ONCE.get(layout) == half else mark)
-    for layout in LAYOUTS if layout != "one" for half in HALVES
-    for mark in [pytest.mark.more if MORE.get(layout) == half else pytest.mark.product]
-]  # fmt: skip
+AT_ONCE = [("tp2", "first"), ("pp2", "other"), ("dp2 zero3", "first")]
+MORE = [("tp2 sp selective", "first"), ("dp2 zero1", "other"), ("dp2 deepspeed zero1", "first")]
+MORE += [("dp2 deepspeed zero3", "other"), ("recompute", "other")]
+PRODUCT = [case for case in product(list(LAYOUTS)[1:], HALVES) if case not in AT_ONCE + MORE]
 
 
-@pytest.mark.parametrize(("layout", "half"), CASES)
+@pytest.mark.parametrize(("layout", "half"), cells(AT_ONCE, MORE, PRODUCT))
 def test_steps_are_those_of_one_process(layout: str, half: str, reference: Callable[[str], list[Run]]) -> None:
     # Selective recomputation asks of each of a scan's small operators whether its result is kept.
     ranks = run(half, layout)

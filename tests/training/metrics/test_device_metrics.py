@@ -18,8 +18,7 @@ from tests.pool import run_ranks
 from tests.training.runs import NEOX, config
 
 
-class NVMLError(Exception):
-    pass
+NVMLError = type("NVMLError", (Exception,), {})
 
 
 def fake_nvml(broken: bool = False) -> Any:
@@ -31,13 +30,11 @@ def fake_nvml(broken: bool = False) -> Any:
         return int(uuid.removeprefix("GPU-"))
 
     return SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=handle,
+        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
         nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=40 * (i + 1)),
         nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=(2 * i + 1) * 2**30),
         nvmlDeviceGetPowerUsage=lambda i: 200_000 + 100_000 * i,
-    )
+    )  # fmt: skip
 
 
 def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tuple[list[str], Any]]:

@@ -31,14 +31,12 @@ CELLS: dict[int, list[dict[str, Any]]] = {
 def rows_of(folder: Path, layouts: list[dict[str, Any]], ranks: int) -> list[dict[str, float]]:
     """The only row of metrics.jsonl of each run of two steps, the second of which is logged."""
     common = {"no_weight_tying": True, "train_iters": 2, "num_layers": 2, "log_interval": 2}
-    micro = {"train_micro_batch_size_per_gpu": 2}
-    folders = [folder / str(i) for i in range(len(layouts))]
     runs = [
-        config(NEOX, ADAMW, LOGGED, common, micro, layout, log_dir=str(to))
-        for to, layout in zip(folders, layouts, strict=True)
+        config(NEOX, ADAMW, LOGGED, common, layout, train_micro_batch_size_per_gpu=2, log_dir=f"{folder}/{i}")
+        for i, layout in enumerate(layouts)
     ]
     run_ranks(to_their_ends, ranks, runs, timeout=TIMEOUT)
-    return [json.loads((to / "metrics.jsonl").read_text()) for to in folders]
+    return [json.loads((Path(run["log_dir"]) / "metrics.jsonl").read_text()) for run in runs]
 
 
 @pytest.fixture(scope="module")
