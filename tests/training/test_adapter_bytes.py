@@ -69,8 +69,7 @@ def tensors_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> lis
     found = []
     for training in begun(configs):
         training.engine.train_step(next(batches_of(training)), 1e-3)
-        parts = training.engine.tensors()
-        found.append({name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()})
+        found.append({name: sum(t.nbytes for t in tensors) for name, tensors in training.engine.tensors().items()})
     return found
 
 

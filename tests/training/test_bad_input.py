@@ -177,8 +177,7 @@ def argv_on_disk(folder: Path) -> tuple[list[str], str]:
 def test_full_disk(check: bool, tmp_path: Path) -> None:
     """The first checkpoint fits, the second does not."""
     argv, disk = argv_on_disk(tmp_path)
-    whole = _values(tmp_path, save=str(tmp_path / "size"), load=None, train_iters=2, lr_decay_iters=4)
-    run_ranks(run_to_end, 1, whole)
+    run_ranks(run_to_end, 1, _values(tmp_path, save=str(tmp_path / "size"), load=None, train_iters=2, lr_decay_iters=4))
     size = sum(p.stat().st_size for p in (tmp_path / "size" / "global_step2").rglob("*") if p.is_file())
     given = (argv, disk, int(size * 1.7) // 1024, False, check)
     code, printed, files, latest = run_ranks(on_small_disk, 1, *given, init=False)[0]

@@ -60,8 +60,7 @@ def test_it_trains_and_goes_on_as_deepspeeds_engine(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_step_that_is_not_finite_is_known_late_and_changes_nothing(name: str, tmp_path: Path) -> None:
     """Of step 4 the loop knows when step 5 has begun, and saves the weights of step 3 all the same."""
-    values = values_of(tmp_path / "run", checkpoint_factor=100)
-    message, weights = run_ranks(go, 1, values, name, (4,))[0]
+    message, weights = run_ranks(go, 1, values_of(tmp_path / "run", checkpoint_factor=100), name, (4,))[0]
     assert re.search("^step 4: rank 0: gradient of .*step 3", message)
     assert (tmp_path / "run" / "latest").read_text() == "global_step3"
     good = values_of(tmp_path / "good", train_iters=3, lr_decay_iters=6)

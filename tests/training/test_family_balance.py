@@ -212,8 +212,7 @@ def test_the_load_balancing_loss_is_that_of_transformers(layout: str) -> None:
 def test_without_router_logits_there_is_no_such_loss() -> None:
     """transformers has it only where output_router_logits is true, whatever its factor is."""
     config, tensors = on_disk(odd_model("mixtral", router_aux_loss_coef=COEFFICIENT))
-    args = NeoXArgs.from_dict(from_hf(config, tensors.__getitem__)[0])
-    assert args.moe_aux_loss_coeff == 0.0
+    assert NeoXArgs.from_dict(from_hf(config, tensors.__getitem__)[0]).moe_aux_loss_coeff == 0.0
 
 
 def test_what_trains_nothing_does_without_it_in_stages_too(tmp_path: Path) -> None:

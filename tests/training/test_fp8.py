@@ -167,8 +167,7 @@ def scales(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tu
 def test_recomputation_micro_batches_and_ranks_have_the_same_scales() -> None:
     """What is recomputed is noted twice, which is the same bits; micro-batches and ranks have one maximum."""
     plain = values("te", te_fp8_amax_history_len=2, te_fp8_amax_compute_algo="max")
-    recomputed = {**plain, "checkpoint_activations": True}
-    (loss, state), (again, same) = run_ranks(scales, 1, [plain, recomputed])[0]
+    (loss, state), (again, same) = run_ranks(scales, 1, [plain, {**plain, "checkpoint_activations": True}])[0]
     assert loss == again
     linears = ("attention.query_key_value", "attention.dense", "mlp.linear1", "mlp.linear2")
     assert state.keys() == {f"{i}.{name}" for i in (3, 4) for name in linears}

@@ -114,8 +114,7 @@ def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp
 
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
-    values = given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5)
-    run_ranks(run_to_end, 1, values)
+    run_ranks(run_to_end, 1, given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5))
     made = tmp_path / "run" / "huggingface"
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
     rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
@@ -127,8 +126,7 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
     """`load` and `save` the same, as people have it: no run is gone on with, whatever its seed and data."""
-    model = folder(tmp_path / "model")
-    import_hf(HFFolder(model), tmp_path / "run", tensor=2)
+    import_hf(HFFolder(folder(tmp_path / "model")), tmp_path / "run", tensor=2)
     run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "run", extra_save_iters=None))
     manifest = read_manifest(find_checkpoint(tmp_path / "run"))
     assert manifest is not None and manifest.iteration == 2 and manifest.data

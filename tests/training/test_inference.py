@@ -129,16 +129,14 @@ def test_a_run_does_not_notice(name: str) -> None:
 
 def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
     run_ranks(run, 1, values_of(LLAMA, {}, 1) | {"log_dir": str(tmp_path / "logs")})
-    rows = metric_rows(tmp_path, "looked")
-    assert [(row["iteration"], row["looked"]) for row in rows] == [(0, 0), (2, 2), (4, 4)]
+    assert [(row["iteration"], row["looked"]) for row in metric_rows(tmp_path, "looked")] == [(0, 0), (2, 2), (4, 4)]
 
 
 def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, int, Scores, Scores]:
     """For the pool: graphs made before and after a run, and the scores of compiled and of plain blocks."""
     from torch._dynamo.utils import counters
 
-    real = nn.Module.compile
-    nn.Module.compile = partialmethod(real, backend="eager")  # type: ignore[assignment]
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment]
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     training = begin(values)
     callback, before = Looking(training), counters["stats"]["unique_graphs"]

@@ -74,8 +74,7 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
     padding, share = 100 * (1 - used.sum() / (24 * 129)), 100 * trained / used.sum()
     shares = rf"{padding:.1f} % padding.* {share:.1f} %"
-    line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}"
-    assert re.search(line, output), output
+    assert re.search(rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}", output), output
     (row,) = metric_rows(tmp_path)
     places = np.minimum(text.sizes, 128).sum()
     assert row["train/padding_share"] == pytest.approx(1 - places / (24 * 128))

@@ -256,8 +256,7 @@ def scales(rank: int, world_size: int, runs: list[tuple[dict[str, Any], str]]) -
     seen = []
     for fp16, steps in runs:
         read = get_float16_config(deepspeed_config(args_of(**fp16)))
-        dynamic = read.loss_scale == 0
-        scaler = CreateLossScaler(torch.half, read.loss_scale, dynamic, read.dynamic_loss_scale_args())
+        scaler = CreateLossScaler(torch.half, read.loss_scale, read.loss_scale == 0, read.dynamic_loss_scale_args())
         seen.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
     return seen
 

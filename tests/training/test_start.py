@@ -54,8 +54,7 @@ def printed(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
 
 
 def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
-    argv = ["deepy.py", "train.py", *files, "--num_gpus", "2", "--set", "model_parallel_size=2"]
-    done = command(tmp_path, *argv)
+    done = command(tmp_path, "deepy.py", "train.py", *files, "--num_gpus", "2", "--set", "model_parallel_size=2")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "extensions").exists(), "nothing was compiled"
     log = done.stdout

@@ -121,8 +121,7 @@ def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, 
 def test_in_16_bits() -> None:
     reference: dict[str, Curve] = {}
     for ranks, layout in (TABLE[name] for name in ("zero1", "zero3", "pp2")):
-        names = (ALONE, "weights of the first block")
-        configs = {name: values(name, layout, precision="bfloat16") for name in names}
+        configs = {name: values(name, layout, precision="bfloat16") for name in (ALONE, "weights of the first block")}
         for name, curve in (found := runs.curves_of(configs, STEPS, ranks)).items():
             check_frozen(name, curve, configs[name], torch.bfloat16)
         reference = reference or found

@@ -95,8 +95,7 @@ def test_a_metric_is_refused_before_a_reference_is_scored(tmp_path: Path) -> Non
 
 def test_by_a_metric_of_pairs(tmp_path: Path) -> None:
     run_ranks(run_to_end, 1, of_pairs(tmp_path, dpo_loss_type="simpo", save_best="validation/rewards/margins"))
-    rows = metrics(tmp_path / "run")
-    best = max((row["validation/rewards/margins"], row["iteration"]) for row in rows[1:])
+    best = max((row["validation/rewards/margins"], row["iteration"]) for row in metrics(tmp_path / "run")[1:])
     summary = json.loads((tmp_path / "run" / "training_summary.json").read_text())
     for record in (summary["best"], note(tmp_path / "run")):
         assert (record["value"], record["iteration"]) == best

@@ -108,8 +108,7 @@ def test_memory_snapshot(tmp_path: Path) -> None:
     groups = ParallelGroups.single("cuda:0")
     record_memory_history(args, groups)
     held = torch.zeros(2**20, device="cuda:0")
-    profiler = StepProfiler(args, groups, logging.getLogger("test"), lambda: None)
-    profiler.before_step(12)
+    StepProfiler(args, groups, logging.getLogger("test"), lambda: None).before_step(12)
     assert (tmp_path / "mem_snapshot_rank0.pickle").stat().st_size > 0 and held.is_cuda
 
 

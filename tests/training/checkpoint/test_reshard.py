@@ -66,8 +66,7 @@ def test_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     run_ranks(run_to_end, 1, values(through, "one process", model, precision, extra_save_iters=[1]))
     as_stopped_at(1, through, save)
     for stop, layout in zip((3, 5), layouts[:-1], strict=False):
-        given = values(save, layout, model, precision, checkpoint_factor=1)
-        run_ranks(stop_after, LAYOUTS[layout][0], given, stop)
+        run_ranks(stop_after, LAYOUTS[layout][0], values(save, layout, model, precision, checkpoint_factor=1), stop)
     ranks, expected = LAYOUTS[layouts[-1]][0], losses(through)
     if name == "a pipeline":
         fresh = values(tmp_path / "fresh", layouts[-1], model, precision, load=str(save), no_load_optim=True)
@@ -143,8 +142,7 @@ def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     run_ranks(old_run, ranks, given)
     as_stopped_at(SAVED, through, save)
     assert not list((save / f"global_step{SAVED}").glob("optim_*"))
-    pipeline = values(tmp_path / "on", "one process", "neox", "fp32", **PP2, load=str(save))
-    (message,) = refused(pipeline, ranks=2)
+    (message,) = refused(values(tmp_path / "on", "one process", "neox", "fp32", **PP2, load=str(save)), ranks=2)
     assert re.search(r"pipe_parallel_size: 2 \(program\), .* 1", message)
     given = {**given, "save": str(save)}
     (message,) = refused({**given, "engine": "native"}, ranks=ranks)
@@ -160,8 +158,7 @@ def test_a_bias_that_balances_can_come_later_and_stay(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     run_ranks(run_to_end, 1, values(first, *one, **without, train_iters=1))
     tuned = values(second, *one, load=str(first), finetune=True, train_iters=2)
-    weights = run_ranks(run_to_end, 1, tuned)[0][1]
-    steps = weights[2]["mlp.router.expert_bias"] / 0.01
+    steps = run_ranks(run_to_end, 1, tuned)[0][1][2]["mlp.router.expert_bias"] / 0.01
     assert 0.5 < steps.abs().max() < 2.5 and torch.allclose(steps, steps.round(), atol=1e-4)
     (message,) = refused({**tuned, **without, "load": str(second), "save": None})
     assert "mlp.router.expert_bias" in message and "moe_router_bias_update_rate: 0" in message

@@ -184,5 +184,4 @@ def change_file(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], 
     change(state)
     record, manifest = save_tensors(state, checkpoint / name), read_manifest(checkpoint)
     assert manifest is not None
-    changed = replace(manifest, files={**manifest.files, name: record})
-    (checkpoint / "manifest.json").write_text(changed.to_json())
+    (checkpoint / "manifest.json").write_text(replace(manifest, files={**manifest.files, name: record}).to_json())

@@ -72,8 +72,7 @@ def test_the_first_loss_is_the_dense_models(name: str, dense: dict[str, Path], t
     manifest = verify(path)
     assert path.name == "global_step0" and manifest is not None and manifest.layout.tensor == ranks
     assert not manifest.optimizer and manifest.consumed_samples == 0 and manifest.tokenizer is not None
-    begun = {"finetune": True, "train_iters": 2, "checkpoint_factor": 2}
-    common = config(model, ADAMW, begun, layout)
+    common = config(model, ADAMW, {"finetune": True, "train_iters": 2, "checkpoint_factor": 2}, layout)
     run_ranks(run_to_end, ranks, {**common, "load": str(source), "save": str(tmp_path / "dense")})
     run_ranks(run_to_end, ranks, {**common, **experts, "load": str(tmp_path / "out"), "save": str(tmp_path / "moe")})
     without, with_experts = losses(tmp_path / "dense"), losses(tmp_path / "moe")
@@ -112,8 +111,7 @@ def test_the_bits_of_the_source(dense: dict[str, Path], tmp_path: Path) -> None:
             for name, value in wanted.items():
                 copies = its[f"experts.mlp.{name}{suffix}"].unflatten(0, (4, -1))
                 assert all(torch.equal(copy, value) for copy in copies), name
-        spec = named_params(args)[layer, "mlp.router.layer.weight"]
-        drawn = initial_whole(spec, layer, args)
+        drawn = initial_whole(named_params(args)[layer, "mlp.router.layer.weight"], layer, args)
         assert torch.equal(its["router.layer.weight"], drawn.to(its["router.layer.weight"].dtype)) and drawn.std() > 0
         assert its["router.expert_bias"].dtype == torch.float32 and not its["router.expert_bias"].any()
     assert not torch.equal(new[3]["mlp.router.layer.weight"], new[5]["mlp.router.layer.weight"])

@@ -87,8 +87,7 @@ def test_a_run_that_ended_before_its_first_latest_goes_on(trained: Path, tmp_pat
 
 
 def test_optimizer_files_do_not_tell_of_zero(tmp_path: Path) -> None:
-    given = values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=1, train_iters=1)
-    run(given, 2)
+    run(values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=1, train_iters=1), 2)
     files = sorted((tmp_path / "run" / "global_step1").glob("*optim*"))
     assert [path.name for path in files] == STATES
     state = load_tensors(files[1])["mlp.linear1.weight"]
@@ -386,8 +385,7 @@ def test_finished_and_unbegun_runs_need_no_state(tmp_path: Path) -> None:
 
 
 def test_no_random_states(tmp_path: Path) -> None:
-    given = with_dropout(tmp_path / "less", no_save_rng=True)
-    through = run(given)
+    through = run(with_dropout(tmp_path / "less", no_save_rng=True))
     state = load_tensors(tmp_path / "less" / "global_step2" / "mp_rank_00_model_states.pt")
     assert "torch_rng_state" not in state and list((tmp_path / "less" / "global_step2").glob("optim_*"))
     elsewhere = with_dropout(tmp_path / "on", load=str(tmp_path / "less"), iteration=2)

@@ -43,8 +43,7 @@ def measured(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
     """For the pool: the peak, the number of elements of this rank's part, and of its largest layer."""
     results = []
     for layout in layouts:
-        deep = {"num_layers": 8, "hidden_size": 64, "precision": "bfloat16", **layout}
-        engine, peak = construct(deep, world_size)
+        engine, peak = construct({"num_layers": 8, "hidden_size": 64, "precision": "bfloat16", **layout}, world_size)
         sizes = Counter[int]()
         for layer, _, _, spec in parameters_with_specs(engine.stage, engine.args):
             sizes[layer] += torch.Size(spec.local_shape(engine.groups.size("tensor"))).numel()

@@ -99,8 +99,7 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
             step += gather if i == 0 else []
             step += scatter if stage == 2 or i == micro_batches - 1 else []
     # The norm's square and the verdict, over all ranks; the loss.
-    everyone = WORLD if tensor > 1 else DATA
-    return [*step, Event(ALL_REDUCE, 2 * scalar, everyone), Event(ALL_REDUCE, scalar, DATA)]
+    return [*step, Event(ALL_REDUCE, 2 * scalar, WORLD if tensor > 1 else DATA), Event(ALL_REDUCE, scalar, DATA)]
 
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:

@@ -57,8 +57,7 @@ def moved_by_one_rank(rank: int, world_size: int) -> dict[str, float]:
     """For the pool: bytes per parameter of the bare loop and the native engine, beside both passes."""
     from megatron.training.native.engine import NativeEngine
 
-    options = parse(["--layers", "2", "--hidden", "128"])
-    args = settings(options, 1, 0)
+    args = settings(parse(["--layers", "2", "--hidden", "128"]), 1, 0)
     groups = init_model_parallel(args, process_info(), logging.getLogger("benchmark"))
     batch = random_batch(args, groups.device, None)
     passes, params = model_alone(args, groups, batch, LANGUAGE_MODELLING)

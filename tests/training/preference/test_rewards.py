@@ -86,8 +86,7 @@ def test_a_run_goes_on_bit_for_bit_and_is_validated(name: str, tmp_path: Path) -
     ranks, layout = LAYOUTS[name]
     precision = {"precision": "bfloat16"} if "zero" in name else {}
     steps = {"train_iters": 6, "checkpoint_factor": 3, "eval_iters": 1, "eval_interval": 3}
-    common = packed(tmp_path, layout, precision, steps, train_micro_batch_size_per_gpu=2)
-    assert_goes_on(ranks, common, tmp_path)
+    assert_goes_on(ranks, packed(tmp_path, layout, precision, steps, train_micro_batch_size_per_gpu=2), tmp_path)
     lines = (tmp_path / "resumed/logs/metrics.jsonl").read_text()
     names = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "pos_values", "neg_values")
     assert all(f'"{at}/{name}"' in lines for at in ("train", "validation") for name in names)
@@ -106,10 +105,8 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
     exported = tmp_path / "reward/huggingface/global_step2"
     elsewhere = {**keys, "save": str(tmp_path / "other")}
     hf = str(language / "huggingface/global_step2")
-    loads = [elsewhere, {**elsewhere, "load": hf}, {**elsewhere, "load": str(exported)}]
-    (parts,) = run_ranks(curves, 1, loads, 0)
-    step = find_checkpoint(language)
-    stored = {int(file.name[6:8]): load_tensors(file) for file in step.glob("layer_*")}
+    (parts,) = run_ranks(curves, 1, [elsewhere, {**elsewhere, "load": hf}, {**elsewhere, "load": str(exported)}], 0)
+    stored = {int(file.name[6:8]): load_tensors(file) for file in find_checkpoint(language).glob("layer_*")}
     for begun in (parts[0].weights, parts[1].weights):
         head = begun.pop(8)["rm_linear.weight"]
         assert bit_equal(begun, {layer: stored[layer] for layer in begun})
