@@ -53,8 +53,12 @@ class Run:
         return Manifest.from_json(made.to_json())
 
 
-CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    # (keys there, keys that changed, the key that is named, what it was)
+def check(run: Run, manifest: Manifest, record: dict[str, Any] | None = None) -> None:
+    check_same_run(run.args, PATH, manifest, True, record or run.record(manifest), run.tokenizer)
+
+
+@pytest.mark.parametrize(("keys", "change", "named", "was"), [
+    # keys there, keys that changed, the key that is named, what it was
     ({}, {"seed": 7}, "seed", "1234"),
     ({}, {"data_seed": 7}, "data_seed", "1234"),
     ({}, {"seq_length": 16}, "seq_length", "32"),
@@ -78,14 +82,7 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({}, {"intermediate_size": 96}, "intermediate_size", "128"),
     ({}, {"num_kv_heads": 2}, "num_kv_heads", "4"),
     ({}, {"padded_vocab_size": 512}, "padded_vocab_size", "384"),
-]
-
-
-def check(run: Run, manifest: Manifest, record: dict[str, Any] | None = None) -> None:
-    check_same_run(run.args, PATH, manifest, True, record or run.record(manifest), run.tokenizer)
-
-
-@pytest.mark.parametrize(("keys", "change", "named", "was"), CHANGES)
+])  # fmt: skip
 def test_the_key_that_changed_comes_first(keys: Any, change: Any, named: str, was: str, tmp_path: Path) -> None:
     saved_run, here = Run(tmp_path / "there", **keys), Run(tmp_path / "here", **{**keys, **change})
     manifest = saved_run.manifest()
