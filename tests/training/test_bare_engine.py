@@ -23,10 +23,7 @@ def go(rank: int, world_size: int, values: dict[str, Any], name: str, bad: tuple
     """For the pool: a run by the engine of that name whose gradients of the steps `bad` are not finite."""
     training = begin(values, ENGINES[name])
     poison(training, set(bad), math.nan)
-    message = ended(training) or ""
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return message, weights
+    return ended(training) or "", training.engine.weights(master=True)
 
 
 def values_of(save: Path, **more: Any) -> dict[str, Any]:

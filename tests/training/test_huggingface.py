@@ -250,7 +250,6 @@ def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[floa
     result = training.engine.train_step(batches, 0.0)
     metrics = {name: float(value) for name, value in result.metrics.items()}
     assert training.args.padded_vocab_size == 640
-    training.engine.close()
     return float(result.loss), float(result.grad_norm or math.nan), fields, training.args.softmax_rows, metrics
 
 

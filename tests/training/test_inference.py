@@ -4,7 +4,7 @@ import random
 from copy import deepcopy
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -157,8 +157,7 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
 def evaluations(rank: int, world_size: int, values: dict[str, Any]) -> list[ValidationResult]:
     """For the pool: the initial model on the first five, eight and sixteen validation samples."""
     training = begin(values)
-    tokenizer, valid = training.tokenizer, training.datasets.valid
-    assert valid is not None
+    tokenizer, valid = training.tokenizer, cast(Any, training.datasets.valid)
     return [evaluate(training.engine, valid, n, tokenizer.eod, tokenizer.detokenize) for n in (5, 8, 16)]
 
 
@@ -191,10 +190,9 @@ def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationR
 def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
     """For the pool: mean loss of five samples, one at a time through the bare model, and their labels."""
     training = begin(values)
-    assert training.datasets.valid is not None
-    losses, labels = [], []
+    valid, losses, labels = cast(Any, training.datasets.valid), [], []
     for i in range(5):
-        batch = collate_samples([training.datasets.valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
+        batch = collate_samples([valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
         counts = batch.loss_weights[0] > 0
         logits = training.engine.stage(None, batch)[:, 0].double()  # type: ignore[index]
         losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))

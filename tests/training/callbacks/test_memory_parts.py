@@ -140,7 +140,6 @@ def peaks(rank: int, world_size: int, values: dict[str, Any], folder: Path) -> t
     theirs = max(accumulate(change for _, change in changes))
     found = tracker.timeline()
     there = sum(values[0] for values in found.bytes_by_part.values()) + found.parts["other"]
-    engine.close()
     return found.peak - there, theirs, torch.equal(before, under)
 
 

@@ -6,13 +6,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.checkpointing import read_manifest, save_tensors
+from megatron.checkpointing import Manifest, read_manifest, save_tensors
 from megatron.neox_arguments import UserError
 from megatron.training import train
 from megatron.training.callbacks.saving import SaveCallback
@@ -141,7 +141,6 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
 
     with mock.patch.object(SaveCallback, "save", save_and_stop), pytest.raises(Stop):
         train(training)
-    training.engine.close()
 
 
 def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained: bool = False) -> list[str]:
@@ -182,6 +181,5 @@ def change_file(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], 
     """Change the tensors of one file, checksums and all."""
     state = torch.load(checkpoint / name, weights_only=True)  # not mapped from the file that is written
     change(state)
-    record, manifest = save_tensors(state, checkpoint / name), read_manifest(checkpoint)
-    assert manifest is not None
+    record, manifest = save_tensors(state, checkpoint / name), cast(Manifest, read_manifest(checkpoint))
     (checkpoint / "manifest.json").write_text(replace(manifest, files={**manifest.files, name: record}).to_json())

@@ -317,9 +317,7 @@ def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[fl
 
     for seed in (random.seed, np.random.seed, torch.seed):
         seed()
-    training = begin(given)
-    train(training, [Draws()])
-    training.engine.close()
+    train(begin(given), [Draws()])
     return drawn
 
 

@@ -134,6 +134,6 @@ def test_no_compiler_says_so(tmp_path: Path) -> None:
 
 def test_cpu_optimizer_for_weights_on_a_device() -> None:
     args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
-    stage = build_stage(args, ParallelGroups.single())
+    groups = ParallelGroups.single()
     with pytest.raises(ConfigError, match="CPU_Torch_Adam .*AdamW.*zero_optimization"):
-        build_sharded_optimizer(stage, args, ParallelGroups.single())
+        build_sharded_optimizer(build_stage(args, groups), args, groups)

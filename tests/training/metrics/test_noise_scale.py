@@ -28,9 +28,7 @@ def measured(rank: int, world_size: int, n_batches: int, offload: bool, poison: 
         scale.add([((0, "weight"), local_gradient[:4]), ((2, "weight"), local_gradient[4:])])
         if step < n_batches - 1:
             assert scale.value() is None
-    value = scale.value()
-    assert value is not None
-    return float(value)
+    return float(scale.value())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("n_batches", "poison"), [(2, False), (5, False), (5, True)])

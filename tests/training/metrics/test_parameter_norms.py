@@ -85,14 +85,13 @@ def directly(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, flo
         loss = loss + (losses * batch.loss_weights.t().flatten()).sum() / weight
     loss.backward()
     norms = {}
-    for full_name, param in stage.named_parameters():
+    params: Any = stage.named_parameters()
+    for full_name, param in params:
         name = full_name.removeprefix("layers.")
-        assert param.grad is not None
         norms[f"gradient_norms/{name}"] = float(param.grad.norm())
         norms[f"pct_grad_zeros/{name}"] = 100.0 * float((param.grad == 0).double().mean())
         # AdamW's first step from nothing: exp_avg is (1 - beta1) of the clipped gradient.
         norms[f"optimizer_state_norms/{name}_exp_avg"] = 0.1 * float(param.grad.norm())
-    training.engine.close()
     return norms
 
 
