@@ -100,14 +100,11 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
             assert now.equal(start.to(dtype)) is not trained, (name, layer, spec.name)
 
 
-@pytest.mark.parametrize(
-    "layout",  # "tp2 pp2 sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    runs.cells(
-        ["zero3", "tp2 pp2 sp", "zero3, deepspeed"],
-        ["zero2", "zero2, deepspeed"],
-        ["plain", "dp2", "tp2", "pp2", "plain, deepspeed"],
-    ),
-)
+@pytest.mark.parametrize("layout", runs.cells(  # "tp2 pp2 sp" has what two of those have, ZeRO 3 cuts what ZeRO 2 does
+    ["zero3", "tp2 pp2 sp", "zero3, deepspeed"],
+    ["zero2", "zero2, deepspeed"],
+    ["plain", "dp2", "tp2", "pp2", "plain, deepspeed"],
+))  # fmt: skip
 def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, Curve]) -> None:
     ranks, keys = TABLE[layout]
     configs = {name: values(name, keys) for name in SETS}
@@ -144,8 +141,7 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
     for name in ("zero3", "one"):
-        resumed, known = losses(tmp_path / name), losses(first_run)
-        assert sorted(resumed) == [3] and max(abs(resumed[i] - known[i]) / known[i] for i in resumed) <= 1e-3
+        assert losses(tmp_path / name) == pytest.approx({3: losses(first_run)[3]}, rel=1e-3)
     problem = r"trainable \(program\).*: 3\.attention\.dense\.weight.* here only.*no_load_optim"
     other = {**start, "trainable": {"last_layers": 3, "head": True}}
     with pytest.raises(AssertionError, match=problem):
