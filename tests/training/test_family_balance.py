@@ -130,8 +130,7 @@ def test_three_steps_are_those_of_transformers(world: int, keys: dict[str, Any],
 
 @pytest.mark.product
 def test_logits_before_the_steps() -> None:
-    references = [reference(case) for case in ALL]
-    layouts = [(1, 1), (2, 1), (1, 2)]
+    references, layouts = [reference(case) for case in ALL], [(1, 1), (2, 1), (1, 2)]
     for layout, logits in logits_by_layout([model for _, model, *_ in references], layouts).items():
         for case, (_, _, expected, *_), ours in zip(ALL, references, logits, strict=True):
             assert (ours[..., :VOCAB] - expected).abs().max() < 1e-5, (case, layout)

@@ -295,8 +295,7 @@ def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Pa
     """SimPO, whose first loss is not ln 2, by TRL's formula from transformers' log-probabilities."""
     ranks, keys = TABLE.get(layout, TP4)
     loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
-    averages = []
+    reference, averages = transformers.AutoModelForCausalLM.from_pretrained(model), []
     with torch.no_grad():
         for tokens, labels, weights, *_ in batches:
             logprobs = reference(tokens).logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)

@@ -47,8 +47,7 @@ def run_of(tokenizer: Path, folder: Path, **keys: Any) -> dict[str, Any]:
 def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
     """Good answers end in an even number, bad ones in an odd one; shuffled: in half the other way round."""
     random = np.random.default_rng(seed)
-    turned = random.permutation(count) < (count // 2 if shuffled else 0)
-    rows = []
+    turned, rows = random.permutation(count) < (count // 2 if shuffled else 0), []
     for i in range(count):
         question, *answers = (" ".join(random.choice(WORDS, random.integers(2, 5))) for _ in range(3))
         ends = [2 * random.integers(5) + odd for odd in (0, 1)]

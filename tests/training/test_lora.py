@@ -31,8 +31,7 @@ from tests.training.preference.test_rewards import reward_data, values_of
 from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, cells, config, curves, curves_of
 from tests.training.test_unlearning import DIVERGENCE
 
-STEPS = 3
-UNTIED = {"no_weight_tying": True}
+STEPS, UNTIED = 3, {"no_weight_tying": True}
 # Columns of 64 for each of two ranks, so that blocks in 4 bits are the same in every layout.
 WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2}
 NF4 = {"quantization": "nf4", "init": False}

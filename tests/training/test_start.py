@@ -24,8 +24,7 @@ from megatron.training import start, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, config, metric_rows
 
-ROOT = Path(__file__).resolve().parents[2]
-HOST = socket.gethostname()
+ROOT, HOST = Path(__file__).resolve().parents[2], socket.gethostname()
 
 
 def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:

@@ -48,8 +48,7 @@ def measured(folder: Path) -> list[dict[str, int]]:
     found = json.loads((folder / "memory_parts.json").read_text())
     for rank in found["ranks"]:
         assert list(rank["parts"]) == list(PARTS) and sum(rank["parts"].values()) == rank["peak"]
-    highest = max(found["ranks"], key=lambda rank: rank["peak"])
-    timeline = found["timeline"]
+    highest, timeline = max(found["ranks"], key=lambda rank: rank["peak"]), found["timeline"]
     assert found["iteration"] == 3 and found["device"] == "cpu" and timeline["rank"] == highest["rank"]
     assert max(map(sum, zip(*timeline["parts"].values(), strict=True))) == highest["peak"]
     return [rank["parts"] for rank in found["ranks"]]

@@ -113,8 +113,7 @@ def test_memory_snapshot(tmp_path: Path) -> None:
 
 
 def test_git_hash(tmp_path: Path) -> None:
-    args = NeoXArgs.from_dict(config(NEOX))
-    package = tmp_path / "megatron"
+    args, package = NeoXArgs.from_dict(config(NEOX)), tmp_path / "megatron"
     package.mkdir()
     assert git_hash(args, package) is None, "no checkout"
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -80,8 +80,7 @@ def test_master_weights_are_the_initial_values_before_rounding() -> None:
     zero = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_param": {"device": "cpu"}}]
     layouts = [{**model, "zero_optimization": keys} for keys in zero] + [{**model, "model_parallel_size": 2}]
     for layout, *ranks in zip(layouts, *run_ranks(initial, 2, layouts), strict=True):
-        args = small(**layout)
-        parts = {rank: both for rank, *both in ranks}
+        args, parts = small(**layout), {rank: both for rank, *both in ranks}
         for layer, specs in layer_params(args).items():
             for spec in specs:
                 expected = torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))])

@@ -57,8 +57,7 @@ def of_all_logits(student: Tensor, teacher: Tensor, batch: Batch, keys: dict[str
 
 def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """For the pool: of each run's first step loss, metrics and gradients, and the same by `of_all_logits`."""
-    others = logits_by(runs[0]["distillation"]["teacher"])
-    results = []
+    others, results = logits_by(runs[0]["distillation"]["teacher"]), []
     for values in runs:
         training, gradients = begin(values), dict[tuple[int, str], Tensor]()
         step, keys, rows = next(batches_of(training)), values["distillation"], training.args.softmax_rows

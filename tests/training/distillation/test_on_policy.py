@@ -56,8 +56,7 @@ def test_the_student_answers_the_prompts_of_the_step(alone: list[Steps]) -> None
                 assert torch.equal(tokens, of_data) and torch.equal(weights, trained)
                 continue
             for row in range(len(tokens)):
-                prompt = int(trained[row].argmax()) + 1
-                answer = int(weights[row].sum())
+                prompt, answer = int(trained[row].argmax()) + 1, int(weights[row].sum())
                 places = torch.zeros_like(weights[row]).index_fill(0, torch.arange(prompt - 1, prompt - 1 + answer), 1)
                 assert torch.equal(tokens[row, :prompt], of_data[row, :prompt]) and torch.equal(weights[row], places)
                 assert 1 <= answer <= 6 and prompt - 1 + answer <= tokens.shape[1]

@@ -40,8 +40,7 @@ def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tu
     """For the pool: the log lines and the metrics, where NVML of this rank is broken."""
     device_metrics.gpu_uuid = lambda device: f"GPU-{rank}"
     args = NeoXArgs.from_dict(config(NEOX, log_device_metrics="auto")).for_world(world_size)
-    groups = init_model_parallel(args, process_info(), logging.getLogger("test"))
-    found = []
+    groups, found = init_model_parallel(args, process_info(), logging.getLogger("test")), []
     for broken in broken_ranks:
         sys.modules["pynvml"] = fake_nvml(broken=rank == broken)
         lines: list[str] = []
