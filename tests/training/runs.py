@@ -54,12 +54,9 @@ OFFLOADED: dict[str, Any] = {
 }  # fmt: skip
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
+    "plain": (1, {}), "dp2": (2, {}), "tp2": (2, {"model_parallel_size": 2}), "pp2": (2, {"pipe_parallel_size": 2}),
     **{f"zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)},
-}
+}  # fmt: skip
 """Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
 SP2 = {"model_parallel_size": 2, "sequence_parallel": True}
 TABLE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -91,7 +88,7 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     merged = dict(BASE)
     for part in (*parts, more):
         merged.update(part)
-    if merged.get("data_path") is None and "split" in merged and merged["split"] == BASE.get("split"):
+    if merged["data_path"] is None and merged["split"] == BASE["split"]:
         merged["split"] = None  # it is of BASE's data_path
     return merged
 

@@ -75,12 +75,11 @@ def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int,
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
-    ("as it was", {}, 4),
-    ("one process", {"model_parallel_size": 1, "pipe_parallel_size": 0}, 1),
+    ("as it was", {}, 4), ("one process", {"model_parallel_size": 1, "pipe_parallel_size": 0}, 1),
     ("ZeRO 3", {"model_parallel_size": 1, "pipe_parallel_size": 1, "zero_optimization": {"stage": 3}}, 2),
     ("tp2, ZeRO 1", {"pipe_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
     ("pp2, ZeRO 1", {"model_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("count", cells([3], product=[5]))

@@ -42,9 +42,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **TABLE,
     "plain bf16": (1, {"precision": "bfloat16", "pos_emb": "alibi"}),
     "pp2 bf16": (2, {"pipe_parallel_size": 2, "precision": "bfloat16"}),
-    "difference": (1, UNLEARNING),
-    "npo, pp2": (2, {**UNLEARNING, **NPO, "pipe_parallel_size": 2}),
-}
+    "difference": (1, UNLEARNING), "npo, pp2": (2, {**UNLEARNING, **NPO, "pipe_parallel_size": 2}),
+}  # fmt: skip
 
 
 class HostSync(AssertionError):

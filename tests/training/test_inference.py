@@ -23,23 +23,19 @@ from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, cells, confi
 from tests.training.test_layouts import LAYOUTS as TRAINED_IN
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
-# All of it cut up, also what is as small as here.
-ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}  # all of it cut up, also what is as small as here
 LEARNED = {"pos_emb": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.01}
 # layout: ranks, its keys, the model
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "one process": (1, {}, LLAMA),
-    "dp2": (2, {}, NEOX | LEARNED),
-    "tp2+sp": (2, TP2 | SP, LLAMA),
-    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP, NEOX | LEARNED),
-    "dp2 x pp2": (4, PP2, LLAMA),
+    "one process": (1, {}, LLAMA), "dp2": (2, {}, NEOX | LEARNED), "tp2+sp": (2, TP2 | SP, LLAMA),
+    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP, NEOX | LEARNED), "dp2 x pp2": (4, PP2, LLAMA),
     "dp2 zero1 bf16": (2, {"zero_optimization": {"stage": 1}, "precision": "bfloat16"}, LLAMA),
     "dp2 zero3": (2, {"zero_optimization": ZERO3}, RPE | {"no_weight_tying": False}),
     "ep2": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 1}}, LLAMA | MOE),
     "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
-}
+}  # fmt: skip
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]

@@ -39,7 +39,6 @@ SFT: dict[str, Any] = {
 }  # fmt: skip
 
 
-# -- labelled documents
 @pytest.fixture(scope="module")
 def plain() -> list[float]:
     unlabelled = {key: None for key in SFT if "label" in key}
@@ -117,11 +116,10 @@ def test_gradients_are_those_of_labels_masked_by_hand(layout: str, tmp_path: Pat
     of_chat, of_text = frequent(TEXT), frequent(CORPUS)
     runs = [
         {**chat, "train_label_data_paths": [masked_by_hand(TEXT, LABELS[0], of_chat, tmp_path / "chat")]},
-        {**chat, "loss_mask_token_ids": of_chat},
-        chat,
+        {**chat, "loss_mask_token_ids": of_chat}, chat,
         {**plain, "train_label_data_paths": [masked_by_hand(CORPUS, CORPUS, of_text, tmp_path / "text")]},
         {**plain, "loss_mask_token_ids": of_text},
-    ]
+    ]  # fmt: skip
     for by_hand, by_id, unmasked, text_by_hand, text_by_id in run_ranks(curves, ranks, runs, 2):
         for ours, theirs in ((by_id, by_hand), (text_by_id, text_by_hand)):
             assert ours.losses == theirs.losses and ours.norms == theirs.norms

@@ -30,8 +30,7 @@ from tests.training import runs
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, TABLE, Curve, config, run_to_end
 
-STEPS, UNTIED = 3, {"no_weight_tying": True}
-ALONE = "last 2 and the tied head alone"
+STEPS, UNTIED, ALONE = 3, {"no_weight_tying": True}, "last 2 and the tied head alone"
 # Model, key, and what it trains, said once more in other words. Four blocks: layers 2 to 5.
 SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "last 2 and the tied head": (LLAMA, {"last_layers": 2, "head": True}, r"[450]\.(?!position)"),

@@ -133,8 +133,7 @@ def facts(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[dic
     found = []
     for training in begun(configs):
         for name, param in training.engine.stage.named_parameters():
-            if "post_attention_layernorm.weight" in name:
-                param.requires_grad_(False)
+            param.requires_grad_("post_attention_layernorm.weight" not in name)
         found.append(run_metadata(training.args, training.groups, training.engine.stage))
     return found
 

@@ -20,11 +20,9 @@ from tests.training.distillation.runs import LABELLED, LAYOUTS, student, teacher
 from tests.training.runs import begin, curves
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "forward": {"weight": 0.7},
-    "reverse": {"beta": 1.0, "temperature": 1.5},
-    "jsd": {"beta": 0.3, "temperature": 2.0, "weight": 0.5},
-    "top": {"top_k": 8, "temperature": 2.0, "weight": 0.8},
-}
+    "forward": {"weight": 0.7}, "reverse": {"beta": 1.0, "temperature": 1.5},
+    "jsd": {"beta": 0.3, "temperature": 2.0, "weight": 0.5}, "top": {"top_k": 8, "temperature": 2.0, "weight": 0.8},
+}  # fmt: skip
 
 
 def logits_of(stage: Stage, batch: Batch) -> Tensor:

@@ -21,17 +21,14 @@ from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import scores, step_loss
 from tests.pool import run_ranks
+from tests.training.layout_runs import zero
 from tests.training.runs import cells
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
-    "tp2 deepspeed": (2, {"model_parallel_size": 2, "engine": "deepspeed"}),
-    "dp2 zero1 deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
-    "dp2 zero3 deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
-}
+TP2, PP2, DEEPSPEED = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"engine": "deepspeed"}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, TP2), (2, PP2), (4, TP2 | PP2), *((2, zero(stage)) for stage in range(4)),
+    (2, TP2 | DEEPSPEED), (2, zero(1) | DEEPSPEED), (2, zero(3) | DEEPSPEED),
+]  # fmt: skip
 OBJECTIVES: dict[str, Objective] = {
     "dpo": dpo({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, PairSettings(0.3)),
     "sigmoid": dpo({"sigmoid": 1.0}, PairSettings()),
@@ -132,7 +129,7 @@ OTHERS = [cell for cell in product(OBJECTIVES, LOOK) if cell not in (FIRST, SECO
 @pytest.mark.parametrize(("name", "look"), cells([FIRST], [SECOND], OTHERS))
 def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]) -> None:
     for size in (2,) if (name, look) == FIRST else (2, 4):
-        runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS.values() if world == size]
+        runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS if world == size]
         for ranks in zip(*run_ranks(run, size, runs), strict=True):
             assert_same(list(ranks), single[name, False])  # padded: packing changes nothing either
 
