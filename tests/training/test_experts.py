@@ -46,10 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "neox": {"moe_num_experts": 4, "activation": "gelu", "moe_expert_interval": 2, "num_layers": 4,
              "gpt_j_residual": True},
-    "muon": {
-        **MOE, "moe_expert_bias": True, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True,
-        "optimizer": {"type": "Muon", "params": {"lr": RATE, "adjust_lr_fn": "original"}},
-    },
+    "muon": {**MOE, "moe_expert_bias": True, "moe_shared_expert_intermediate_size": 32, "moe_shared_expert_gate": True,
+             "optimizer": {"type": "Muon", "params": {"lr": RATE, "adjust_lr_fn": "original"}}},
     "capacity": {**MOE, "moe_expert_capacity_factor": 1.0, "moe_aux_loss_scope": "step"},
 }  # fmt: skip
 EP2, EP4, TP2 = {"expert_parallel_size": 2}, {"expert_parallel_size": 4}, {"model_parallel_size": 2}

@@ -25,9 +25,8 @@ WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu
 ENGINE = {
     "deepspeed/runtime/utils.py": None,
     "deepspeed/runtime/bf16_optimizer.py": {"step"},
-    "deepspeed/runtime/zero/stage_1_and_2.py": {
-        "step", "scaled_global_norm", "unscale_and_clip_grads", "check_overflow",
-    },
+    "deepspeed/runtime/zero/stage_1_and_2.py": {"step", "scaled_global_norm", "unscale_and_clip_grads",
+                                                "check_overflow"},
     "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
     "torch/optim/optimizer.py": None,
     "megatron/mpu/random.py": {"dropout"},  # of a seed on the host

@@ -65,10 +65,8 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
         for side, key in (("pos", "chosen"), ("neg", "rejected")):
             paths[f"{side}_{name}_data_paths"] = [f"{prefix}_{key}_document"]
             paths[f"{side}_{name}_label_data_paths"] = [f"{prefix}_{key}_label_document"]
-    return run_of(
-        tokenizer, folder, **paths, train_impl="dpo", dataset_impl="pairwise", train_batch_size=8, train_iters=40,
-        checkpoint_factor=20, eval_interval=40, eval_iters=30,
-    )  # fmt: skip
+    return run_of(tokenizer, folder, **paths, train_impl="dpo", dataset_impl="pairwise", train_batch_size=8,
+                  train_iters=40, checkpoint_factor=20, eval_interval=40, eval_iters=30)  # fmt: skip
 
 
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
@@ -109,12 +107,10 @@ def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_pat
     """Up to the token that ends an answer."""
     rows = [{"messages": messages} for messages in conversations(240, 0)]
     prefix = tokens_of(rows, ["messages"], "chats", tokenizer, tmp_path)
-    values = run_of(
-        tokenizer, tmp_path, train_data_paths=[f"{prefix}_messages_document"],
-        train_label_data_paths=[f"{prefix}_messages_label_document"], reset_attention_mask=True,
-        reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
-        optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}},
-    )  # fmt: skip
+    values = run_of(tokenizer, tmp_path, train_data_paths=[f"{prefix}_messages_document"],
+                    train_label_data_paths=[f"{prefix}_messages_label_document"], reset_attention_mask=True,
+                    reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
+                    optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}})  # fmt: skip
     run_ranks(run_to_end, 1, {**values, "save": str(tmp_path / "run")})
     seen = {messages[0]["content"] for messages in conversations(240, 0)}
     held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]

@@ -48,10 +48,8 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),
     "nf4: llama": ({**LLAMA, **WIDTHS}, {**NF4, "r": 4, "alpha": 16}),
-    DORA: (
-        {**LLAMA, **WIDTHS, **UNTIED},
-        {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]},
-    ),
+    DORA: ({**LLAMA, **WIDTHS, **UNTIED},
+           {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]}),
     "nf4: neox": ({**NEOX, "hidden_size": 128, "num_layers": 2}, {**NF4, "r": 4, "alpha": 4}),
 }  # fmt: skip
 
@@ -167,10 +165,9 @@ def adapters_of(rank: int, world_size: int, variants: list[Any], *weights: Weigh
 def test_three_steps_are_pefts(dora: bool) -> None:
     """On transformers' model with weights that bitsandbytes quantised and unpacked."""
     torch.manual_seed(3)
-    shape = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
+    shape = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False,
+                        initializer_range=0.2)  # fmt: skip
     model = LlamaForCausalLM(shape).eval()
     base = with_peft.in_our_weights({name: value.clone() for name, value in model.state_dict().items()}, 2)
     with torch.no_grad():

@@ -49,10 +49,9 @@ def torch_steps(params: dict[str, Tensor], loss_of: Callable[[], Tensor]) -> lis
 def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, adapters at first and at last."""
     asked = FORMS[form]
-    peft_config = LoraConfig(
-        r=asked["r"], lora_alpha=asked["alpha"], use_rslora=asked.get("rslora", False),
-        use_dora=asked.get("dora", False), target_modules=asked.get("target", "all-linear"), task_type="CAUSAL_LM",
-    )  # fmt: skip
+    peft_config = LoraConfig(r=asked["r"], lora_alpha=asked["alpha"], use_rslora=asked.get("rslora", False),
+                             use_dora=asked.get("dora", False), target_modules=asked.get("target", "all-linear"),
+                             task_type="CAUSAL_LM")  # fmt: skip
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {

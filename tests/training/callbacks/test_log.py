@@ -56,10 +56,9 @@ def upstream_line(
 def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[str, Any]]:
     """The lines of a log of steps with these results, and the last row."""
     lines: list[str] = []
-    training: Any = SimpleNamespace(
-        args=args, groups=ParallelGroups.single(), schedule=lambda step: 1e-4 * step,
-        logger=SimpleNamespace(info=lines.append), watchdog=SimpleNamespace(restarts=0),
-    )  # fmt: skip
+    training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), schedule=lambda step: 1e-4 * step,
+                                    logger=SimpleNamespace(info=lines.append),
+                                    watchdog=SimpleNamespace(restarts=0))  # fmt: skip
     clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
     log = LogCallback(training, tqdm(disable=True), clock)
     for i, result in enumerate(results, 1):
@@ -89,10 +88,9 @@ def test_readable_flops() -> None:
 
 
 def test_metrics_files_agree(tmp_path: Path) -> None:
-    given = config(
-        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4, num_layers=2,
-        tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5", log_interval=2,
-    )  # fmt: skip
+    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4,
+                   num_layers=2, tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5",
+                   log_interval=2)  # fmt: skip
     run_ranks(run_to_end, 1, given)
     rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 2, 4]
@@ -188,10 +186,8 @@ def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> tuple[dict
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
-    given = config(
-        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2, num_layers=2,
-        use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2,
-    )  # fmt: skip
+    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2,
+                   num_layers=2, use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2)  # fmt: skip
     (first, before, last), (second, after, _) = (run_ranks(wandb_calls, 1, given)[0] for _ in range(2))
     assert first == second, "one id before and after the restart"
     assert first == {"id": first["id"], "resume": "allow", "project": "p", "group": "g"}

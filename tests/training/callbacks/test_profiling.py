@@ -67,10 +67,9 @@ def profile_with_a_late_rank(rank: int, world_size: int, values: dict[str, Any])
 def test_one_trace_a_rank(name: str, tmp_path: Path) -> None:
     """Nothing is under way when it ends: torch frees the records that gloo's threads still write to then."""
     ranks, layout = LAYOUTS[name]
-    given = config(
-        NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
-        profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path), log_interval=100,
-    )  # fmt: skip
+    given = config(NEOX, layout, train_iters=6, num_layers=2, train_micro_batch_size_per_gpu=4, profile=True,
+                   profile_step_start=3, profile_step_stop=5, tensorboard_dir=str(tmp_path),
+                   log_interval=100)  # fmt: skip
     for done in run_ranks(profile_with_a_late_rank, ranks, given):
         assert (ranks == 1 or len(done) >= 3) and all(done)
     traces = sorted(tmp_path.glob("*.pt.trace.json"))

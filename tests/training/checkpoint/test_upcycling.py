@@ -20,22 +20,16 @@ from tests.training.runs import ADAMW, LLAMA, NEOX, config, run_to_end
 from tools.ckpts import upcycle
 
 TP2 = {"model_parallel_size": 2}
-EXPERTS: dict[str, Any] = {
-    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "norm_topk_prob": True,
-    "moe_aux_loss_coeff": 0.01,
-}  # fmt: skip
+EXPERTS: dict[str, Any] = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "norm_topk_prob": True}
+EXPERTS["moe_aux_loss_coeff"] = 0.01
 # Dense model; the experts; ranks and keys of the run that goes on.
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], int, dict[str, Any]]] = {
     "llama, tp2 cut": (LLAMA, {**EXPERTS, "moe_expert_tensor_parallel": "cut", "moe_layer_freq": [0, 1]}, 2, TP2),
-    "biases, tp2": (
-        NEOX, {**EXPERTS, "moe_intermediate_size": 128, "moe_expert_bias": True, "moe_expert_interval": 2,
-               "moe_router_bias": True, "moe_router_bias_update_rate": 0.01}, 2, TP2,
-    ),
+    "biases, tp2": (NEOX, {**EXPERTS, "moe_intermediate_size": 128, "moe_expert_bias": True, "moe_expert_interval": 2,
+                           "moe_router_bias": True, "moe_router_bias_update_rate": 0.01}, 2, TP2),
     # All experts of a token add up to 1 without being divided, and capacity that is never reached.
-    "all experts, sinkhorn": (
-        LLAMA, {"moe_num_experts": 2, "moe_top_k": 2, "moe_router_type": "sinkhorn",
-                "moe_expert_capacity_factor": 1.0}, 1, {},
-    ),
+    "all experts, sinkhorn": (LLAMA, {"moe_num_experts": 2, "moe_top_k": 2, "moe_router_type": "sinkhorn",
+                                      "moe_expert_capacity_factor": 1.0}, 1, {}),
 }  # fmt: skip
 
 

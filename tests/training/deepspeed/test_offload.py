@@ -49,10 +49,9 @@ def env() -> dict[str, str]:
 
 def run(stage: int, kind: str, *parts: dict[str, Any], **offload: Any) -> dict[str, Any]:
     optimizer = {"type": kind, "params": {"lr": 1e-3, "eps": 1e-6}}
-    return config(
-        LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2, train_iters=4,
-        engine="deepspeed", lr_decay_style="cosine", warmup=0.3, zero_optimization={"stage": stage, **offload},
-    )  # fmt: skip
+    return config(LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2,
+                  train_iters=4, engine="deepspeed", lr_decay_style="cosine", warmup=0.3,
+                  zero_optimization={"stage": stage, **offload})  # fmt: skip
 
 
 CASES = {

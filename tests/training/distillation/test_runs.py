@@ -19,10 +19,8 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 TOGETHER = [("tp2 sp", "forward"), ("tp2 sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
 OF_FOUR = {"tp2, pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2}}
-CASES = cells(
-    [(2, TOGETHER)], [(4, [("tp2, pp2", "forward"), ("tp2, pp2", "top")])],
-    [(2, [(name, kind) for name in LAYOUTS]) for kind in KINDS],
-)  # fmt: skip
+CASES = cells([(2, TOGETHER)], [(4, [("tp2, pp2", "forward"), ("tp2, pp2", "top")])],
+              [(2, [(name, kind) for name in LAYOUTS]) for kind in KINDS])  # fmt: skip
 STEPS = 3
 
 

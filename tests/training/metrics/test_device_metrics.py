@@ -28,12 +28,10 @@ def fake_nvml(broken: bool = False) -> Any:
             raise NVMLError("Not Found")
         return int(uuid.removeprefix("GPU-"))
 
-    return SimpleNamespace(
-        NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
-        nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=40 * (i + 1)),
-        nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=(2 * i + 1) * 2**30),
-        nvmlDeviceGetPowerUsage=lambda i: 200_000 + 100_000 * i,
-    )  # fmt: skip
+    return SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
+                           nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=40 * (i + 1)),
+                           nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=(2 * i + 1) * 2**30),
+                           nvmlDeviceGetPowerUsage=lambda i: 200_000 + 100_000 * i)  # fmt: skip
 
 
 def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tuple[list[str], Any]]:

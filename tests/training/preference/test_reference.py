@@ -215,10 +215,8 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, num_layers=2, train_iters=2, checkpoint_factor=2, save=str(earlier)))
     valid = {key: value for key, value in pairs(tmp_path).items() if "valid" in key}
-    common = preferences(
-        tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3, eval_iters=1,
-        eval_interval=6,
-    )  # fmt: skip
+    common = preferences(tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3,
+                         eval_iters=1, eval_interval=6)  # fmt: skip
     whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
     as_stopped_at(3, through, resumed)
     if name == "cache lost":
