@@ -42,10 +42,9 @@ def held(rank: int, world_size: int, given: dict[str, Any]) -> tuple[int, int]:
     return found[-1], sum(p.numel() for p in training.engine.stage.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    cells([("QLoRA", "native")], [("LoRA", "deepspeed")], [("LoRA", "native"), ("QLoRA", "deepspeed")]),
-)
+@pytest.mark.parametrize(("method", "engine"), cells(
+    [("QLoRA", "native")], [("LoRA", "deepspeed")], [("LoRA", "native"), ("QLoRA", "deepspeed")],
+))  # fmt: skip
 def test_what_is_trained_takes_what_its_elements_take(engine: str, method: str) -> None:
     """And what is not takes its weights alone."""
     few, many = ({**values(method, engine=engine), "lora": {**METHODS[method], "r": r}} for r in (4, 36))  # type: ignore[dict-item]

@@ -159,11 +159,9 @@ ALTERNATING = {"train_iters": 4, "ga_interleave_ratio": 1}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("names", "more"),
-    cells([], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)]),
-    ids=["some", "kinds", "unlearning"],
-)
+@pytest.mark.parametrize(("names", "more"), cells(
+    [], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)],
+), ids=["some", "kinds", "unlearning"])  # fmt: skip
 def test_files_in_layouts(names: list[str], more: dict[str, Any], tmp_path: Path) -> None:
     """Losses of one process, of which every other run has those in tp2, and the rest in pp2."""
     runs = runs_of(tmp_path, names, **more)

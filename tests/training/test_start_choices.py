@@ -222,10 +222,9 @@ def test_norms_are_the_packages_where_it_is_named() -> None:
         assert (norms == {TORCH_NORMS}) is (backend == "native") is (not lines)
 
 
-@pytest.mark.parametrize(
-    ("keys", "facts"),
-    [({}, "te_backend: transformer_engine .*Transformer-Engine"), ({"apex": True}, "apex: te_backend")],
-)
+@pytest.mark.parametrize(("keys", "facts"), [
+    ({}, "te_backend: transformer_engine .*Transformer-Engine"), ({"apex": True}, "apex: te_backend"),
+])  # fmt: skip
 def test_norms_of_a_package_that_is_not_there_are_refused(keys: dict[str, Any], facts: str) -> None:
     args = _args(te_backend="transformer_engine", **keys)
     with pytest.raises(ConfigError, match=facts):

@@ -296,10 +296,9 @@ def loads(save: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (save / "logs" / "router_load.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(1, {}), (2, {"pipe_parallel_size": 2}), pytest.param(2, {"expert_parallel_size": 2}, marks=pytest.mark.more)],
-)
+@pytest.mark.parametrize(("ranks", "layout"), [
+    (1, {}), (2, {"pipe_parallel_size": 2}), pytest.param(2, {"expert_parallel_size": 2}, marks=pytest.mark.more),
+])  # fmt: skip
 def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
     save = tmp_path / "run"
     values = config(LLAMA, ADAMW, MOE, layout, train_iters=6, checkpoint_factor=3, save=str(save), load=str(save))
@@ -321,10 +320,9 @@ def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, 
         assert loads(save) == found
 
 
-@pytest.mark.parametrize(
-    ("log_interval", "train_iters", "steps"),
-    [(1, 100, 1), (1, 500, 1), (1, 501, 2), (10, 100_000, 200), (100, 1000, 100), (300, 100_000, 300)],
-)
+@pytest.mark.parametrize(("log_interval", "train_iters", "steps"), [
+    (1, 100, 1), (1, 500, 1), (1, 501, 2), (10, 100_000, 200), (100, 1000, 100), (300, 100_000, 300),
+])  # fmt: skip
 def test_lines_are_few(log_interval: int, train_iters: int, steps: int) -> None:
     args = NeoXArgs.from_dict(config(LLAMA, MOE, log_interval=log_interval, train_iters=train_iters))
     assert interval(args) == steps

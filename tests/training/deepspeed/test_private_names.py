@@ -92,10 +92,9 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
     return max(float((u - grad).norm() / grad.norm()) for u, grad in zip(updates, gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [(2, [(2, 0, False), (2, 1, False)]), (2, [(1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)])],
-)
+@pytest.mark.parametrize(("ranks", "layouts"), [
+    (2, [(2, 0, False), (2, 1, False)]), (2, [(1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)]),
+])  # fmt: skip
 def test_gradients_of_the_installed_version(ranks: int, layouts: list[tuple[int, int, bool]]) -> None:
     cases = [(*layout, micro_batches) for layout in layouts for micro_batches in (1, 8)]
     for case, *by_rank in zip(cases, *run_ranks(errors, ranks, cases), strict=True):

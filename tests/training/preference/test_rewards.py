@@ -50,11 +50,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return values, curve
 
 
-@pytest.mark.parametrize(
-    "names",
-    [TOGETHER, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in TOGETHER)],
-    ids=" and ".join,
-)
+@pytest.mark.parametrize("names", [
+    TOGETHER, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in TOGETHER),
+], ids=" and ".join)  # fmt: skip
 def test_layouts_equal_one_process(names: list[str], one_process: tuple[dict[str, Any], Curve]) -> None:
     values, expected = one_process
     configs = {name: {**values, **LAYOUTS[name][1], "train_micro_batch_size_per_gpu": 2} for name in names}
