@@ -135,13 +135,10 @@ def test_master_weights_start_from_fp32_values(name: str) -> None:
 ON = {"checkpoint_activations": True}
 SELECTIVE = {**ON, "recompute_granularity": "selective"}
 FORMS: dict[str, dict[str, Any]] = {
-    "full": ON,
-    "every other block": {**ON, "recompute_every": 2},
-    "pairs": {**ON, "checkpoint_num_layers": 2},
+    "full": ON, "every other block": {**ON, "recompute_every": 2}, "pairs": {**ON, "checkpoint_num_layers": 2},
     "every other pair": {**ON, "checkpoint_num_layers": 2, "recompute_every": 2},
-    "selective": SELECTIVE,
-    "selective in every other block": {**SELECTIVE, "recompute_every": 2},
-}
+    "selective": SELECTIVE, "selective in every other block": {**SELECTIVE, "recompute_every": 2},
+}  # fmt: skip
 DROPOUT, COMPILED = {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"compile": "block"}
 
 

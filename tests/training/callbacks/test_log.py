@@ -30,11 +30,10 @@ from megatron.training.callbacks.router_load import MOST_LINES, RouterLoad, inte
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.callbacks.test_stopping import run_with_signal
 from tests.training.checkpoint.test_resume import metrics
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, before_steps, begin, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, before_steps, begin, cells, config, run_to_end
 
 
 def upstream_line(
@@ -244,7 +243,7 @@ def read(save: Path, name: str) -> Any:
     return json.loads((save / f"training_{name}.json").read_text())
 
 
-@pytest.mark.parametrize("layout", with_more(["pp2", "zero1"], product=["zero1"]))
+@pytest.mark.parametrize("layout", cells(["pp2"], product=["zero1"]))
 def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)

@@ -8,11 +8,10 @@ import pytest
 from megatron.checkpointing import read_manifest
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.model.weight_map import is_adapter
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refused, stop_after
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, cells, config, run_to_end
 
 
 def values(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-@pytest.mark.parametrize("then", with_more(["tp2", "pp2", "zero3"], "tp2", "pp2", product=["zero3"]))
+@pytest.mark.parametrize("then", cells([], ["tp2", "pp2"], ["zero3"]))
 def test_on_another_layout(then: str, base: Path, through: Path, tmp_path: Path) -> None:
     """From one process to two ranks, and back."""
     as_stopped_at(3, through, tmp_path / "there")

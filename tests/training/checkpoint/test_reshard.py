@@ -10,12 +10,11 @@ import torch
 
 from megatron.checkpointing import OptimizerFiles, layer_file, load_tensors
 from megatron.training.checkpoint import writer as saving
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import MOE, as_stopped_at, losses, refusals, refused, stop_after
 from tests.training.layout_runs import zero
 from tests.training.native.in_turn import to_their_ends
-from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, bit_equal, cells, config, run_to_end
 from tools.ckpts.reshard import main as reshard_main
 
 TP2, TP4 = {"model_parallel_size": 2}, {"model_parallel_size": 4}
@@ -60,7 +59,7 @@ def values(save: Path, layout: str, model: str, precision: str, **more: Any) -> 
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **more})
 
 
-@pytest.mark.parametrize("name", with_more(NAMES, *NAMES[3:5], product=NAMES[5:]))
+@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:5], NAMES[5:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
     through, save = tmp_path / "through", tmp_path / "run"
@@ -131,10 +130,7 @@ def old_run(rank: int, world_size: int, given: dict[str, Any]) -> None:
     run_to_end(rank, world_size, given)
 
 
-OLD = ["dp2 zero2", "one process", "dp4 zero3"]
-
-
-@pytest.mark.parametrize("layout", with_more(OLD, product=OLD[1:]))
+@pytest.mark.parametrize("layout", cells(["dp2 zero2"], product=["one process", "dp4 zero3"]))
 def test_state_as_deepspeed_keeps_it(layout: str, tmp_path: Path) -> None:
     """Earlier checkpoints, and those of 8-bit Adam: their layout goes on, another is told why not."""
     ranks, through, save = LAYOUTS[layout][0], tmp_path / "through", tmp_path / "run"

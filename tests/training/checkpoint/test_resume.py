@@ -16,36 +16,31 @@ from megatron.checkpointing import Manifest, read_manifest, save_tensors
 from megatron.neox_arguments import UserError
 from megatron.training import train
 from megatron.training.callbacks.saving import SaveCallback
-from tests.marks import with_more
 from tests.model.runs import MIXED
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, metric_rows, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
-SCHEDULE = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
-FP32, BF16 = {"precision": "fp32"}, {"precision": "bfloat16"}
-DEEPSPEED = {"engine": "deepspeed"}
+DENSE = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
+DENSE |= {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
+FP32, BF16, DEEPSPEED = {"precision": "fp32"}, {"precision": "bfloat16"}, {"engine": "deepspeed"}
 # Mamba's blocks, packed rows, A_log and D in fp32 beside bf16.
 STATES = BF16 | {
     "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_head_dim": 8,
     "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 8, "norm": "rmsnorm", "pos_emb": "rotary",
     "reset_attention_mask": True, "reset_position_ids": True,
 }  # fmt: skip
-DENSE = DROPOUT | SCHEDULE
 LORA = {"r": 4, "alpha": 8, "dropout": 0.1}
 DORA = {**LORA, "dora": True, "modules_to_save": ["embed_tokens"]}
 MOE: dict[str, Any] = {
-    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02, "num_layers": 2,
     "moe_aux_loss_scope": "sequence", "moe_router_bias_update_rate": 0.01, "moe_router_score_function": "sigmoid",
-    "num_layers": 2,
 }  # fmt: skip
 EXPERTS, ADAPTERS = LLAMA | MOE | {"warmup": 0.3}, LLAMA | {"warmup": 0.3}
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "ep2": (2, {"expert_parallel_size": 2}),
+    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "ep2": (2, {"expert_parallel_size": 2}),
     "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
     "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
-}
+}  # fmt: skip
 # Layout and model. The engine is the native one, of pipelines DeepSpeed's, unless it is named.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tp2", LLAMA | DENSE | FP32),
@@ -86,7 +81,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = list(RUNS)
 
 
-@pytest.mark.parametrize("name", with_more(NAMES, *NAMES[7:12], product=NAMES[12:]))
+@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:12], NAMES[12:]))
 def test_bit_equal(name: str, tmp_path: Path) -> None:
     ranks, layout = {**LAYOUTS, **MORE_LAYOUTS}[RUNS[name][0]]
     small = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3}
@@ -130,8 +125,7 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
     class Stop(Exception):
         pass
 
-    training = begin(values)
-    save = SaveCallback.save
+    training, save = begin(values), SaveCallback.save
 
     def save_and_stop(self: SaveCallback, ephemeral: bool = False) -> None:
         save(self, ephemeral)

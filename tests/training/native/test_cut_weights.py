@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT
-from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, config, curves, curves_of
+from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, cells, config, curves, curves_of
 
-STAGES = with_more([1, 2, 3], product=[1, 2])
+STAGES = cells([3], product=[1, 2])
 
 
 @pytest.mark.parametrize("stage", STAGES)

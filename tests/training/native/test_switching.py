@@ -10,9 +10,9 @@ from megatron.checkpointing import read_manifest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_refused, losses, refusals
+from tests.training.layout_runs import zero
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
 from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, cells, config
 
@@ -31,14 +31,13 @@ def engine_of(save: Path, step: str) -> str | None:
     return manifest and manifest.engine
 
 
-@pytest.mark.parametrize("precision", with_more(["fp32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("precision", cells(["fp32"], ["bfloat16"]))
 def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
     """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
     through, save = tmp_path / "through", tmp_path / "turns"
-    runs = [values(through, precision=precision, engine="deepspeed", zero_optimization={"stage": 1})]
+    runs = [values(through, precision=precision, engine="deepspeed", **zero(1))]
     for engine, stage, last in PARTS:
-        zero = {"stage": stage}
-        runs.append(values(save, precision=precision, engine=engine, zero_optimization=zero, exit_interval=last))
+        runs.append(values(save, precision=precision, engine=engine, exit_interval=last, **zero(stage)))
     run_ranks(to_their_ends, 2, runs, timeout=TIMEOUT)
     assert [engine_of(save, f"global_step{last}") for _, _, last in PARTS] == [engine for engine, _, _ in PARTS]
     # bf16 gradients are summed in another order, and its losses have 8 bits.
@@ -78,7 +77,7 @@ def test_another_optimizers_state_is_refused(before: str, after: str, tmp_path: 
     run_ranks(to_their_ends, 1, [given(after, no_load_optim=True, exit_interval=2)])
 
 
-@pytest.mark.parametrize("tensor", with_more([1, 2], 1, product=[2]))
+@pytest.mark.parametrize("tensor", cells([], [1], [2]))
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     common = {"precision": "bfloat16", "model_parallel_size": tensor, "train_micro_batch_size_per_gpu": 2}
@@ -104,9 +103,9 @@ def test_keys_without_effect_are_named() -> None:
 
 @pytest.mark.parametrize(("ranks", "stage", "message"), [(2, 1, "size 3 .*stage 3, not 1"), (4, 3, "size 3 .* 4 data")])
 def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
-    zero = {"stage": stage, "zero_hpz_partition_size": 3}
+    keys = {"stage": stage, "zero_hpz_partition_size": 3}
     with pytest.raises(ConfigError, match=message):
-        NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=zero)).for_world(ranks))
+        NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=keys)).for_world(ranks))
 
 
 def test_an_unknown_engine_of_a_checkpoint() -> None:

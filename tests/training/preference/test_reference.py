@@ -25,12 +25,11 @@ from megatron.training import start
 from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, cells, config, run_to_end
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}
@@ -209,7 +208,7 @@ RUNS = {"cache": PACKED | LAYOUTS["zero2"][1], "cache lost": PADDED | LAYOUTS["z
 RUNS["on the fly"] = PADDED | FLY | LAYOUTS["pp2"][1]
 
 
-@pytest.mark.parametrize("name", with_more(RUNS, "on the fly", product=["cache lost"]))
+@pytest.mark.parametrize("name", cells(["cache"], ["on the fly"], ["cache lost"]))
 def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
     ranks, changes = 2, RUNS[name]
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
