@@ -1,5 +1,4 @@
-"""An engine of bare torch: one process, fp32, nothing sharded. What loop, evaluation and checkpoints ask of
-it is all that they may ask of any engine; it never waits for the device."""
+"""An engine of bare torch, one process, fp32: all that loop, evaluation and checkpoints may ask of any."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial

@@ -26,8 +26,8 @@ class Run(NamedTuple):
     weights: Weights
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def args_of(model: dict[str, Any], layout: dict[str, Any], world_size: int) -> NeoXArgs:

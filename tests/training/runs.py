@@ -158,17 +158,14 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
 
 def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
     """Largest relative differences of losses, gradient norms and weights (2-norm a tensor)."""
-
-    def relative(a: list[float], b: list[float]) -> float:
-        assert len(a) == len(b)
-        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
+    pairs = ((ours.losses, theirs.losses), (ours.norms, theirs.norms))
+    losses, norms = (max(abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)) for pair in pairs)
     weights = max(
         float((ours.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
         for layer, tensors in theirs.weights.items()
         for name, tensor in tensors.items()
     )
-    return relative(ours.losses, theirs.losses), relative(ours.norms, theirs.norms), weights
+    return losses, norms, weights
 
 
 def curves_of(configs: Mapping[Any, dict[str, Any]], steps: int, ranks: int = 1) -> dict[Any, Curve]:

@@ -41,8 +41,7 @@ _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
 def small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that make a file small enough to train here. All else, precision, te_* keys,
-    distributed_backend and kinds of attention too, is the file's."""
+    """Overrides that make a file small enough to train; all else, precision and te_* too, is the file's."""
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]

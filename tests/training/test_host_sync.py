@@ -1,5 +1,4 @@
-"""No host sync in a step: every way of Python to wait for a tensor raises, unless DeepSpeed's checks ask.
-What became of a step, and values that are logged, are read when the next has been started."""
+"""No host sync in a step; what became of it, and what is logged, is read when the next has been started."""
 
 import sys
 from collections.abc import Callable

@@ -154,11 +154,8 @@ SHAPE: dict[str, Any] = {
 
 def adapters_of(rank: int, world_size: int, variants: list[Any], *weights: Weights) -> list[with_peft.Trained]:
     """For the pool: losses of steps on one batch, and the weights after them."""
-    found = []
-    for lora in variants:
-        args = small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1)
-        found.append(with_peft.trained(args, *weights, [random_batch(args, rows=2)]))
-    return found
+    every = [small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1) for lora in variants]
+    return [with_peft.trained(args, *weights, [random_batch(args, rows=2)]) for args in every]
 
 
 @pytest.mark.parametrize("dora", cells([True], [False]))

@@ -324,8 +324,7 @@ def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, 
 ])  # fmt: skip
 def test_lines_are_few(log_interval: int, train_iters: int, steps: int) -> None:
     args = NeoXArgs.from_dict(config(LLAMA, MOE, log_interval=log_interval, train_iters=train_iters))
-    assert interval(args) == steps
-    assert steps % log_interval == 0 and train_iters / steps <= MOST_LINES
+    assert interval(args) == steps and steps % log_interval == 0 and train_iters / steps <= MOST_LINES
 
 
 def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:

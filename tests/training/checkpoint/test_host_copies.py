@@ -309,8 +309,7 @@ def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
     """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
     warned = run_ranks(warnings_of, ranks, values(tmp_path, LAYOUTS["zero1"][1]), run_with_few_locks)[0]
     [line] = [text for text in warned if "page-locked" in text]
-    assert "out of memory (2)" in line
-    assert verify(tmp_path / "global_step4") is not None
+    assert "out of memory (2)" in line and verify(tmp_path / "global_step4") is not None
 
 
 def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:

@@ -208,8 +208,7 @@ def test_nan_is_named_and_stepped_over_when_told(name: str, key: list[str], trai
         assert ("no_load_optim: true" in message) == is_state
     assert bool(there) != is_state, "nobody reads it"
     run({**given, "load_fallback": True})
-    assert iterations(trained) == [1, 2, 3, 4, 5]
-    assert (trained / "latest").read_text() == "global_step5"
+    assert iterations(trained) == [1, 2, 3, 4, 5] and (trained / "latest").read_text() == "global_step5"
 
 
 def test_nan_of_gpt_neox_is_named(trained: Path, tmp_path: Path) -> None:

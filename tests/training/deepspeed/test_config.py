@@ -10,6 +10,7 @@ import pytest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.deepspeed.config import deepspeed_config
 from tests.pool import run_ranks
+from tests.training.layout_runs import zero
 from tests.training.runs import LLAMA, SGD, config, curves, curves_of, furthest
 
 CPU, UNPINNED = {"device": "cpu"}, {"device": "cpu", "pin_memory": False}
@@ -19,10 +20,6 @@ COMMS = {"enabled": True, "verbose": True, "prof_all": True, "debug": False}  # 
 
 def extra(**keys: Any) -> dict[str, Any]:
     return {"deepspeed_extra_args": keys}
-
-
-def zero(stage: int, **keys: Any) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def told(**more: Any) -> dict[str, Any]:

@@ -85,8 +85,7 @@ def first_steps(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[
 
 
 def assert_right(found: dict[str, Any]) -> None:
-    assert found["ours"] == pytest.approx(found["right"], rel=1e-5)
-    assert found["right"][1] > 0.05
+    assert found["ours"] == pytest.approx(found["right"], rel=1e-5) and found["right"][1] > 0.05
     assert found["gradients"].keys() == found["expected"].keys()
     for name, gradient in found["expected"].items():
         ours, scale = found["gradients"][name].view_as(gradient), float(gradient.abs().max())

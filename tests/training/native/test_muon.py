@@ -31,8 +31,7 @@ def made(model: dict[str, Any], **params: Any) -> tuple[NeoXArgs, WholeWeights, 
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
-    """The linear layers of a fused weight, as HuggingFace has them: [q, k, v] of each head, [Q | K | V] of
-    GQA, [up | gate]; views."""
+    """A fused weight's linear layers as HuggingFace has them: [q, k, v] a head, [Q | K | V], [up | gate]."""
     heads, head_dim = args.num_attention_heads, args.head_dim
     if name.endswith("query_key_value.weight"):
         if args.num_kv_heads in (None, heads):

@@ -95,17 +95,17 @@ def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
 
 
 def test_keys_without_effect_are_named() -> None:
-    given = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 1}
-    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, zero_optimization=given)).for_world(1))
+    given = zero(1, overlap_comm=True, reduce_bucket_size=5e8, zero_hpz_partition_size=1)
+    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, given)).for_world(1))
     assert {*re.findall(r"\w+_\w+", note)} == {"zero_optimization", "reduce_bucket_size", "overlap_comm"}
     assert NativeEngine.notes(NeoXArgs.from_dict(config(NEOX)).for_world(1)) == []
 
 
 @pytest.mark.parametrize(("ranks", "stage", "message"), [(2, 1, "size 3 .*stage 3, not 1"), (4, 3, "size 3 .* 4 data")])
 def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
-    keys = {"stage": stage, "zero_hpz_partition_size": 3}
+    args = NeoXArgs.from_dict(config(NEOX, zero(stage, zero_hpz_partition_size=3))).for_world(ranks)
     with pytest.raises(ConfigError, match=message):
-        NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=keys)).for_world(ranks))
+        NativeEngine.check(args)
 
 
 def test_an_unknown_engine_of_a_checkpoint() -> None:

@@ -175,6 +175,5 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
 def test_sums_are_in_fp32_under_bf16() -> None:
     """TRL up to 1.10 summed log-probabilities in bf16: 18 % off."""
     exact, rounded = loss_in(torch.float32), loss_in(torch.bfloat16)
-    assert rounded.dtype == torch.float32
-    assert float(rounded) == pytest.approx(float(exact), rel=5e-3)
+    assert rounded.dtype == torch.float32 and float(rounded) == pytest.approx(float(exact), rel=5e-3)
     assert abs(float(loss_in(torch.bfloat16, torch.bfloat16) / exact) - 1) > 0.02, "these pairs do not tell"
