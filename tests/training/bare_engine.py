@@ -1,5 +1,4 @@
-"""An engine of bare torch: one process, fp32, nothing sharded. What loop, evaluation and checkpoints ask of
-it is all that they may ask of any engine; it never waits for the device."""
+"""An engine of bare torch, one process, fp32: all that loop, evaluation and checkpoints may ask of any."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -12,20 +11,12 @@ from torch import Tensor
 from megatron.data import Batch
 from megatron.model import Stage, forward_only, init_stage
 from megatron.model.init import stage_parameters
-from megatron.mpu import DTYPES, HeadInput, ParallelGroups
+from megatron.mpu import DTYPES, ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.objectives import Objective, label_logprobs, response_sums
+from megatron.training import optimizers
 from megatron.training.engine import HostCopy, OnGradients, Parts, PipelineSchedule, State, StepResult
 from megatron.training.nonfinite_guard import GradientWatch, most_skips
-from megatron.training.optimizers import (
-    build_optimizer,
-    clip_gradients,
-    gradient_norm,
-    leave_out,
-    parameter_groups,
-    set_learning_rate,
-    state_tensors,
-)
 from megatron.training.step_loss import StepLoss
 
 
@@ -48,7 +39,7 @@ class BareEngine:
         self._watch = GradientWatch([name for name, _ in named], groups.device, most_skips(args))
         self._watch.watch([param for _, param in named])
         self._loss = StepLoss(objective, groups, self._watch)
-        self._optimizer = build_optimizer(parameter_groups(stage, args), args)
+        self._optimizer = optimizers.build_optimizer(optimizers.parameter_groups(stage, args), args)
         self._fill: Callable[[list[Batch]], list[Batch]] | None = None
 
     @staticmethod
@@ -72,11 +63,11 @@ class BareEngine:
         watch.judge()
         if on_gradients is not None:
             on_gradients([((layer, name), p.grad) for layer, name, p in self._params if p.grad is not None])
-        norm = gradient_norm([], self._trained, self.groups) + watch.verdict
+        norm = optimizers.gradient_norm([], self._trained, self.groups) + watch.verdict
         skipped, untrained = ~norm.isfinite(), ~weight.any()
-        clip_gradients(self._trained, norm, self.args.gradient_clipping)
-        leave_out(self._optimizer, self._trained, skipped)
-        set_learning_rate(self._optimizer, lr)
+        optimizers.clip_gradients(self._trained, norm, self.args.gradient_clipping)
+        optimizers.leave_out(self._optimizer, self._trained, skipped)
+        optimizers.set_learning_rate(self._optimizer, lr)
         self._optimizer.step()
         self._optimizer.zero_grad()
         means = objective.means(self._loss.metrics) if objective.metrics else {}
@@ -92,10 +83,7 @@ class BareEngine:
         return batches if make is None else make(batches, self.scores, None)
 
     def forward_only(
-        self,
-        batches: list[Batch],
-        read: Callable[[HeadInput, Batch], Tensor],
-        shape: Callable[[Batch], tuple[int, ...]],
+        self, batches: list[Batch], read: Callable[..., Tensor], shape: Callable[[Batch], tuple[int, ...]]
     ) -> list[Tensor]:
         self.stage.eval()
         outputs = forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
@@ -152,11 +140,8 @@ class BareEngine:
     def tensors(self) -> dict[str, list[Tensor]]:
         params = list(self.stage.parameters())
         gradients = [param.grad for param in params if param.grad is not None]
-        return {
-            "weights": list[Tensor](params),
-            "gradients": gradients,
-            "optimizer states": state_tensors(self._optimizer),
-        }
+        states = optimizers.state_tensors(self._optimizer)
+        return {"weights": list[Tensor](params), "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:
         return [((layer, name), param.detach()) for layer, name, param in self._params]

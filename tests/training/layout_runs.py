@@ -1,6 +1,5 @@
 """AdamW steps on random micro-batches, shared out over data ranks, beside those of one process."""
 
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,8 +26,8 @@ class Run(NamedTuple):
     weights: Weights
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
 
 
 def args_of(model: dict[str, Any], layout: dict[str, Any], world_size: int) -> NeoXArgs:
@@ -40,9 +39,7 @@ def args_of(model: dict[str, Any], layout: dict[str, Any], world_size: int) -> N
     ).for_world(world_size)  # fmt: skip
 
 
-def some_steps(
-    rank: int, world_size: int, models: list[tuple[dict[str, Any], bool]], layout: dict[str, Any]
-) -> list[Run]:
+def some_steps(rank: int, world_size: int, models: list[tuple[Any, bool]], layout: dict[str, Any]) -> list[Run]:
     """For the pool: of models, each on packed rows or not."""
     found = []
     for model, packed in models:
@@ -53,19 +50,13 @@ def some_steps(
     return found
 
 
-def batches_of(args: NeoXArgs, step: int, data_rank: int, packed: bool) -> list[Batch]:
-    count = args.gradient_accumulation_steps or 1
-    make = document_batch if packed else random_batch
-    return [make(args, seed=100 * step + data_rank * count + i) for i in range(count)]
-
-
-def train(
-    engine: Engine, steps: Iterable[int], rate: float, packed: bool = False, given: list[Batch] | None = None
-) -> Run:
+def train(engine: Engine, steps: range, rate: float, packed: bool = False, given: list[Batch] | None = None) -> Run:
     """given: the batches of every step; else random ones."""
     losses, norms, metrics = [], [], []
+    make, count = document_batch if packed else random_batch, engine.args.gradient_accumulation_steps or 1
     for step in steps:
-        batches = given or batches_of(engine.args, step, engine.groups.rank("data"), packed)
+        first = 100 * step + count * engine.groups.rank("data")
+        batches = given or [make(engine.args, seed=seed) for seed in range(first, first + count)]
         result = engine.train_step(batches, rate)
         losses.append(float(result.loss))
         norms.append(float(result.grad_norm if result.grad_norm is not None else "nan"))

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,67 +24,39 @@ from tests.pool import run_ranks
 GOLDEN = Path(__file__).resolve().parents[1] / "data" / "golden"
 
 BASE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "max_position_embeddings": 32,
-    "make_vocab_size_divisible_by": 64,
-    "init_method": "small_init",
-    "output_layer_init_method": "wang_init",
-    "train_batch_size": 8,
-    "train_iters": 10,
-    "eval_iters": 0,
-    "precision": "fp32",
-    "weight_decay": 0.1,
-    "lr_decay_style": "constant",
-    "warmup": 0.0,
-    "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"),
-    "split": "90,10,0",
+    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "seq_length": 32, "max_position_embeddings": 32,
+    "make_vocab_size_divisible_by": 64, "init_method": "small_init", "output_layer_init_method": "wang_init",
+    "train_batch_size": 8, "train_iters": 10, "eval_iters": 0, "precision": "fp32", "weight_decay": 0.1,
+    "lr_decay_style": "constant", "warmup": 0.0, "num_workers": 0, "log_interval": 1,
+    "data_path": str(GOLDEN / "dataset" / "corpusA_text_document"), "split": "90,10,0",
     "index_cache_dir": str(Path(__file__).resolve().parents[2] / ".cache" / "index_maps"),
-    "tokenizer_type": "HFTokenizer",
-    "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
-    "num_workers": 0,
+    "tokenizer_type": "HFTokenizer", "vocab_file": str(GOLDEN / "dataset" / "tokenizer.json"),
     "eod_mask_loss": True,  # weights differ between micro-batches, so a mean of means would show
-    "log_interval": 1,
     "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-6}},
-}
+}  # fmt: skip
 NEOX = {"norm": "layernorm", "pos_emb": "rotary", "rotary_pct": 0.25, "gpt_j_residual": True, "activation": "gelu"}
 LLAMA = {
-    "norm": "rmsnorm",
-    "rms_norm_epsilon": 1e-5,
-    "pos_emb": "rotary",
-    "activation": "swiglu",
-    "num_kv_heads": 2,
-    "use_bias_in_attn_linear": False,
-    "use_bias_in_mlp": False,
-    "intermediate_size": 48,
-    "compat_ffn_width": "none",
-}
-# What crosses stages and ranks besides weights: one table for all blocks, documents, the logits' sums, a
-# window.
+    "norm": "rmsnorm", "rms_norm_epsilon": 1e-5, "pos_emb": "rotary", "activation": "swiglu", "num_kv_heads": 2,
+    "use_bias_in_attn_linear": False, "use_bias_in_mlp": False, "intermediate_size": 48, "compat_ffn_width": "none",
+}  # fmt: skip
+# What crosses stages and ranks besides weights: one table for all blocks, documents, logits' sums, a window.
 RPE = {
-    "pos_emb": "rpe",
-    "rpe_num_buckets": 8,
-    "rpe_max_distance": 16,
-    "sliding_window_width": 12,
-    "reset_attention_mask": True,
-    "reset_position_ids": True,
-    "z_loss": 1e-3,
+    "pos_emb": "rpe", "rpe_num_buckets": 8, "rpe_max_distance": 16, "sliding_window_width": 12, "z_loss": 1e-3,
+    "reset_attention_mask": True, "reset_position_ids": True,
     "use_bias_in_attn_linear": False,  # keys' has no gradient but rounding, where nothing is rotated
-}
+}  # fmt: skip
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "gradient_clipping": 0.0}
 # A clip that bites: tiny models start with norms well above it.
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-6}}, "gradient_clipping": 0.5}
-
+OFFLOADED: dict[str, Any] = {
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
+    "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"},
+}  # fmt: skip
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (1, {}),
-    "dp2": (2, {}),
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
+    "plain": (1, {}), "dp2": (2, {}), "tp2": (2, {"model_parallel_size": 2}), "pp2": (2, {"pipe_parallel_size": 2}),
     **{f"zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in (1, 2, 3)},
-}
+}  # fmt: skip
 """Ranks and keys of the layouts that most tests go through; test_layouts.py has the whole table."""
 SP2 = {"model_parallel_size": 2, "sequence_parallel": True}
 TABLE: dict[str, tuple[int, dict[str, Any]]] = {
@@ -99,9 +71,8 @@ TABLE: dict[str, tuple[int, dict[str, Any]]] = {
 def cells(now: Iterable[Any], more: Iterable[Any] = (), product: Iterable[Any] = ()) -> list[Any]:
     """For `parametrize`: values, or tuples of them, with the mark of their list."""
     marked = [(now, ()), (more, pytest.mark.more), (product, pytest.mark.product)]
-    return [
-        pytest.param(*(cell if isinstance(cell, tuple) else (cell,)), marks=mark) for of, mark in marked for cell in of
-    ]
+    tuples = [(cell if isinstance(cell, tuple) else (cell,), mark) for of, mark in marked for cell in of]
+    return [pytest.param(*cell, marks=mark) for cell, mark in tuples]
 
 
 class Curve(NamedTuple):
@@ -117,7 +88,7 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     merged = dict(BASE)
     for part in (*parts, more):
         merged.update(part)
-    if merged.get("data_path") is None and "split" in merged and merged["split"] == BASE.get("split"):
+    if merged["data_path"] is None and merged["split"] == BASE["split"]:
         merged["split"] = None  # it is of BASE's data_path
     return merged
 
@@ -148,22 +119,36 @@ class Part(NamedTuple):
     rates: Sequence[float] = ()
 
 
-def curves(rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10) -> list[Part]:
+def take_steps(training: Training, steps: int, rates: Sequence[float] = ()) -> Part:
+    """The next steps of a run. rates: theirs, if not the schedule's."""
+    batches, losses, norms, taken = batches_of(training), [], [], list(rates)
+    for i in range(steps):
+        micro_batches, step = next(batches), training.progress.iteration
+        if not rates:
+            taken.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
+        result = training.engine.train_step(micro_batches, taken[i])
+        training.progress.iteration += 1
+        losses.append(float(result.loss))
+        norms.append(float("nan" if result.grad_norm is None else result.grad_norm))
+    return Part(losses, norms, training.groups.rank("tensor"), training.engine.weights(master=True), taken)
+
+
+def curves(
+    rank: int, world_size: int, configs: list[dict[str, Any]], steps: int = 10, rates: Sequence[float] = ()
+) -> list[Part]:
     """For the pool: several runs one after another in the same processes."""
-    parts = []
-    for training in begun(configs):
-        batches, losses, norms, rates = batches_of(training), [], [], []
-        for _ in range(steps):
-            micro_batches = next(batches)
-            step = training.progress.iteration
-            rates.append(training.schedule(step) * lr_scale(training.args, micro_batches[0].role))
-            result = training.engine.train_step(micro_batches, rates[-1])
-            training.progress.iteration += 1
-            losses.append(float(result.loss))
-            norms.append(float(result.grad_norm))  # type: ignore[arg-type]
-        weights = training.engine.weights(master=True)
-        parts.append(Part(losses, norms, training.groups.rank("tensor"), weights, rates))
-    return parts
+    return [take_steps(training, steps, rates) for training in begun(configs)]
+
+
+def before_steps(training: Training, do: Callable[[int], Any]) -> None:
+    """From now on call this with the number of each step before it is taken."""
+    train_step = training.engine.train_step
+
+    def step(*given: Any) -> Any:
+        do(training.progress.iteration + 1)
+        return train_step(*given)
+
+    training.engine.train_step = step  # type: ignore[method-assign]
 
 
 def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
@@ -173,17 +158,14 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
 
 def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
     """Largest relative differences of losses, gradient norms and weights (2-norm a tensor)."""
-
-    def relative(a: list[float], b: list[float]) -> float:
-        assert len(a) == len(b)
-        return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
-
+    pairs = ((ours.losses, theirs.losses), (ours.norms, theirs.norms))
+    losses, norms = (max(abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)) for pair in pairs)
     weights = max(
         float((ours.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
         for layer, tensors in theirs.weights.items()
         for name, tensor in tensors.items()
     )
-    return relative(ours.losses, theirs.losses), relative(ours.norms, theirs.norms), weights
+    return losses, norms, weights
 
 
 def curves_of(configs: Mapping[Any, dict[str, Any]], steps: int, ranks: int = 1) -> dict[Any, Curve]:

@@ -14,11 +14,8 @@ from tests.recipes.readme import ROOT
 from tests.training.runs import ADAMW, LLAMA, begin, begun, cells, config
 
 MODEL = {**LLAMA, "hidden_size": 256, "intermediate_size": 512, "num_layers": 4, "precision": "bfloat16"}
-METHODS: dict[str, dict[str, Any] | None] = {
-    "full": None,
-    "LoRA": {"r": 4, "alpha": 8},
-    "QLoRA": {"r": 4, "alpha": 8, "quantization": "nf4"},
-}
+LORA: dict[str, Any] = {"r": 4, "alpha": 8}
+METHODS = {"full": None, "LoRA": LORA, "QLoRA": {**LORA, "quantization": "nf4"}}
 # Bytes of an element that is trained, between backward and update: weight, gradient, master, moments.
 # DeepSpeed keeps the 16-bit gradient that autograd made, or an fp32 copy of it too.
 EACH = {"native": (18.0, 18.0), "deepspeed": (16.0, 22.0)}
@@ -42,15 +39,12 @@ def held(rank: int, world_size: int, given: dict[str, Any]) -> tuple[int, int]:
                 found.append(live.now)
 
             training.engine.train_step(micro_batches, 1e-3, on_gradients=note)
-        trained = sum(p.numel() for p in training.engine.stage.parameters() if p.requires_grad)
-        training.engine.close()
-    return found[-1], trained
+    return found[-1], sum(p.numel() for p in training.engine.stage.parameters() if p.requires_grad)
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    cells([("QLoRA", "native")], [("LoRA", "deepspeed")], [("LoRA", "native"), ("QLoRA", "deepspeed")]),
-)
+@pytest.mark.parametrize(("method", "engine"), cells(
+    [("QLoRA", "native")], [("LoRA", "deepspeed")], [("LoRA", "native"), ("QLoRA", "deepspeed")],
+))  # fmt: skip
 def test_what_is_trained_takes_what_its_elements_take(engine: str, method: str) -> None:
     """And what is not takes its weights alone."""
     few, many = ({**values(method, engine=engine), "lora": {**METHODS[method], "r": r}} for r in (4, 36))  # type: ignore[dict-item]
@@ -58,11 +52,9 @@ def test_what_is_trained_takes_what_its_elements_take(engine: str, method: str) 
     each = (most - least) / (more_trained - its_trained)
     low, high = EACH[engine]
     assert low - 0.2 <= each <= high + 0.2
-    args = begin_args(few)
-    found = counts(args, 1)
+    found = counts(begin_args(few), 1)
     assert found.trained == its_trained
-    base = 2 * found.frozen + found.packed
-    assert least - each * its_trained == pytest.approx(base, rel=0.05)
+    assert least - each * its_trained == pytest.approx(2 * found.frozen + found.packed, rel=0.05)
 
 
 def begin_args(given: dict[str, Any]) -> NeoXArgs:
@@ -74,8 +66,7 @@ def tensors_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> lis
     found = []
     for training in begun(configs):
         training.engine.train_step(next(batches_of(training)), 1e-3)
-        parts = training.engine.tensors()
-        found.append({name: sum(t.nbytes for t in tensors) for name, tensors in parts.items()})
+        found.append({name: sum(t.nbytes for t in tensors) for name, tensors in training.engine.tensors().items()})
     return found
 
 
@@ -85,9 +76,8 @@ def test_the_tables_rules_are_the_engines(stage: int) -> None:
     ranks = 1 if stage == 0 else 2
     for given, parts in zip(configs, run_ranks(tensors_of, ranks, configs)[0], strict=True):
         expected = bytes_of(counts(begin_args(given), 1), stage, ranks)
-        assert parts["weights"] + parts["optimizer states"] == pytest.approx(
-            expected.held + expected.optimizer, rel=0.01
-        )
+        kept = parts["weights"] + parts["optimizer states"]
+        assert kept == pytest.approx(expected.held + expected.optimizer, rel=0.01)
         if stage == 0:
             assert parts["gradients"] == expected.gradients
 

@@ -7,16 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from megatron.training.deepspeed.engine import DeepSpeedEngine
 from megatron.training.engine import Engine
+from tests.model.stages import Weights
 from tests.pool import run_ranks
 from tests.training.bare_engine import BareEngine
 from tests.training.runs import ADAMW, NEOX, begin, bit_equal, config, metric_rows
 from tests.training.test_nonfinite import ended, poison
 
-Weights = dict[int, dict[str, Tensor]]
 ENGINES: dict[str, type[Engine]] = {"bare": BareEngine, "deepspeed": DeepSpeedEngine}
 
 
@@ -24,10 +23,7 @@ def go(rank: int, world_size: int, values: dict[str, Any], name: str, bad: tuple
     """For the pool: a run by the engine of that name whose gradients of the steps `bad` are not finite."""
     training = begin(values, ENGINES[name])
     poison(training, set(bad), math.nan)
-    message = ended(training) or ""
-    weights = training.engine.weights(master=True)
-    training.engine.close()
-    return message, weights
+    return ended(training) or "", training.engine.weights(master=True)
 
 
 def values_of(save: Path, **more: Any) -> dict[str, Any]:
@@ -49,20 +45,16 @@ def test_it_trains_and_goes_on_as_deepspeeds_engine(tmp_path: Path) -> None:
     assert bit_equal(bare, with_deepspeed)
     assert [row["iteration"] for row in rows_of(tmp_path / "bare")] == [0, 2, 3, 4, 6]
     assert rows_of(tmp_path / "bare") == rows_of(tmp_path / "theirs")
-    stopped = values_of(tmp_path / "stopped", exit_interval=3)
-    run_ranks(go, 1, stopped, "bare")
-    assert bit_equal(run_ranks(go, 1, {**stopped, "exit_interval": None}, "bare")[0][1], bare)
-    # Its checkpoint is the other's too.
-    swapped = values_of(tmp_path / "swapped", exit_interval=3)
-    run_ranks(go, 1, swapped, "bare")
-    assert bit_equal(run_ranks(go, 1, {**swapped, "exit_interval": None}, "deepspeed")[0][1], bare)
+    for other in ENGINES:  # its checkpoint is the other's too
+        stopped = values_of(tmp_path / f"stopped, {other}", exit_interval=3)
+        run_ranks(go, 1, stopped, "bare")
+        assert bit_equal(run_ranks(go, 1, {**stopped, "exit_interval": None}, other)[0][1], bare)
 
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_a_step_that_is_not_finite_is_known_late_and_changes_nothing(name: str, tmp_path: Path) -> None:
     """Of step 4 the loop knows when step 5 has begun, and saves the weights of step 3 all the same."""
-    values = values_of(tmp_path / "run", checkpoint_factor=100)
-    message, weights = run_ranks(go, 1, values, name, (4,))[0]
+    message, weights = run_ranks(go, 1, values_of(tmp_path / "run", checkpoint_factor=100), name, (4,))[0]
     assert re.search("^step 4: rank 0: gradient of .*step 3", message)
     assert (tmp_path / "run" / "latest").read_text() == "global_step3"
     good = values_of(tmp_path / "good", train_iters=3, lr_decay_iters=6)

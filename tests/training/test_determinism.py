@@ -1,5 +1,4 @@
-"""Numbers that stay: runs that repeat (`deterministic_mode`, what it sets and refuses, seeds, the same files
-from the same configuration), recomputation in every form, with what is run again, and bf16 beside fp32."""
+"""Numbers that stay: runs that repeat, recomputation in every form, and bf16 beside fp32."""
 
 import hashlib
 import json
@@ -17,21 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.training.recompute import products_run_again
 from tests.model.stages import random_batch, random_weights, small, stage_with
 from tests.pool import run_ranks
-from tests.training.runs import (
-    ADAMW,
-    LAYOUTS,
-    LLAMA,
-    NEOX,
-    TABLE,
-    Part,
-    begin,
-    bit_equal,
-    cells,
-    config,
-    curves,
-    run_to_end,
-    said,
-)
+from tests.training import runs
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, bit_equal, cells, config, curves, run_to_end
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO")
 
@@ -43,28 +29,24 @@ def values(**more: Any) -> dict[str, Any]:
 
 def settings(rank: int, world_size: int, given: dict[str, Any]) -> tuple[bool, bool, list[str | None]]:
     """For the pool: what a run has set in torch, in cuDNN, and in the environment."""
-    begin(given)
-    in_torch = (
-        torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
-    )
+    runs.begin(given)
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    in_torch = torch.are_deterministic_algorithms_enabled() and not warns_only
     in_cudnn = torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     return in_torch, in_cudnn, [os.environ.get(name) for name in VARIABLES]
 
 
-@pytest.mark.parametrize(
-    ("on", "env", "expected"),
-    [
-        (True, {}, (True, True, [":4096:8", "Ring"])),
-        (True, dict(zip(VARIABLES, (":16:8", "Tree"), strict=True)), (True, True, [":16:8", "Tree"])),
-        (False, {}, (False, False, [None, None])),
-    ],
-)
+@pytest.mark.parametrize(("on", "env", "expected"), [
+    (True, {}, (True, True, [":4096:8", "Ring"])),
+    (True, dict(zip(VARIABLES, (":16:8", "Tree"), strict=True)), (True, True, [":16:8", "Tree"])),
+    (False, {}, (False, False, [None, None])),
+])  # fmt: skip
 def test_what_is_set(on: bool, env: dict[str, str], expected: tuple[bool, bool, list[str | None]]) -> None:
     assert run_ranks(settings, 1, values(deterministic_mode=on), env=env)[0] == expected
 
 
 def test_it_says_so() -> None:
-    (line,) = [line for line in run_ranks(said, 1, values())[0].splitlines() if "deterministic_mode: " in line]
+    (line,) = [line for line in run_ranks(runs.said, 1, values())[0].splitlines() if "deterministic_mode: " in line]
     assert "use_deterministic_algorithms(True)" in line and "CUBLAS_WORKSPACE_CONFIG=:4096:8" in line
 
 
@@ -96,9 +78,8 @@ def test_data_seed_moves_the_data_and_nothing_else(tmp_path: Path) -> None:
 
 def disturbed_run(rank: int, world_size: int, given: dict[str, Any], seed: int) -> None:
     """For the pool: a run in a process whose generators have been used before."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
     run_to_end(rank, world_size, given)
 
 
@@ -123,10 +104,6 @@ def test_two_runs_write_the_same_bytes(name: str, more: dict[str, Any], tmp_path
 
 # -- bf16 with fp32 master weights and fp32 accumulation
 
-# A bf16 value is off by up to 2^-9 = 2e-3; rounding errors mostly cancel in the mean over a step's 256
-# tokens: measured 2.6e-4 in the worst layout over 50 steps, bounded here by four times that.
-BOUND = 1e-3
-
 
 def in_precision(precision: str, **more: Any) -> dict[str, Any]:
     return config(LLAMA, precision=precision, train_micro_batch_size_per_gpu=4, **more)
@@ -141,7 +118,8 @@ def fp32() -> list[float]:
 def test_bf16_beside_fp32(name: str, fp32: list[float]) -> None:
     ranks, layout = LAYOUTS[name]
     bf16 = run_ranks(curves, ranks, [in_precision("bfloat16", **layout)], 20)[0][0].losses
-    assert bf16 == pytest.approx(fp32, rel=BOUND) and bf16 != fp32
+    # A value is off by up to 2^-9 = 2e-3, which mostly cancels in a step's 256 tokens: 2.6e-4 at worst.
+    assert bf16 == pytest.approx(fp32, rel=1e-3) and bf16 != fp32
     assert fp32[-1] < fp32[0] - 0.1, "or they would say little"
 
 
@@ -154,39 +132,29 @@ def test_master_weights_start_from_fp32_values(name: str) -> None:
 
 
 # -- recomputation
-
 ON = {"checkpoint_activations": True}
 SELECTIVE = {**ON, "recompute_granularity": "selective"}
 FORMS: dict[str, dict[str, Any]] = {
-    "full": ON,
-    "every other block": {**ON, "recompute_every": 2},
-    "pairs": {**ON, "checkpoint_num_layers": 2},
+    "full": ON, "every other block": {**ON, "recompute_every": 2}, "pairs": {**ON, "checkpoint_num_layers": 2},
     "every other pair": {**ON, "checkpoint_num_layers": 2, "recompute_every": 2},
-    "selective": SELECTIVE,
-    "selective in every other block": {**SELECTIVE, "recompute_every": 2},
-}
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+    "selective": SELECTIVE, "selective in every other block": {**SELECTIVE, "recompute_every": 2},
+}  # fmt: skip
+DROPOUT, COMPILED = {"hidden_dropout": 0.1, "attention_dropout": 0.1}, {"compile": "block"}
 
 
-def trained(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[Part]:
+def trained(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[runs.Part]:
     """For the pool. Graphs are run operator by operator, so that bits can be compared."""
     torch.compile = partial(torch.compile, backend="aot_eager")  # of blocks and of what is done to logits
     return curves(rank, world_size, configs, 3)
 
 
-COMPILED = {"compile": "block"}
-
-
-@pytest.mark.parametrize(
-    ("layout", "keys"),
-    cells(
-        [("plain", DROPOUT)],
-        [("zero3", COMPILED), ("pp2", {})],
-        [("zero3", {"precision": "bfloat16"}), ("tp2 sp", COMPILED | DROPOUT), ("zero3, deepspeed", DROPOUT)],
-    ),
-)
+@pytest.mark.parametrize(("layout", "keys"), cells(
+    [("plain", DROPOUT)],
+    [("zero3", COMPILED), ("pp2", {})],
+    [("zero3", {"precision": "bfloat16"}), ("tp2 sp", COMPILED | DROPOUT), ("zero3, deepspeed", DROPOUT)],
+))  # fmt: skip
 def test_training_is_bit_equal(layout: str, keys: dict[str, Any]) -> None:
-    world, more = TABLE[layout]
+    world, more = runs.TABLE[layout]
     forms = [{}, *(FORMS[name] for name in ("full", "every other block", "selective"))]  # they differ in what runs when
     configs = [config(LLAMA, more, keys, form, train_micro_batch_size_per_gpu=2) for form in forms]
     for plain, *others in run_ranks(trained, world, configs):
@@ -196,7 +164,6 @@ def test_training_is_bit_equal(layout: str, keys: dict[str, Any]) -> None:
 
 
 def products(**values: Any) -> int:
-    """FLOPs of a step's products by weights, as torch counts them."""
     args = small(num_layers=5, activation="relu", **values)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args)
     with FlopCounterMode(display=False) as counter:

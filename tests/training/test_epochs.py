@@ -1,10 +1,9 @@
-"""The length of runs, given in epochs, and of one that gets longer or shorter, which goes on in the order it
-began in, a new one in GPT-NeoX's; data that machines do not share; and the length of rows: growing sequences,
-and phases, the same in every layout, through a resume, and in the log."""
+"""The length of runs, in epochs, longer or shorter; data that is not shared; the length of rows."""
 
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +43,7 @@ def test_iterations_follow_from_the_data(ranks: int) -> None:
     assert samples % 2 == 0 and samples % 48
     iterations = samples // 48
     assert everyone == [{"iterations": iterations, "decay": iterations, "samples": samples}] * ranks
-    half = run_ranks(facts, ranks, in_epochs(lr_decay_fraction=0.5))[0]
-    assert half["decay"] == int(iterations * 0.5)
+    assert run_ranks(facts, ranks, in_epochs(lr_decay_fraction=0.5))[0]["decay"] == int(iterations * 0.5)
 
 
 def test_a_run_ends_goes_on_and_can_get_longer(tmp_path: Path) -> None:
@@ -76,9 +74,7 @@ def test_the_second_epoch_is_the_first_again() -> None:
 def on_own_machine(rank: int, world_size: int, given: dict[str, Any]) -> list[float]:
     """For the pool: each rank is the first of a machine with its own folders."""
     os.environ["LOCAL_RANK"] = "0"
-    machine_keys = {"index_cache_dir": given["index_cache_dir"].format(rank)}
-    if "{}" in given["data_path"]:
-        machine_keys["data_path"] = given["data_path"].format(rank)
+    machine_keys = {key: given[key].format(rank) for key in ("index_cache_dir", "data_path")}
     return curves(rank, world_size, [{**given, **machine_keys}], 2)[0].losses
 
 
@@ -93,20 +89,15 @@ def test_machines_without_shared_files_make_their_own_maps(tmp_path: Path) -> No
 def test_machines_with_different_data_are_refused(tmp_path: Path) -> None:
     for rank, name in enumerate("AB"):
         for suffix in ("bin", "idx"):
-            source = GOLDEN / "dataset" / f"corpus{name}_text_document.{suffix}"
-            (tmp_path / f"data{rank}.{suffix}").write_bytes(source.read_bytes())
+            shutil.copy(GOLDEN / f"dataset/corpus{name}_text_document.{suffix}", tmp_path / f"data{rank}.{suffix}")
     given = config(NEOX, use_shared_fs=False, data_path=f"{tmp_path}/data{{}}", index_cache_dir=f"{tmp_path}/cache{{}}")
     with pytest.raises(AssertionError, match="use_shared_fs: false.*data.*rank 1.*rank 0"):
         run_ranks(on_own_machine, 2, given)
 
 
 # -- runs that get longer or shorter
-
-Drawn = tuple[list[list[int]], dict[int, dict[str, Any]]]  # tokens of every sample, and the weights at the end
-
-
-def drawn(rank: int, world_size: int, values: dict[str, Any]) -> Drawn:
-    """For the pool: a run to its end, and the samples that it drew."""
+def drawn(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[list[int]], dict[int, dict[str, Any]]]:
+    """For the pool: of a run the tokens of every sample that it drew, and the weights at its end."""
     training, seen, batches_of = begin(values), [], loop.batches_of
 
     def watched(training: Any) -> Any:
@@ -126,11 +117,10 @@ def laid_out(save: Path, steps: int, **more: Any) -> dict[str, Any]:
     return config(NEOX, size, rates, save=str(save), checkpoint_factor=3)
 
 
-def windows(name: str, save: Path) -> list[int]:
+def windows(save: Path) -> list[int]:
     """Where the stretches of a run's order end."""
-    manifest = read_manifest(sorted(save.glob("global_step*"))[-1])
-    assert manifest is not None and manifest.data["laid_out"].keys() >= {name}
-    (ends,) = manifest.data["laid_out"][name]
+    manifest: Any = read_manifest(sorted(save.glob("global_step*"))[-1])
+    (ends,) = manifest.data["laid_out"]["train"]
     return ends
 
 
@@ -138,19 +128,17 @@ def test_a_run_is_extended_over_the_end_of_its_epoch(tmp_path: Path) -> None:
     """Three steps of the first epoch, then to twelve: the rest of that epoch, and whole ones behind it."""
     save, longer = tmp_path / "run", {"override_lr_scheduler": True, "lr_decay_iters": 12}
     first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
-    (end,) = windows("train", save)
+    (end,) = windows(save)
     assert 3 * 48 < end < 6 * 48, "an epoch, which the first three steps do not use up"
     others, weights = run_ranks(drawn, 1, laid_out(save, 12, **longer))[0]
-    assert max(losses(save)) == 12 and windows("train", save)[0] == end
+    assert max(losses(save)) == 12 and windows(save)[0] == end
     # The epoch that was begun is that of the run as it was typed first
     whole, (epoch, _) = first + others, run_ranks(drawn, 1, laid_out(tmp_path / "as first", end // 48))[0]
     assert epoch == whole[: len(epoch)]
     assert len({tuple(row) for row in whole[:end]}) == end, "every window of it once, and none in two places"
     # Stopped at nine, it goes on bit for bit
-    stopped = tmp_path / "stopped"
-    run_ranks(drawn, 1, laid_out(stopped, 3))
-    run_ranks(drawn, 1, laid_out(stopped, 9, **longer))
-    rest, last = run_ranks(drawn, 1, laid_out(stopped, 12, **longer))[0]
+    for steps, keys in ((3, {}), (9, longer), (12, longer)):
+        rest, last = run_ranks(drawn, 1, laid_out(tmp_path / "stopped", steps, **keys))[0]
     assert rest == whole[-len(rest) :] and len(rest) == 3 * 48 and bit_equal(weights, last)
 
 
@@ -170,11 +158,9 @@ def test_a_run_is_extended_in_another_layout(layout: str, tmp_path: Path) -> Non
 def test_where_nothing_is_laid_out_anew_it_is_the_longer_run(keys: dict[str, Any], tmp_path: Path) -> None:
     """Rows of whole documents, and windows within the epochs that both have: bit for bit."""
     steps = (3, 8) if "pack_impl" in keys else (2, 4)
-    constant = {"lr_decay_style": "constant", **keys}
-    save = tmp_path / "run"
-    first, _ = run_ranks(drawn, 1, {**laid_out(save, steps[0]), **constant})[0]
-    rest, extended = run_ranks(drawn, 1, {**laid_out(save, steps[1]), **constant})[0]
-    whole, through = run_ranks(drawn, 1, {**laid_out(tmp_path / "through", steps[1]), **constant})[0]
+    runs_of = [("run", steps[0]), ("run", steps[1]), ("through", steps[1])]
+    configs = [laid_out(tmp_path / name, end) | {"lr_decay_style": "constant", **keys} for name, end in runs_of]
+    (first, _), (rest, extended), (whole, through) = (run_ranks(drawn, 1, given)[0] for given in configs)
     assert first + rest == whole and bit_equal(extended, through)
 
 
@@ -185,8 +171,7 @@ def test_a_run_is_shortened(tmp_path: Path) -> None:
     started = laid_out(save, 12, exit_interval=3)
     first, _ = run_ranks(drawn, 1, started)[0]
     rest, _ = run_ranks(drawn, 1, {**started, "train_iters": 6, "exit_interval": None})[0]
-    assert first + rest == whole[: 6 * 48] and max(losses(save)) == 6
-    assert len(windows("train", save)) == 1
+    assert first + rest == whole[: 6 * 48] and max(losses(save)) == 6 and len(windows(save)) == 1
 
 
 def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -> None:
@@ -194,10 +179,9 @@ def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -
     rests = []
     for save in (tmp_path / "then", tmp_path / "now"):
         first, _ = run_ranks(drawn, 1, laid_out(save, 3))[0]
-        manifest = read_manifest(save / "global_step3")
-        assert manifest is not None
-        order = {"train_samples": windows("train", save)[0], "seq_length": 32, "split": "90,10,0"}
         if save.name == "then":
+            manifest: Any = read_manifest(save / "global_step3")
+            order = {"train_samples": windows(save)[0], "seq_length": 32, "split": "90,10,0"}
             then = replace(manifest, data={"files": manifest.data["files"], "order": order})
             (save / "global_step3" / "manifest.json").write_text(then.to_json())
         rests.append(run_ranks(drawn, 1, laid_out(save, 12, override_lr_scheduler=True))[0][0])
@@ -205,15 +189,12 @@ def test_a_checkpoint_of_before_stretches_were_written_goes_on(tmp_path: Path) -
 
 
 # -- the length of rows
-
 CURRICULUM: dict[str, Any] = {
     "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
     "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 6, "difficulty_step": 8},
 }  # fmt: skip
-PHASES: dict[str, Any] = {
-    "seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}, "reset_attention_mask": True,
-    "reset_position_ids": True,
-}  # fmt: skip
+PHASES: dict[str, Any] = {"seq_curriculum": {"seq_len": [8, 16, 32], "until": [2, 5]}}
+PHASES |= {"reset_attention_mask": True, "reset_position_ids": True}
 # Keys, and the lengths of steps: one that stays, ones that change, and the whole.
 KINDS: dict[str, tuple[dict[str, Any], list[int]]] = {
     "growing": ({"curriculum_learning": CURRICULUM}, [8, 16, 16, 24, 24, 32]),
@@ -223,11 +204,9 @@ STEPS = 6
 
 
 def curves_in(ranks: int, layout: dict[str, Any]) -> dict[tuple[str, str], Curve]:
-    """Of both kinds and of two models."""
-    models = {"neox": NEOX, "llama": LLAMA}
     configs = {
         (kind, name): config(model, ADAMW, keys, {"train_micro_batch_size_per_gpu": 2, **layout})
-        for kind, (keys, _) in KINDS.items() for name, model in models.items()
+        for kind, (keys, _) in KINDS.items() for name, model in (("neox", NEOX), ("llama", LLAMA))
     }  # fmt: skip
     return runs.curves_of(configs, STEPS, ranks)
 

@@ -1,5 +1,4 @@
-"""Configuration files as people wrote them, of GPT-NeoX (resolved keys) and of its geodesic fork, train, not
-only load: made small by overrides, precision and kinds of layers kept."""
+"""Configuration files as people wrote them train, not only load: GPT-NeoX's and its geodesic fork's."""
 
 import json
 import os
@@ -15,10 +14,8 @@ import yaml
 from megatron.launch import process_info
 from megatron.neox_arguments import ConfigError, load
 from megatron.training import start
-from megatron.training.loop import batches_of
-from megatron.training.unlearning import lr_scale
 from tests.pool import run_ranks
-from tests.training.runs import BASE, GOLDEN, TABLE, cells, metric_rows
+from tests.training.runs import BASE, GOLDEN, TABLE, cells, metric_rows, take_steps
 
 _READ = json.loads((GOLDEN / "configs/configs_eleuther.json").read_text())["loaded"]
 UPSTREAM: dict[str, dict[str, Any]] = {}
@@ -29,12 +26,8 @@ for _name in sorted(_READ):  # the plain file sorts before itself with others
     UPSTREAM.setdefault(_name.partition(" + ")[0].removeprefix("configs/").removesuffix(".yml"), _keys)
 FORK: dict[str, dict[str, Any]] = json.loads((GOLDEN / "configs/fork_files.json").read_text())
 
-NOT_HERE: dict[str, str] = {
-    "rwkv/170M": "RWKV",
-    "gmlp_small": "1.0e_8",  # and gMLP
-    "sparse": "sparse attention",
-    "tests/config/test_setup": "sm3",
-}
+NOT_HERE = {"rwkv/170M": "RWKV", "sparse": "sparse attention", "tests/config/test_setup": "sm3"}
+NOT_HERE["gmlp_small"] = "1.0e_8"  # and gMLP
 """Files that need what is not here, and what is named."""
 WIDTHS = {
     **{f"llama/{size}": "upstream" for size in ("7B", "13B", "30B", "65B")},
@@ -48,16 +41,11 @@ _DATA = ("merge_file", "eval_tasks", *_SETS)
 
 
 def small(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Overrides that make a file small enough to train here: sizes, paths, data, iterations, batch, launcher
-    and parallel sizes. All else, precision, te_* keys, distributed_backend and kinds of attention too, is the
-    file's."""
+    """Overrides that make a file small enough to train; all else, precision and te_* too, is the file's."""
     kinds, kv = values.get("attention_config"), values.get("num_kv_heads")
     if kinds is not None:
         kinds = kinds[:2] if isinstance(kinds[0], str) else [[kinds[0][0], 2]]
-    kinds_of_heads = {
-        "attention_config": kinds,
-        "num_kv_heads": kv and (4 if kv == values["num_attention_heads"] else 2),
-    }
+    heads = {"attention_config": kinds, "num_kv_heads": kv and (4 if kv == values["num_attention_heads"] else 2)}
     width = values.get("intermediate_size") and 248  # one reading where the file has one
     sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": width, "seq_length": 64}
     steps = min(values.get("gradient_accumulation_steps") or 1, 2)
@@ -70,11 +58,10 @@ def small(values: Mapping[str, Any]) -> dict[str, Any]:
     data = {key: BASE[key] for key in ("data_path", "tokenizer_type", "vocab_file", "index_cache_dir", "num_workers")}
     other = str(GOLDEN / "dataset" / "corpusB_text_document")
     unlearning = {key: other for key in ("ga_dataset", "gd_retain_dataset") if values.get(key)}
-    return {**sizes, **kinds_of_heads, **micro, **run, **launch, **unset, **data, **unlearning}
+    return {**sizes, **heads, **micro, **run, **launch, **unset, **data, **unlearning}
 
 
 def written(folder: Path, name: str, values: Mapping[str, Any]) -> Path:
-    """The file, as YAML."""
     path = folder / f"{name.replace('/', '_')}.yml"
     path.write_text(yaml.safe_dump(dict(values), sort_keys=False))
     return path
@@ -90,8 +77,7 @@ _NUMBERS = (
 
 
 def kinds_of(files: Mapping[str, Mapping[str, Any]], but: Sequence[str] = _NUMBERS) -> list[str]:
-    """Names of files that differ in more than the overrides, names of runs and `but`: rates, intervals and
-    sizes of buffers."""
+    """Files that differ in more than overrides, names of runs and `but`: rates, intervals, buffers."""
     alike: dict[str, str] = {}
     for name, values in files.items():
         alike.setdefault(json.dumps(_told_apart({**values, **small(values)}, but), sort_keys=True), name)
@@ -129,13 +115,7 @@ def some_steps(rank: int, world: int, runs: list[tuple[str, dict[str, Any]]]) ->
         except ConfigError as refused:
             results.append(str(refused))
             continue
-        batches, losses = batches_of(training), []
-        for step in range(training.args.train_iters):
-            micro_batches = next(batches)
-            rate = training.schedule(step) * lr_scale(training.args, micro_batches[0].role)
-            losses.append(float(training.engine.train_step(micro_batches, rate).loss))
-            training.progress.iteration += 1
-        results.append(losses)
+        results.append(take_steps(training, training.args.train_iters).losses)
         training.engine.close()
     return results
 
@@ -178,11 +158,9 @@ ALTERNATING = {"train_iters": 4, "ga_interleave_ratio": 1}
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    ("names", "more"),
-    cells([], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)]),
-    ids=["some", "kinds", "unlearning"],
-)
+@pytest.mark.parametrize(("names", "more"), cells(
+    [], [(KINDS[1::6], {})], [(KINDS, {}), (UNLEARNING, ALTERNATING)],
+), ids=["some", "kinds", "unlearning"])  # fmt: skip
 def test_files_in_layouts(names: list[str], more: dict[str, Any], tmp_path: Path) -> None:
     """Losses of one process, of which every other run has those in tp2, and the rest in pp2."""
     runs = runs_of(tmp_path, names, **more)

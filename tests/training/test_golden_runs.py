@@ -1,6 +1,7 @@
 """Runs of the original system from its own checkpoints: the same data order, losses and rates."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,39 +9,33 @@ import pytest
 import yaml
 
 from megatron.checkpointing import ParallelLayout, reshard
-from megatron.training.loop import batches_of
 from tests.checkpointing.golden import golden_args
 from tests.pool import run_ranks
-from tests.training.runs import GOLDEN, TABLE, Part, begin, cells, curves
+from tests.training.runs import GOLDEN, TABLE, Part, cells, curves
 
 
 def golden_config(family: str, name: str, **more: Any) -> dict[str, Any]:
-    text = (GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/")
-    values = yaml.safe_load(text)
+    values = yaml.safe_load((GOLDEN / family / name / f"{name}.yml").read_text().replace("GOLDEN/", f"{GOLDEN}/"))
     del values["save"]
     return {**values, "index_cache_dir": more.pop("cache"), **more}
 
 
-def goes_on(values: dict[str, Any], ranks: int, steps: int = 3) -> Part:
+def goes_on(values: dict[str, Any], ranks: int, steps: int = 3, rates: Sequence[float] = ()) -> Part:
     """Its first rank's steps."""
-    return run_ranks(curves, ranks, [values], steps)[0][0]
+    return run_ranks(curves, ranks, [values], steps, rates)[0][0]
 
 
 def _steps(family: str, name: str) -> list[dict[str, Any]]:
     return json.loads((GOLDEN / family / name / "steps.json").read_text())
 
 
-RUNS = [
+@pytest.mark.parametrize(("family", "name", "ranks", "steps"), [
     ("ckpt_neox", "neox_pp1_mp1", 1, 3),
     ("ckpt_neox", "neox_pp0_mp1", 1, 3),
     ("ckpt_llama", "llama_pp1_mp1", 1, 3),
-    # Upstream's later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters
-    # out.
+    # Its later losses carry its bugs: row biases move twice as fast, the clip norm leaves parameters out.
     ("ckpt_neox", "neox_pp2_mp2", 4, 1),
-]
-
-
-@pytest.mark.parametrize(("family", "name", "ranks", "steps"), RUNS)
+])  # fmt: skip
 def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, tmp_path: Path) -> None:
     load = str(GOLDEN / family / name / "ckpt")
     more = {"compat_ffn_width": "upstream"} if family == "ckpt_llama" else {}
@@ -52,17 +47,6 @@ def test_losses_from_step_zero(family: str, name: str, ranks: int, steps: int, t
             assert found.norms[i] == pytest.approx(golden["deepspeed_clip_total_norm"], rel=1e-5)
 
 
-def steps_at(rank: int, world_size: int, values: dict[str, Any], rates: list[float]) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, at these learning rates."""
-    training = begin(values)
-    batches, found = batches_of(training), []
-    for lr in rates:
-        result = training.engine.train_step(next(batches), lr)
-        training.progress.iteration += 1
-        found.append((float(result.loss), float(result.grad_norm)))  # type: ignore[arg-type]
-    return found
-
-
 @pytest.mark.parametrize("layout", cells(["plain", "pp2"], ["zero2"], ["plain, deepspeed", "tp2"]))
 def test_gradient_ascent_of_the_fork(layout: str, tmp_path: Path) -> None:
     """At its rates: in its first step, where it has no max(1, step) of the warm-up, 0."""
@@ -71,10 +55,10 @@ def test_gradient_ascent_of_the_fork(layout: str, tmp_path: Path) -> None:
     load = str(GOLDEN / "ckpt_neox" / "neox_pp1_mp1" / "ckpt")
     values = golden_config("fork", "geo_ga_interleaved_pp1", cache=str(tmp_path), load=load, iteration=0, **keys)
     golden = _steps("fork", "geo_ga_interleaved_pp1")
-    found = run_ranks(steps_at, ranks, values, [step["lr_used"][0] for step in golden])[0]
-    assert [loss for loss, _ in found] == pytest.approx([step["metrics"]["lm_loss"] for step in golden], rel=1e-6)
-    assert [norm for _, norm in found] == pytest.approx([s["deepspeed_clip_total_norm"] for s in golden], rel=1e-6)
-    assert [loss < 0 for loss, _ in found] == [False, False, True, False, True, False]
+    found = goes_on(values, ranks, len(golden), [step["lr_used"][0] for step in golden])
+    assert found.losses == pytest.approx([step["metrics"]["lm_loss"] for step in golden], rel=1e-6)
+    assert found.norms == pytest.approx([step["deepspeed_clip_total_norm"] for step in golden], rel=1e-6)
+    assert [loss < 0 for loss in found.losses] == [False, False, True, False, True, False]
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [({}, 1), ({"zero_optimization": {"stage": 1}}, 2)])
@@ -91,23 +75,20 @@ def test_optimizer_state_of_neox_is_taken_up(layout: dict[str, Any], ranks: int,
 
 
 LAYOUTS: list[tuple[str, dict[str, Any], int]] = [
-    ("as it was", {}, 4),
-    ("one process", {"model_parallel_size": 1, "pipe_parallel_size": 0}, 1),
+    ("as it was", {}, 4), ("one process", {"model_parallel_size": 1, "pipe_parallel_size": 0}, 1),
     ("ZeRO 3", {"model_parallel_size": 1, "pipe_parallel_size": 1, "zero_optimization": {"stage": 3}}, 2),
     ("tp2, ZeRO 1", {"pipe_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
     ("pp2, ZeRO 1", {"model_parallel_size": 1, "zero_optimization": {"stage": 1}}, 4),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("count", cells([3], product=[5]))
 def test_optimizer_state_of_a_pipeline_is_taken_up_in_every_layout_and_when_merged(count: int, tmp_path: Path) -> None:
-    run = "neox_pp2_mp2"
+    run, one = "neox_pp2_mp2", ParallelLayout(1, 1, 1, 0, "fp32", 1)
     load = GOLDEN / "ckpt_neox" / run / "ckpt"
-    args = golden_args(run)
-    merged = reshard(load / "global_step3", tmp_path / "merged", args, ParallelLayout(1, 1, 1, 0, "fp32", 1)).parent
+    merged = reshard(load / "global_step3", tmp_path / "merged", golden_args(run), one).parent
     values = golden_config("ckpt_neox", run, cache=str(tmp_path), load=str(load), train_iters=5)
-    afresh = goes_on({**values, "no_load_optim": True}, 4, 2).losses
-    found = {}
+    afresh, found = goes_on({**values, "no_load_optim": True}, 4, 2).losses, {}
     for name, layout, ranks in LAYOUTS[:count]:
         data = ranks // (layout.get("model_parallel_size", 2) * max(layout.get("pipe_parallel_size", 2), 1))
         batch = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2 // data}

@@ -1,9 +1,4 @@
-"""No host sync in a step; what became of it, and its values if it is logged, are read when the next has been
-started.
-
-Every way of Python to wait for a tensor's value is made to raise, unless DeepSpeed's own norm or overflow
-check asks.
-"""
+"""No host sync in a step; what became of it, and what is logged, is read when the next has been started."""
 
 import sys
 from collections.abc import Callable
@@ -15,6 +10,7 @@ from tqdm import tqdm
 
 from megatron.callbacks import Step
 from megatron.model.norms import LayerNorm
+from megatron.training.callbacks.gradient_probes import build_probes
 from megatron.training.callbacks.log import LogCallback
 from megatron.training.loop import batches_of
 from megatron.training.loop_state import Stopwatch
@@ -24,14 +20,12 @@ from tests.pool import run_ranks
 from tests.training.runs import GOLDEN, NEOX, TABLE, begin, cells, config
 
 WAITS = ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero")
-# (end of file name, functions): DeepSpeed's own checks within the optimizer step, and torch's counter of
-# Adam's steps.
+# (end of file name, functions): DeepSpeed's checks within the optimizer step, torch's counter of Adam's.
 ENGINE = {
     "deepspeed/runtime/utils.py": None,
     "deepspeed/runtime/bf16_optimizer.py": {"step"},
-    "deepspeed/runtime/zero/stage_1_and_2.py": {
-        "step", "scaled_global_norm", "unscale_and_clip_grads", "check_overflow",
-    },
+    "deepspeed/runtime/zero/stage_1_and_2.py": {"step", "scaled_global_norm", "unscale_and_clip_grads",
+                                                "check_overflow"},
     "deepspeed/runtime/zero/stage3.py": {"step", "unscale_and_clip_grads", "_get_norm_groups", "get_grad_norm_direct"},
     "torch/optim/optimizer.py": None,
     "megatron/mpu/random.py": {"dropout"},  # of a seed on the host
@@ -46,9 +40,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     **TABLE,
     "plain bf16": (1, {"precision": "bfloat16", "pos_emb": "alibi"}),
     "pp2 bf16": (2, {"pipe_parallel_size": 2, "precision": "bfloat16"}),
-    "difference": (1, UNLEARNING),
-    "npo, pp2": (2, {**UNLEARNING, **NPO, "pipe_parallel_size": 2}),
-}
+    "difference": (1, UNLEARNING), "npo, pp2": (2, {**UNLEARNING, **NPO, "pipe_parallel_size": 2}),
+}  # fmt: skip
 
 
 class HostSync(AssertionError):
@@ -91,12 +84,11 @@ def forbid(allowed: dict[str, set[str] | None], seen: list[str]) -> None:
     torch.tensor = copy
 
 
-def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
-    """For the pool: two free steps, then four without waiting; the number of reads, all of steps before the
-    last."""
+def steps(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, list[str]]:
+    """For the pool: two free steps, then four without waiting; reads, each a step late, and probes."""
     training = begin(values)
-    batches, progress = batches_of(training), training.progress
-    log, results = LogCallback(training, tqdm(disable=True), Stopwatch()), StepResults(training)
+    batches, progress, (probes, gradients) = batches_of(training), training.progress, build_probes(training)
+    log, results = LogCallback(training, tqdm(disable=True), Stopwatch(), probes=probes), StepResults(training)
     seen: list[str] = []
     begun, begin_reading, read, steps_of = [0], HostCopy.__init__, HostCopy.read, {}
 
@@ -112,7 +104,9 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
 
     def one() -> None:
         begun[0] += 1
-        result = training.engine.train_step(next(batches), training.schedule(progress.iteration))
+        step = next(batches)
+        show = gradients.on_step_start(training, step)
+        result = training.engine.train_step(step, training.schedule(progress.iteration), show)
         results.settle()
         results.begin(result)
         progress.iteration += 1
@@ -126,18 +120,19 @@ def steps(rank: int, world_size: int, values: dict[str, Any]) -> int:
     if training.engine.name == "deepspeed":
         timers = training.engine._ds.timers.get_timers()  # type: ignore[attr-defined]
         assert not any(timer.event_timers for timer in timers.values()), "DeepSpeed keeps two CUDA events a step"
-    return len(seen)
+    return len(seen), log.probed
 
 
-REST = ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"]
-
-
-@pytest.mark.parametrize("name", cells(["tp2 sp", "zero3", "npo, pp2"], ["pp2 bf16"], REST))
+@pytest.mark.parametrize("name", cells(
+    ["tp2 sp", "zero3", "npo, pp2"],
+    ["pp2 bf16"],
+    ["plain", "plain bf16", "dp2", "pp2", "zero1", "zero2", "difference"],
+))  # fmt: skip
 def test_steps_do_not_wait(name: str) -> None:
     ranks, layout = LAYOUTS[name]
     values = config(NEOX, layout, train_micro_batch_size_per_gpu=2, gradient_clipping=0.5, hidden_dropout=0.1)
-    assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [4] * ranks
-    assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [8] * ranks
+    assert run_ranks(steps, ranks, {**values, "log_interval": 100}) == [(4, [])] * ranks
+    assert run_ranks(steps, ranks, {**values, "log_interval": 1}) == [(8, [])] * ranks
 
 
 def waiting_model(rank: int, world_size: int, values: dict[str, Any]) -> None:

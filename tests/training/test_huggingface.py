@@ -1,6 +1,4 @@
-"""Runs that start from a HuggingFace folder and write one: weights, vocabulary, files that travel along,
-refusals, the folders of adapters as peft has them; and rows that pad an imported vocabulary, with which
-losses are those of the model without them."""
+"""Runs that start from a HuggingFace folder and write one; rows that pad an imported vocabulary."""
 
 import json
 import math
@@ -45,13 +43,9 @@ def folder(path: Path, vocab: int = 384, tokenizer: bool = True, **changes: Any)
     with torch.no_grad():
         for param in model.parameters():
             param.add_(0.1 * torch.randn(param.shape))
-    model.generation_config.temperature = 0.7
-    model.generation_config.do_sample = True
+    model.generation_config.temperature, model.generation_config.do_sample = 0.7, True
     model.save_pretrained(path)
-    if tokenizer:
-        for file in TOKENIZER.iterdir():
-            shutil.copy(file, path)
-    return path
+    return shutil.copytree(TOKENIZER, path, dirs_exist_ok=True) if tokenizer else path
 
 
 def given(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **more: Any) -> dict[str, Any]:
@@ -60,7 +54,6 @@ def given(save: Path, load: Path | str, model: dict[str, Any] = MODEL, **more: A
 
 
 def exported(save: Path, iteration: int | None, target: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of a run, as a HuggingFace folder."""
     checkpoint = find_checkpoint(save, iteration)
     export_hf(checkpoint, load_checkpoint_args(checkpoint)[0], target)
     return load_file(target / "model.safetensors")
@@ -99,16 +92,12 @@ def test_a_run_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) 
     assert ours.apply_chat_template(chat, tokenize=False) == theirs.apply_chat_template(chat, tokenize=False)
 
 
-MIXTURES: dict[str, tuple[int, dict[str, Any]]] = {
-    "ep2 x tp2": (4, {"expert_parallel_size": 2, "model_parallel_size": 2, "zero_optimization": {"stage": 1}}),
-    "ep2 zero3": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
-    "tp2 cut x pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"}),
-}
-
-
-@pytest.mark.parametrize("layout", cells(["ep2 x tp2"], ["tp2 cut x pp2"], ["ep2 zero3"]))
-def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp_path: Path) -> None:
-    ranks, keys = MIXTURES[layout]
+@pytest.mark.parametrize(("ranks", "keys"), cells(
+    [(4, {"expert_parallel_size": 2, "model_parallel_size": 2, "zero_optimization": {"stage": 1}})],
+    [(4, {"model_parallel_size": 2, "pipe_parallel_size": 2, "moe_expert_tensor_parallel": "cut"})],
+    [(2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}})],
+))  # fmt: skip
+def test_a_run_with_experts_starts_from_a_folder_and_writes_one(ranks: int, keys: Any, tmp_path: Path) -> None:
     more = {"vocab_size": 384, "num_experts": 8, "max_position_embeddings": 32, "num_hidden_layers": 2}
     odd_model("qwen 2 moe", **more).save_pretrained(tmp_path / "model")
     source = HFFolder(tmp_path / "model")
@@ -121,8 +110,7 @@ def test_a_run_with_experts_starts_from_a_folder_and_writes_one(layout: str, tmp
 
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
-    values = given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5)
-    run_ranks(run_to_end, 1, values)
+    run_ranks(run_to_end, 1, given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5))
     made = tmp_path / "run" / "huggingface"
     assert sorted(path.name for path in made.iterdir()) == ["global_step2", "global_step3"]
     rows = exported(tmp_path / "run", 0, tmp_path / "started")["gpt_neox.embed_in.weight"]
@@ -134,8 +122,7 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:
     """`load` and `save` the same, as people have it: no run is gone on with, whatever its seed and data."""
-    model = folder(tmp_path / "model")
-    import_hf(HFFolder(model), tmp_path / "run", tensor=2)
+    import_hf(HFFolder(folder(tmp_path / "model")), tmp_path / "run", tensor=2)
     run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "run", extra_save_iters=None))
     manifest = read_manifest(find_checkpoint(tmp_path / "run"))
     assert manifest is not None and manifest.iteration == 2 and manifest.data
@@ -146,8 +133,8 @@ def test_another_model_is_refused_with_every_key(tmp_path: Path) -> None:
     args = NeoXArgs.from_dict(given(tmp_path, model, num_layers=3, rotary_pct=0.5, padded_vocab_size=384))
     with pytest.raises(CheckpointError) as caught:
         load_hf_weights(model, args, layers=[0], tensor_rank=0, tensor_size=1)
-    lines = [line.strip() for line in str(caught.value).splitlines()]
-    assert "num_layers: 4 there, 3 here" in lines and "rotary_pct: 2 there, 4 here" in lines
+    lines = {line.strip() for line in str(caught.value).splitlines()}
+    assert {"num_layers: 4 there, 3 here", "rotary_pct: 2 there, 4 here"} <= lines
     small = NeoXArgs.from_dict(given(tmp_path, model, padded_vocab_size=256))
     with pytest.raises(CheckpointError, match="384.*padded_vocab_size.*256"):
         load_hf_weights(model, small, layers=[0], tensor_rank=0, tensor_size=1)
@@ -184,8 +171,6 @@ def test_a_reward_model_begins_from_a_folder_whose_logits_are_capped_or_scaled(t
 
 
 # -- adapters
-
-
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["adapter", "both"])
 def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,9 +196,8 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
     inspect_checkpoints.main([str(made), "--match", "lora_A"])
     told = capsys.readouterr().out
     assert ("adapters alone" in told) == (kind == "adapter") and "q_proj" not in told
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match="^0$"):
         verify.main([str(made)])
-    assert ended.value.code == 0
     words = ["--input_dir", str(made), "--output_dir", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=r"adapters .*tools/ckpts/adapter\.py merge"):
         convert_neox_to_hf.main(words)
@@ -240,11 +224,10 @@ def test_a_run_writes_peft_s_folders(tmp_path: Path, kind: str, capsys: pytest.C
 
 
 # -- rows that pad the vocabulary
-
 CHAT = str(GOLDEN / "dataset" / "chat_conversation")
 PADDED_COMMON: dict[str, Any] = {
-    **MODEL, "make_vocab_size_divisible_by": 128, "seq_length": 32, "train_batch_size": 4, "data_path": None,
-    "weight_decay": 0.0, "reset_attention_mask": True, "reset_position_ids": True,
+    **MODEL, "make_vocab_size_divisible_by": 128, "train_batch_size": 4, "data_path": None, "weight_decay": 0.0,
+    "reset_attention_mask": True, "reset_position_ids": True,
 }  # fmt: skip
 PADDED = {
     **PADDED_COMMON, "train_data_paths": [f"{CHAT}_document"], "train_label_data_paths": [f"{CHAT}_label_document"],
@@ -260,15 +243,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def first_step(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, float, list[Any], int | None, Any]:
-    """For the pool: loss and gradient norm of a run's first step, its batches, the rows that count, and its
-    metrics."""
+    """For the pool: loss, gradient norm, batches, rows that count and metrics of a run's first step."""
     training = begin(values)
     batches = next(batches_of(training))
     fields = [(b.tokens, b.labels, b.loss_weights, *([] if b.positions is None else [b.positions])) for b in batches]
     result = training.engine.train_step(batches, 0.0)
     metrics = {name: float(value) for name, value in result.metrics.items()}
     assert training.args.padded_vocab_size == 640
-    training.engine.close()
     return float(result.loss), float(result.grad_norm or math.nan), fields, training.args.softmax_rows, metrics
 
 
@@ -293,8 +274,7 @@ def by_transformers(model: Path, batches: list[Any]) -> tuple[float, float]:
 def test_the_first_loss_is_that_of_the_model_as_it_came(layout: str, model: Path) -> None:
     ranks, keys = TABLE.get(layout, TP4)
     loss, norm, batches, rows, _ = run_ranks(first_step, ranks, config(PADDED, keys, load=str(model)))[0]
-    assert rows == 600
-    assert (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
+    assert rows == 600 and (loss, norm) == pytest.approx(by_transformers(model, batches), rel=1e-5)
 
 
 SIMPO = {"dpo_loss_type": "simpo", "dpo_beta": 2.0, "simpo_gamma": 0.5}
@@ -311,22 +291,18 @@ def of_pairs(model: Path, folder: Path, *parts: dict[str, Any]) -> dict[str, Any
 
 @pytest.mark.parametrize("layout", cells(["tp4"], ["plain"]))
 def test_preferences_of_an_imported_model(layout: str, model: Path, tmp_path: Path) -> None:
-    """SimPO, whose first loss is not ln 2, by its formula in TRL from the log-probabilities of
-    transformers."""
+    """SimPO, whose first loss is not ln 2, by TRL's formula from transformers' log-probabilities."""
     ranks, keys = TABLE.get(layout, TP4)
     loss, _, batches, _, metrics = run_ranks(first_step, ranks, of_pairs(model, tmp_path, SIMPO, keys))[0]
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model)
-    sums, averages = [], []
+    reference, averages = transformers.AutoModelForCausalLM.from_pretrained(model), []
     with torch.no_grad():
         for tokens, labels, weights, *_ in batches:
             logprobs = reference(tokens).logits.float().log_softmax(-1).gather(-1, labels[..., None]).squeeze(-1)
-            sums.append((logprobs * weights).sum(1))
-            averages.append(sums[-1] / weights.sum(1))
-    above = torch.cat([average[0::2] - average[1::2] for average in averages])
-    expected = -torch.nn.functional.logsigmoid(2.0 * above - 0.5).mean()
+            averages.append((logprobs * weights).sum(1) / weights.sum(1))
+    chosen, rejected = torch.cat(averages).unflatten(0, (-1, 2)).unbind(1)
+    expected = -torch.nn.functional.logsigmoid(2.0 * (chosen - rejected) - 0.5).mean()
     assert loss == pytest.approx(float(expected), rel=1e-5)
-    chosen = torch.cat([average[0::2] for average in averages]).mean()
-    assert metrics["logps/chosen"] == pytest.approx(float(chosen), rel=1e-5)
+    assert metrics["logps/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-5)
 
 
 def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
@@ -349,19 +325,15 @@ def answers_of(batches: list[Any]) -> list[dict[str, list[int]]]:
 OF_TRL: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "SFT": ({}, "sft", {}),
     "SimPO": (SIMPO, "cpo", {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.0, "simpo_gamma": 0.5}),
-    "CPO": (
-        {"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
-        "cpo",
-        {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.5},
-    ),
+    "CPO": ({"dpo_loss_type": ["sigmoid", "sft"], "dpo_loss_weights": [1.0, 0.5], "dpo_reference_free": True},
+            "cpo", {"loss_type": "sigmoid", "beta": 0.1, "cpo_alpha": 0.5}),
     "DPO": ({"dpo_loss_type": "sigmoid"}, "dpo", {"beta": 0.1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.product
 @pytest.mark.parametrize("name", OF_TRL)
 def test_the_first_losses_are_those_of_trls_trainers(name: str, model: Path, tmp_path: Path) -> None:
-    """On the model as it came, with its 600 rows."""
     pytest.importorskip("trl", reason="pip install trl==1.16.0")
     from tests.objectives.trl_reference import first_loss
 
@@ -372,8 +344,7 @@ def test_the_first_losses_are_those_of_trls_trainers(name: str, model: Path, tmp
 
 
 def test_what_masks_and_what_does_not(model: Path, tmp_path: Path) -> None:
-    """auto leaves a run of our own as GPT-NeoX has it; false brings the padding in, true leaves it out of any
-    run."""
+    """auto leaves our own runs as GPT-NeoX has them; false brings padding in, true leaves it out of all."""
     as_it_came = run_ranks(first_step, 1, config(PADDED, load=str(model)))[0]
     padded = run_ranks(first_step, 1, config(PADDED, load=str(model), mask_padded_vocab=False))[0]
     assert padded[3] is None and padded[0] > as_it_came[0] + 1e-3

@@ -1,11 +1,10 @@
-"""Scores in the middle of a run, the same in every layout, and the run is bit for bit what it is without
-them; and validation loss, one number whatever the layout, also for fewer samples than a batch."""
+"""Scores in the middle of a run, which does not notice them; validation loss, the same in every layout."""
 
 import random
 from copy import deepcopy
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -24,26 +23,23 @@ from tests.training.runs import LLAMA, NEOX, RPE, begin, bit_equal, cells, confi
 from tests.training.test_layouts import LAYOUTS as TRAINED_IN
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
-# All of it cut up, also what is as small as here.
-ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}
+ZERO3 = {"stage": 3, "stage3_param_persistence_threshold": 0}  # all of it cut up, also what is as small as here
 LEARNED = {"pos_emb": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.01}
 # layout: ranks, its keys, the model
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "one process": (1, {}, LLAMA),
-    "dp2": (2, {}, NEOX | LEARNED),
-    "tp2+sp": (2, TP2 | SP, LLAMA),
-    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP, NEOX | LEARNED),
-    "dp2 x pp2": (4, PP2, LLAMA),
+    "one process": (1, {}, LLAMA), "dp2": (2, {}, NEOX | LEARNED), "tp2+sp": (2, TP2 | SP, LLAMA),
+    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP, NEOX | LEARNED), "dp2 x pp2": (4, PP2, LLAMA),
     "dp2 zero1 bf16": (2, {"zero_optimization": {"stage": 1}, "precision": "bfloat16"}, LLAMA),
     "dp2 zero3": (2, {"zero_optimization": ZERO3}, RPE | {"no_weight_tying": False}),
     "ep2": (2, {"expert_parallel_size": 2, "zero_optimization": {"stage": 1}}, LLAMA | MOE),
     "ep2 x tp2 +sp": (4, TP2 | SP | {"expert_parallel_size": 2}, LLAMA | MOE),
     "dp2 zero3 x tp2 +sp": (4, TP2 | SP | {"zero_optimization": ZERO3}, LLAMA),
-}
+}  # fmt: skip
 STEPS, EVERY = 4, 2
 # An odd number of contexts, so that data-parallel ranks have unequally much to do.
 CONTEXTS = [[5, 3, 9, 9, 1, 2, 14], [7], [3, 8, 8, 8, 2, 10, 11]]
+Scores = list[ContinuationScore]
 REQUESTS: list[ScoreRequest] = [(context, choice) for context in CONTEXTS for choice in ([4, 4, 8], [7, 1, 6, 6], [2])]
 
 
@@ -52,7 +48,7 @@ class Looking(Callback):
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.found: dict[int, list[ContinuationScore]] = {}
+        self.found: dict[int, Scores] = {}
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         if step.iteration % EVERY == 0:
@@ -76,7 +72,7 @@ class Looking(Callback):
 class Ran(NamedTuple):
     losses: list[float]
     weights: dict[int, dict[str, Tensor]]
-    found: dict[int, list[ContinuationScore]]  # by step
+    found: dict[int, Scores]  # by step
 
 
 def run(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Ran, Ran]:
@@ -129,25 +125,19 @@ def test_a_run_does_not_notice(name: str) -> None:
 
 def test_what_callbacks_add_is_logged(tmp_path: Path) -> None:
     run_ranks(run, 1, values_of(LLAMA, {}, 1) | {"log_dir": str(tmp_path / "logs")})
-    rows = metric_rows(tmp_path, "looked")
-    assert [(row["iteration"], row["looked"]) for row in rows] == [(0, 0), (2, 2), (4, 4)]
+    assert [(row["iteration"], row["looked"]) for row in metric_rows(tmp_path, "looked")] == [(0, 0), (2, 2), (4, 4)]
 
 
-def compiled(
-    rank: int, world_size: int, values: dict[str, Any]
-) -> tuple[int, int, list[ContinuationScore], list[ContinuationScore]]:
+def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, int, Scores, Scores]:
     """For the pool: graphs made before and after a run, and the scores of compiled and of plain blocks."""
     from torch._dynamo.utils import counters
 
-    real = nn.Module.compile
-    nn.Module.compile = partialmethod(real, backend="eager")  # type: ignore[assignment]
+    nn.Module.compile = partialmethod(nn.Module.compile, backend="eager")  # type: ignore[assignment]
     torch.compile = partial(torch.compile, backend="eager")  # type: ignore[assignment]
     training = begin(values)
-    callback = Looking(training)
-    before = counters["stats"]["unique_graphs"]
+    callback, before = Looking(training), counters["stats"]["unique_graphs"]
     train(training, [callback])
-    after_run = counters["stats"]["unique_graphs"]
-    plain = Looking(begin({**values, "compile": False}))
+    after_run, plain = counters["stats"]["unique_graphs"], Looking(begin({**values, "compile": False}))
     plain.look(Step(0, 0, 32, None))
     return before, after_run, callback.found[0], plain.found[0]
 
@@ -156,18 +146,14 @@ def test_compiled_blocks_are_not_compiled_again() -> None:
     """However long the texts are: no graphs are made but those of the steps, of blocks and of logits."""
     values = values_of(LLAMA, {"compile": "block"}, 1) | {"eval_iters": 0}
     before, graphs, ours, theirs = run_ranks(compiled, 1, values, env={"TORCHINDUCTOR_COMPILE_THREADS": "1"})[0]
-    assert (before, graphs) == (0, 2)
-    assert ours == theirs
+    assert (before, graphs) == (0, 2) and ours == theirs
 
 
 # -- validation
-
-
 def evaluations(rank: int, world_size: int, values: dict[str, Any]) -> list[ValidationResult]:
     """For the pool: the initial model on the first five, eight and sixteen validation samples."""
     training = begin(values)
-    tokenizer, valid = training.tokenizer, training.datasets.valid
-    assert valid is not None
+    tokenizer, valid = training.tokenizer, cast(Any, training.datasets.valid)
     return [evaluate(training.engine, valid, n, tokenizer.eod, tokenizer.detokenize) for n in (5, 8, 16)]
 
 
@@ -182,11 +168,10 @@ def one_process() -> dict[str, list[ValidationResult]]:
 
 
 VALIDATED, IN_MORE = ["dp2 x pp2", "tp2 x pp2 +sp", "dp2 zero3"], ["pp4", "dp4 zero3 by twos"]
+PRODUCT = [name for name in TRAINED_IN if name not in VALIDATED + IN_MORE]
 
 
-@pytest.mark.parametrize(
-    "name", cells(VALIDATED, IN_MORE, [name for name in TRAINED_IN if name not in VALIDATED + IN_MORE])
-)
+@pytest.mark.parametrize("name", cells(VALIDATED, IN_MORE, PRODUCT))
 def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationResult]]) -> None:
     ranks, layout = TRAINED_IN[name]
     model, values = ("llama", LLAMA) if "tp2" in name else ("neox", NEOX)
@@ -201,10 +186,9 @@ def test_same_in_every_layout(name: str, one_process: dict[str, list[ValidationR
 def direct(rank: int, world_size: int, values: dict[str, Any]) -> tuple[float, list[np.ndarray]]:
     """For the pool: mean loss of five samples, one at a time through the bare model, and their labels."""
     training = begin(values)
-    assert training.datasets.valid is not None
-    losses, labels = [], []
+    valid, losses, labels = cast(Any, training.datasets.valid), [], []
     for i in range(5):
-        batch = collate_samples([training.datasets.valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
+        batch = collate_samples([valid[i]], eod=training.tokenizer.eod, eod_mask_loss=True)
         counts = batch.loss_weights[0] > 0
         logits = training.engine.stage(None, batch)[:, 0].double()  # type: ignore[index]
         losses.append(torch.nn.functional.cross_entropy(logits[counts], batch.labels[0][counts], reduction="sum"))

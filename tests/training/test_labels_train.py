@@ -1,6 +1,4 @@
-"""Labels and weights, from keys to losses: labelled documents, tokens that are never trained, data with few
-trained tokens, and losses that make their logits in chunks and of chosen places alone; the same in every
-layout, and told what is not listed."""
+"""Labels and weights, from keys to losses: what is trained, what never is, and what is said of it."""
 
 import math
 import re
@@ -39,7 +37,6 @@ SFT: dict[str, Any] = {
     "valid_data_paths": [TEXT], "valid_label_data_paths": LABELS[:1],
     "test_data_paths": [TEXT], "test_label_data_paths": LABELS[:1],
 }  # fmt: skip
-# -- labelled documents
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +73,7 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
     output = run_ranks(said, ranks, config(LLAMA, SFT, layout, step, one), True)[0]
     padding, share = 100 * (1 - used.sum() / (24 * 129)), 100 * trained / used.sum()
     shares = rf"{padding:.1f} % padding.* {share:.1f} %"
-    line = rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}"
-    assert re.search(line, output), output
+    assert re.search(rf"chat_conversation_document.*24 documents in 24 rows of 128.* 24\.0 .* {shares}", output), output
     (row,) = metric_rows(tmp_path)
     places = np.minimum(text.sizes, 128).sum()
     assert row["train/padding_share"] == pytest.approx(1 - places / (24 * 128))
@@ -93,12 +89,10 @@ def test_padding_and_trained_tokens_are_said_and_logged(name: str, tmp_path: Pat
 
 
 # -- tokens that are never trained: as if their labels had been masked by hand
-
 PLAIN = {"data_path": None, "split": None, "train_data_paths": [CORPUS], "eod_mask_loss": False}
 
 
 def frequent(prefix: str, count: int = 3) -> list[int]:
-    """The tokens that a set has most of."""
     return [int(token) for token in np.argsort(np.bincount(IndexedDataset(prefix).tokens))[::-1][:count]]
 
 
@@ -122,11 +116,10 @@ def test_gradients_are_those_of_labels_masked_by_hand(layout: str, tmp_path: Pat
     of_chat, of_text = frequent(TEXT), frequent(CORPUS)
     runs = [
         {**chat, "train_label_data_paths": [masked_by_hand(TEXT, LABELS[0], of_chat, tmp_path / "chat")]},
-        {**chat, "loss_mask_token_ids": of_chat},
-        chat,
+        {**chat, "loss_mask_token_ids": of_chat}, chat,
         {**plain, "train_label_data_paths": [masked_by_hand(CORPUS, CORPUS, of_text, tmp_path / "text")]},
         {**plain, "loss_mask_token_ids": of_text},
-    ]
+    ]  # fmt: skip
     for by_hand, by_id, unmasked, text_by_hand, text_by_id in run_ranks(curves, ranks, runs, 2):
         for ours, theirs in ((by_id, by_hand), (text_by_id, text_by_hand)):
             assert ours.losses == theirs.losses and ours.norms == theirs.norms
@@ -152,15 +145,12 @@ def test_a_set_of_which_all_is_masked_trains_nothing(tmp_path: Path) -> None:
     assert "none of its tokens is trained" in output and "run finished at iteration 2" in output
 
 
-@pytest.mark.parametrize(
-    ("tokens", "facts"),
-    [
-        (["several words"], r'"several words".*\d+ tokens \[\d+, '),
-        ([100000], r"100000.*vocabulary.*\d+"),
-        ([-1], "at least 0"),
-        ([""], r'"" .*0 tokens'),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "facts"), [
+    (["several words"], r'"several words".*\d+ tokens \[\d+, '),
+    ([100000], r"100000.*vocabulary.*\d+"),
+    ([-1], "at least 0"),
+    ([""], r'"" .*0 tokens'),
+])  # fmt: skip
 def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
     with pytest.raises(ConfigError, match=f"loss_mask_token_ids.*{facts}"):
         args = NeoXArgs.from_dict(config(LLAMA, PLAIN, loss_mask_token_ids=tokens))
@@ -168,8 +158,6 @@ def test_what_is_no_token_is_refused(tokens: list[Any], facts: str) -> None:
 
 
 # -- few trained tokens: micro-batches, ranks and whole steps without any
-
-
 def chats(folder: Path, trained: int) -> dict[str, Any]:
     """24 chats of 200 random tokens, the last few of each trained, in rows of 64; keys of a run on them."""
     chance = np.random.default_rng(3)
@@ -211,9 +199,7 @@ def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> l
 
 
 @pytest.mark.parametrize("layout", cells(["tp2", "pp2", "zero3"], ["zero1"], ["dp2"]))
-def test_ranks_and_steps_without_a_trained_token(
-    layout: str, sparse: dict[str, Any], alone: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_ranks_and_steps_without_a_trained_token(layout: str, sparse: Any, alone: Any, tmp_path: Path) -> None:
     """A rank without one contributes zero, a step without one changes nothing; as in one process."""
     output, rows = steps_of(layout, sparse, tmp_path)
     assert "run finished at iteration 6" in output
@@ -240,8 +226,6 @@ def test_nothing_is_updated_by_nothing(layout: str, tmp_path: Path) -> None:
 
 
 # -- chosen places
-
-
 def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) -> tuple[Tensor, dict[str, Tensor]]:
     """The negative log-likelihood, from logits of the places that count, a half of the sequence at a time."""
     assert head.hidden_states.shape[:2] == batch.labels.t().shape
@@ -255,48 +239,39 @@ def in_chunks(head: HeadInput, batch: Batch, group: dist.ProcessGroup | None) ->
     return total, {}
 
 
-CHUNKED = Objective(LANGUAGE_MODELLING.weight, in_chunks)
-Taken = tuple[Tensor, Weights, Weights]  # the loss of a step, and weights before and after it
-
-
 def batches_of(args: NeoXArgs, seed: int) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     batches = [document_batch(args, seed=seed + i) for i in range(2)]
     weights = [torch.randint(0, 4, b.tokens.shape, generator=generator) // 3 for b in batches]
-    named = [
-        replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in zip(batches, weights, strict=True)
-    ]
+    pairs = zip(batches, weights, strict=True)
+    named = [replace(b, loss_weights=w, loss_places=places_of_loss(w.numpy())) for b, w in pairs]
     assert all(batch.loss_places is not None for batch in named)
     return named
 
 
-def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[Taken]:
-    """For the pool: a step of the whole loss, and one of the loss in chunks."""
+def whole_and_chunked(rank: int, world_size: int, values: dict[str, Any]) -> list[tuple[Tensor, Weights, Weights]]:
+    """For the pool: of the whole loss and of that in chunks a step's loss, weights before it and after it."""
     taken = []
-    for objective in (LANGUAGE_MODELLING, CHUNKED):
+    for objective in (LANGUAGE_MODELLING, Objective(LANGUAGE_MODELLING.weight, in_chunks)):
         args = small(**small_runs.SGD, **values).for_world(world_size)
         groups = groups_of(args, world_size)
         stage = stage_with(args, random_weights(args), groups)
         engine = parallelize(stage, objective, args, groups, choose_engine(args, False).load())
-        before = engine.weights()
-        loss = engine.train_step(batches_of(args, 3 + 10 * groups.rank("data")), small_runs.LR).loss.detach()
-        taken.append((loss, before, engine.weights()))
+        before, batches = engine.weights(), batches_of(args, 3 + 10 * groups.rank("data"))
+        taken.append((engine.train_step(batches, small_runs.LR).loss.detach(), before, engine.weights()))
         engine.close()
     return taken
 
 
 CUT, BOTH = ("plain", "tp2 sp", "pp2", "zero3"), (small_runs.NEOX, small_runs.LLAMA)
+ONE, OTHER = (list(zip(CUT, models * 2, strict=True)) for models in (BOTH, BOTH[::-1]))
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    cells(zip(CUT, BOTH * 2, strict=True), product=zip(CUT, BOTH[::-1] * 2, strict=True)),
-)
+@pytest.mark.parametrize(("name", "model"), cells(ONE, product=OTHER))
 def test_chunks_and_chosen_places_are_the_same_step(name: str, model: dict[str, Any]) -> None:
     world_size, layout = TABLE[name]
-    for (loss, before, after), (chunked, _, chunked_after) in run_ranks(
-        whole_and_chunked, world_size, {**model, **layout}
-    ):
+    steps = run_ranks(whole_and_chunked, world_size, {**model, **layout})
+    for (loss, before, after), (chunked, _, chunked_after) in steps:
         torch.testing.assert_close(chunked, loss, rtol=1e-6, atol=0)
         for layer, tensors in after.items():
             for key, expected in tensors.items():

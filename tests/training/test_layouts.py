@@ -1,10 +1,8 @@
-"""Every parallel layout trains like one process: losses, gradient norms and final weights.
-
-Pipelines run on DeepSpeed, the other layouts on the native engine and on DeepSpeed.
-"""
+"""Every layout trains like one process: pipelines on DeepSpeed, the others on both engines."""
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,20 +13,13 @@ from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, SGD, Curve, assert_alik
 
 TP2, PP2, SP = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"sequence_parallel": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "dp2": (2, {}),
-    "dp4": (4, {}),
-    "tp2": (2, TP2),
-    "tp2+sp": (2, TP2 | SP),
-    "pp2": (2, PP2),
-    "pp4": (4, {"pipe_parallel_size": 4}),
-    "tp2 x pp2": (4, TP2 | PP2),
-    "tp2 x pp2 +sp": (4, TP2 | PP2 | SP),
-    "dp2 x tp2": (4, TP2),
-    "dp2 x pp2": (4, PP2),
+    "dp2": (2, {}), "dp4": (4, {}), "tp2": (2, TP2), "tp2+sp": (2, TP2 | SP), "pp2": (2, PP2),
+    "pp4": (4, {"pipe_parallel_size": 4}), "tp2 x pp2": (4, TP2 | PP2), "tp2 x pp2 +sp": (4, TP2 | PP2 | SP),
+    "dp2 x tp2": (4, TP2), "dp2 x pp2": (4, PP2),
     **{f"dp{ranks} zero{stage}": (ranks, zero(stage)) for ranks in (2, 4) for stage in (1, 2, 3)},
     **{f"dp2 x tp2 zero{stage}": (4, TP2 | zero(stage)) for stage in (1, 2)},
     "dp2 x tp2 +sp zero3": (4, TP2 | SP | zero(3)),
-}
+}  # fmt: skip
 ENGINES = {name: ("deepspeed",) if "pp" in name else ("native", "deepspeed") for name in LAYOUTS}
 LAYOUTS["dp4 zero3 by twos"] = (4, {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}})
 ENGINES["dp4 zero3 by twos"] = ("native",)
@@ -47,27 +38,22 @@ STEPS = 6
 # Micro-batch size, model, optimizer, tied. Every layout meets every size and model, both optimizers, tied and
 # untied; tests/soak/test_layout_table.py runs all 36 in every layout.
 CELLS = [(1, "neox", "sgd", False), (4, "llama", "adamw", False), (2, "rpe", "adamw", True)]
-MORE_CELLS = [
-    (1, "llama", "adamw", True),
-    (2, "neox", "adamw", True),
-    (2, "llama", "sgd", False),
-    (4, "neox", "sgd", True),
-]
+MORE_CELLS = [(1, "llama", "adamw", True), (2, "neox", "adamw", True)]
+MORE_CELLS += [(2, "llama", "sgd", False), (4, "neox", "sgd", True)]
+Key = tuple[str, str, bool]
 
 
 def cell_config(model: str, optimizer: str, tied: bool, micro_batch: int, layout: dict[str, Any]) -> dict[str, Any]:
-    return config(
-        MODELS[model], OPTIMIZERS[optimizer], layout,
-        no_weight_tying=not tied, train_micro_batch_size_per_gpu=micro_batch,
-    )  # fmt: skip
+    more = {"no_weight_tying": not tied, "train_micro_batch_size_per_gpu": micro_batch}
+    return config(MODELS[model], OPTIMIZERS[optimizer], layout, more)
 
 
 @pytest.fixture(scope="module")
-def reference() -> Callable[[tuple[str, str, bool]], Curve]:
+def reference() -> Callable[[Key], Curve]:
     """One process, one micro-batch of 8."""
 
     @cache
-    def made(key: tuple[str, str, bool]) -> Curve:
+    def made(key: Key) -> Curve:
         curve = curves_of({key: cell_config(*key, 8, {})}, STEPS)[key]
         assert key[1] == "sgd" or min(curve.norms) > ADAMW["gradient_clipping"], "the clip must bite"
         assert curve.losses[-1] < curve.losses[0] - 0.05, "the model must learn, or equality says little"
@@ -80,12 +66,8 @@ PRODUCT = [(row, CELLS) for row in ALL_ROWS if row not in ROWS + MORE_ROWS]
 PRODUCT += [(row, MORE_CELLS) for row in ("tp2, native", "pp2, deepspeed", "dp2 zero3, native")]
 
 
-@pytest.mark.parametrize(
-    ("row", "cells"), runs.cells([(row, CELLS) for row in ROWS], [(row, CELLS) for row in MORE_ROWS], PRODUCT)
-)
-def test_layout_equals_one_process(
-    row: str, cells: list[tuple[int, str, str, bool]], reference: Callable[[tuple[str, str, bool]], Curve]
-) -> None:
+@pytest.mark.parametrize(("row", "cells"), runs.cells(product(ROWS, [CELLS]), product(MORE_ROWS, [CELLS]), PRODUCT))
+def test_layout_equals_one_process(row: str, cells: list[Any], reference: Callable[[Key], Curve]) -> None:
     name, engine = row.rsplit(", ", 1)
     ranks, layout = LAYOUTS[name]
     most = 2 if name.startswith("dp4") else 4  # of a step's 8 samples

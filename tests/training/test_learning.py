@@ -1,5 +1,4 @@
-"""From raw text to a model that has learned: what it prefers and how it answers on prompts that it was not
-trained on. Through the commands' own functions: preprocess, train, validate, generate."""
+"""From raw text to a model that has learned, judged on other prompts, through the commands' own functions."""
 
 import json
 import logging
@@ -35,10 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokens_of(rows: list[dict[str, Any]], keys: list[str], name: str, tokenizer: Path, folder: Path) -> str:
     """Prefix of the files that preprocess_data_with_chat_template.py makes of rows."""
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    preprocess(
-        ["--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name), "--jsonl-keys", *keys,
-         "--tokenizer-path", str(tokenizer), "--workers", "1"]
-    )  # fmt: skip
+    places = ["--input", str(folder / f"{name}.jsonl"), "--output-prefix", str(folder / name), "--workers", "1"]
+    preprocess([*places, "--jsonl-keys", *keys, "--tokenizer-path", str(tokenizer)])
     return str(folder / name)
 
 
@@ -48,11 +45,9 @@ def run_of(tokenizer: Path, folder: Path, **keys: Any) -> dict[str, Any]:
 
 
 def preferences(count: int, seed: int, shuffled: bool) -> list[dict[str, Any]]:
-    """Good answers end in an even number, bad ones in an odd one. shuffled: in half of the pairs, drawn by
-    lot, it is the other way round."""
+    """Good answers end in an even number, bad ones in an odd one; shuffled: in half the other way round."""
     random = np.random.default_rng(seed)
-    turned = random.permutation(count) < (count // 2 if shuffled else 0)
-    rows = []
+    turned, rows = random.permutation(count) < (count // 2 if shuffled else 0), []
     for i in range(count):
         question, *answers = (" ".join(random.choice(WORDS, random.integers(2, 5))) for _ in range(3))
         ends = [2 * random.integers(5) + odd for odd in (0, 1)]
@@ -70,28 +65,27 @@ def dpo_run(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, Any]:
         for side, key in (("pos", "chosen"), ("neg", "rejected")):
             paths[f"{side}_{name}_data_paths"] = [f"{prefix}_{key}_document"]
             paths[f"{side}_{name}_label_data_paths"] = [f"{prefix}_{key}_label_document"]
-    return run_of(
-        tokenizer, folder, **paths, train_impl="dpo", dataset_impl="pairwise", train_batch_size=8, train_iters=40,
-        checkpoint_factor=20, eval_interval=40, eval_iters=30,
-    )  # fmt: skip
-
-
-def last_validation(shuffled: bool, tokenizer: Path, folder: Path) -> dict[str, float]:
-    folder.mkdir()
-    run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
-    return metric_rows(folder / "run", "validation/rewards/accuracies")[-1]
+    return run_of(tokenizer, folder, **paths, train_impl="dpo", dataset_impl="pairwise", train_batch_size=8,
+                  train_iters=40, checkpoint_factor=20, eval_interval=40, eval_iters=30)  # fmt: skip
 
 
 def test_preferences_are_learned_and_hold_for_other_pairs(tokenizer: Path, tmp_path: Path) -> None:
     """Beside the same run on pairs of which half are turned round, whose validation is chance."""
-    row, control = (last_validation(shuffled, tokenizer, tmp_path / str(shuffled)) for shuffled in (False, True))
+    found = []
+    for shuffled in (False, True):
+        (folder := tmp_path / str(shuffled)).mkdir()
+        run_ranks(run_to_end, 1, {**dpo_run(shuffled, tokenizer, folder), "save": str(folder / "run")})
+        found.append(metric_rows(folder / "run", "validation/rewards/accuracies")[-1])
+    row, control = found
     assert row["iteration"] == 40 and row["validation/rewards/margins"] > 0
     assert row["validation/rewards/accuracies"] > control["validation/rewards/accuracies"] + 0.25, (row, control)
 
 
-def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
-    random = np.random.default_rng(seed)
-    chats = []
+Chat = list[dict[str, str]]
+
+
+def conversations(count: int, seed: int) -> list[Chat]:
+    random, chats = np.random.default_rng(seed), []
     for _ in range(count):
         question = "What does the " + " ".join(random.choice(WORDS, random.integers(1, 5))) + " cost?"
         answer = f"It costs {random.integers(2, 10)} coins."
@@ -99,31 +93,24 @@ def conversations(count: int, seed: int) -> list[list[dict[str, str]]]:
     return chats
 
 
-def answers(
-    rank: int, world_size: int, values: dict[str, Any], questions: list[list[dict[str, str]]]
-) -> list[Completion]:
+def answers(rank: int, world_size: int, values: dict[str, Any], questions: list[Chat]) -> list[Completion]:
     """For the pool: greedy, as generate.py and serve.py ask a model in a conversation."""
     args, quiet = NeoXArgs.from_dict(values).for_world(world_size), logging.getLogger("tests.quiet")
     tokenizer = build_tokenizer(args)
     model = load_model(args, init_model_parallel(args, process_info(), quiet), tokenizer, quiet)
     template = find_template(args, tokenizer)
-    prompts = [template.tokens(question) for question in questions]
-    return complete(
-        model, prompts, SamplingParams(), maximum_tokens=24, seeds=range(len(prompts)),
-        stop_token_ids=template.stop_token_ids,
-    )  # fmt: skip
+    prompts, ends = [template.tokens(question) for question in questions], template.stop_token_ids
+    return complete(model, prompts, SamplingParams(), maximum_tokens=24, seeds=range(len(prompts)), stop_token_ids=ends)
 
 
 def test_conversations_are_learned_as_they_were_written(tokenizer: Path, tmp_path: Path) -> None:
     """Up to the token that ends an answer."""
     rows = [{"messages": messages} for messages in conversations(240, 0)]
     prefix = tokens_of(rows, ["messages"], "chats", tokenizer, tmp_path)
-    values = run_of(
-        tokenizer, tmp_path, train_data_paths=[f"{prefix}_messages_document"],
-        train_label_data_paths=[f"{prefix}_messages_label_document"], reset_attention_mask=True,
-        reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
-        optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}},
-    )  # fmt: skip
+    values = run_of(tokenizer, tmp_path, train_data_paths=[f"{prefix}_messages_document"],
+                    train_label_data_paths=[f"{prefix}_messages_label_document"], reset_attention_mask=True,
+                    reset_position_ids=True, train_batch_size=4, train_iters=80, checkpoint_factor=40,
+                    optimizer={"type": "AdamW", "params": {"lr": 5e-3, "eps": 1e-6}})  # fmt: skip
     run_ranks(run_to_end, 1, {**values, "save": str(tmp_path / "run")})
     seen = {messages[0]["content"] for messages in conversations(240, 0)}
     held_out = [messages[:1] for messages in conversations(60, 1) if messages[0]["content"] not in seen][:24]

@@ -1,5 +1,4 @@
-"""`lora`: adapters train the same numbers in every layout, and nothing below them changes a bit; over a base
-in 4 bits (`lora.quantization`) they are peft's."""
+"""`lora`: the same numbers in every layout over weights that keep their bits; in 4 bits they are peft's."""
 
 import math
 import sys
@@ -29,11 +28,10 @@ from tests.training import test_lora_trl as with_peft
 from tests.training.checkpoint.test_resume import assert_goes_on
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
 from tests.training.preference.test_rewards import reward_data, values_of
-from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, begin, cells, config, curves, curves_of
+from tests.training.runs import ADAMW, LLAMA, NEOX, TABLE, Curve, assert_alike, cells, config, curves, curves_of
 from tests.training.test_unlearning import DIVERGENCE
 
-STEPS = 3
-UNTIED = {"no_weight_tying": True}
+STEPS, UNTIED = 3, {"no_weight_tying": True}
 # Columns of 64 for each of two ranks, so that blocks in 4 bits are the same in every layout.
 WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "num_layers": 2}
 NF4 = {"quantization": "nf4", "init": False}
@@ -43,25 +41,17 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, grouped queries": (LLAMA, {"r": 4, "alpha": 16, "init": False}),
     "llama, dora, some, copies": (
         {**LLAMA, "num_kv_heads": 4, **UNTIED},
-        {
-            "r": 2,
-            "alpha": 1,
-            "dora": True,
-            "rslora": True,
-            "init": False,
-        }  # with more a rounding grows tenfold in a step
-        | {"target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]}
-        | {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"r": 2, "alpha": 1, "dora": True, "rslora": True, "init": False,  # more: a rounding grows tenfold in a step
+         "target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
+         "modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "neox, tied copy": (NEOX, {"r": 4, "alpha": 4, "init": False, "modules_to_save": ["embed_in"]}),
     "neox, dora": (NEOX, {"r": 4, "alpha": 4, "init": False, "dora": True, "target": ["q_proj", "dense", "up_proj"]}),
     "nf4: llama": ({**LLAMA, **WIDTHS}, {**NF4, "r": 4, "alpha": 16}),
-    DORA: (
-        {**LLAMA, **WIDTHS, **UNTIED},
-        {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]},
-    ),
+    DORA: ({**LLAMA, **WIDTHS, **UNTIED},
+           {**NF4, "r": 2, "dora": True, "target": ["q_proj", "o_proj", "gate_proj"], "modules_to_save": ["lm_head"]}),
     "nf4: neox": ({**NEOX, "hidden_size": 128, "num_layers": 2}, {**NF4, "r": 4, "alpha": 4}),
-}
+}  # fmt: skip
 
 
 def values(model: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -75,34 +65,26 @@ def alone() -> dict[str, Curve]:
 
 
 def test_only_adapters_are_trained(alone: dict[str, Curve]) -> None:
-    """Down to the last bit."""
     for model, curve in curves_of({model: values(model, {}) for model in MODELS}, 0).items():
         for layer, tensors in curve.weights.items():
             for name, value in tensors.items():
                 assert value.equal(alone[model].weights[layer][name]) is not is_adapter(name), (model, layer, name)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    cells(
-        ["tp2 sp", "zero3"],
-        ["tp2 pp2 sp", "zero3, deepspeed"],
-        ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
-    ),
-)
+@pytest.mark.parametrize("layout", cells(
+    ["tp2 sp", "zero3"],
+    ["tp2 pp2 sp", "zero3, deepspeed"],
+    ["dp2", "tp2", "pp2", "zero1", "zero2", "plain, deepspeed", "zero1, deepspeed", "zero2, deepspeed"],
+))  # fmt: skip
 def test_layouts_train_as_one_process(alone: dict[str, Curve], layout: str) -> None:
     ranks, keys = TABLE[layout]
     assert_alike(curves_of({model: values(model, keys) for model in MODELS}, STEPS, ranks), alone, norms=1e-4)
 
 
 # -- how it is computed
-
-FORMS: list[dict[str, Any]] = [
-    {},
-    {"compile": "block"},
-    {"checkpoint_activations": True},
-    {"checkpoint_activations": True, "recompute_granularity": "selective"},
-]
+AGAIN: dict[str, Any] = {"checkpoint_activations": True}
+FORMS: list[dict[str, Any]] = [{}, {"compile": "block"}, AGAIN, {**AGAIN, "recompute_granularity": "selective"}]
+DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
 
 
 def traced_losses(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[float]]:
@@ -111,18 +93,12 @@ def traced_losses(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
     return [part.losses for part in curves(rank, world_size, configs, STEPS)]
 
 
-DROPOUT = {"init": False, "dropout": 0.2, "dora": True}
-
-
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("layout", "model", "lora"),
-    cells(
-        [],
-        [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
-        [("plain", LLAMA, DROPOUT), ("plain", MODELS["nf4: llama"][0], NF4)],
-    ),
-)
+@pytest.mark.parametrize(("layout", "model", "lora"), cells(
+    [],
+    [("tp2 sp", LLAMA, DROPOUT), ("plain", MODELS[DORA][0], {**NF4, "double_quant": True, "dora": True})],
+    [("plain", LLAMA, DROPOUT), ("plain", MODELS["nf4: llama"][0], NF4)],
+))  # fmt: skip
 def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[str, Any]) -> None:
     """With dropout, whose masks are functions of seeds."""
     ranks, keys = TABLE[layout]
@@ -136,49 +112,39 @@ def test_compiled_and_recomputed(layout: str, model: dict[str, Any], lora: dict[
 
 
 # -- objectives
-
 SOME = {"lora": {"r": 4, "alpha": 8, "init": False, "target": ["q_proj", "o_proj", "gate_proj"]}}
 
 
-def objectives(folder: Path, layout: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    pairs = preferences(folder, PACKED, layout, SOME, padded_vocab_size=384)
+def objectives(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     rows = {"pack_impl": "best_fit", "train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     retained = {**SOME["lora"], "modules_to_save": ["embed_tokens"]}
-    return {
-        "pairs": {key: value for key, value in pairs.items() if key != "reference_cache_dir"},
-        "rewards": values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
-        "unlearning": config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
-    }
+    return [
+        preferences(folder, PACKED, layout, SOME, padded_vocab_size=384, reference_cache_dir=None),
+        values_of(reward_data(folder), layout, SOME, rows, padded_vocab_size=384),
+        config(LLAMA, ADAMW, DIVERGENCE, layout, lora=retained, train_micro_batch_size_per_gpu=2),
+    ]
 
 
 @pytest.mark.parametrize("layout", cells(["tp2 sp"], ["zero3, deepspeed"], ["pp2", "zero3"]))
 def test_objectives_in_layouts(layout: str, tmp_path: Path) -> None:
-    """Pairs, rewards, and unlearning beside the distributions of the model without its adapters."""
     ranks, keys = TABLE[layout]
-    expected, given = (
-        run_ranks(curves, 1, list(objectives(tmp_path, {}).values()), STEPS)[0],
-        objectives(tmp_path, keys),
-    )
-    for ours, theirs in zip(run_ranks(curves, ranks, list(given.values()), STEPS)[0], expected, strict=True):
+    expected = run_ranks(curves, 1, objectives(tmp_path, {}), STEPS)[0]
+    for ours, theirs in zip(run_ranks(curves, ranks, objectives(tmp_path, keys), STEPS)[0], expected, strict=True):
         assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
         assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", cells(["plain"], product=["tp2"]))
 def test_the_reference_of_pairs_is_the_quantised_model(layout: str, tmp_path: Path) -> None:
-    """Packed rows and padded ones."""
     ranks, keys = TABLE[layout]
     lora = {"lora": {"r": 4, "alpha": 8, "quantization": "nf4", "double_quant": True}}
-    pairs = [
-        {k: v for k, v in preferences(tmp_path, rows, keys, lora).items() if k != "reference_cache_dir"}
-        for rows in (PADDED, PACKED)
-    ]
+    pairs = [preferences(tmp_path, rows, keys, lora, reference_cache_dir=None) for rows in (PADDED, PACKED)]
     for found in run_ranks(first_losses, ranks, pairs):
         assert found == pytest.approx([math.log(2)] * 2, abs=1e-6)
 
 
 # -- in 4 bits, beside peft
-
 SHAPE: dict[str, Any] = {
     "hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "norm": "rmsnorm", "rms_norm_epsilon": 1e-5,
     "activation": "swiglu", "intermediate_size": 128, "padded_vocab_size": 96, **UNTIED,
@@ -186,25 +152,19 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 
 
-def adapters_of(
-    rank: int, world_size: int, variants: list[dict[str, Any]], base: Weights, adapters: Weights
-) -> list[tuple[list[float], Weights]]:
+def adapters_of(rank: int, world_size: int, variants: list[Any], *weights: Weights) -> list[with_peft.Trained]:
     """For the pool: losses of steps on one batch, and the weights after them."""
-    found = []
-    for lora in variants:
-        args = small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1)
-        found.append(with_peft.trained(args, base, adapters, [random_batch(args, rows=2)]))
-    return found
+    every = [small(**SHAPE, **with_peft.ADAMW, lora=lora).for_world(1) for lora in variants]
+    return [with_peft.trained(args, *weights, [random_batch(args, rows=2)]) for args in every]
 
 
 @pytest.mark.parametrize("dora", cells([True], [False]))
 def test_three_steps_are_pefts(dora: bool) -> None:
     """On transformers' model with weights that bitsandbytes quantised and unpacked."""
     torch.manual_seed(3)
-    shape = LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False, initializer_range=0.2,
-    )  # fmt: skip
+    shape = LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+                        num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-5, tie_word_embeddings=False,
+                        initializer_range=0.2)  # fmt: skip
     model = LlamaForCausalLM(shape).eval()
     base = with_peft.in_our_weights({name: value.clone() for name, value in model.state_dict().items()}, 2)
     with torch.no_grad():
@@ -239,18 +199,14 @@ def test_resumes_bit_for_bit(layout: str, tmp_path: Path) -> None:
     assert not any("word_embeddings.weight" in file.name for file in tmp_path.rglob("layer_*"))
 
 
-def loaded(
-    rank: int, world_size: int, configs: list[dict[str, Any]]
-) -> list[tuple[Tensor, list[Tensor], tuple[int, int]]]:
+def loaded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[tuple[Tensor, list[Tensor], Any]]:
     """For the pool: of each run an unpacked weight, two as they are held, and (all, trained) parameters."""
     found = []
-    for given in configs:
-        training = begin(given)
+    for training in runs.begun(configs):
         stage = training.engine.stage
         linears = [stage.layers["2"].attention.dense, stage.layers["3"].mlp.linear1]  # type: ignore[union-attr]
         counts = parameter_counts(training.args, training.groups, stage)
         found.append((linears[0].dense_weight().clone(), [linear.weight.clone() for linear in linears], counts))
-        training.engine.close()
     return found
 
 
@@ -268,14 +224,11 @@ def test_a_checkpoint_is_quantised_as_it_is_loaded(tmp_path: Path) -> None:
     assert counts == plain_counts and counts[0] > 5 * counts[1]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
-        ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
-        ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "message"), [
+    ({"lora": {"quantization": "nf4", "save": "both"}}, "lora.save: both.*4 bits"),
+    ({"lora": {"double_quant": True}}, "lora.double_quant: true.*quantised"),
+    ({"lora": {"quantization": "nf4"}, "precision_fp8": "rowwise"}, "lora.quantization: nf4.*precision_fp8"),
+])  # fmt: skip
 def test_refused(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(config(LLAMA, keys, precision="bfloat16"))

@@ -1,5 +1,4 @@
-"""Three steps of `lora` against peft under TRL's trainers, on the same ids from the same adapters: texts, and
-pairs, whose reference is the model without adapters."""
+"""Three steps of `lora` against peft under TRL's trainers, from the same adapters: texts, and pairs."""
 
 import tempfile
 from collections.abc import Callable
@@ -50,10 +49,9 @@ def torch_steps(params: dict[str, Tensor], loss_of: Callable[[], Tensor]) -> lis
 def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """Losses, adapters at first and at last."""
     asked = FORMS[form]
-    peft_config = LoraConfig(
-        r=asked["r"], lora_alpha=asked["alpha"], use_rslora=asked.get("rslora", False),
-        use_dora=asked.get("dora", False), target_modules=asked.get("target", "all-linear"), task_type="CAUSAL_LM",
-    )  # fmt: skip
+    peft_config = LoraConfig(r=asked["r"], lora_alpha=asked["alpha"], use_rslora=asked.get("rslora", False),
+                             use_dora=asked.get("dora", False), target_modules=asked.get("target", "all-linear"),
+                             task_type="CAUSAL_LM")  # fmt: skip
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         common: dict[str, Any] = {
@@ -61,13 +59,12 @@ def theirs(form: str, kind: str) -> tuple[list[float], dict[str, Tensor], dict[s
             "report_to": "none", "disable_tqdm": True,
         }  # fmt: skip
         given: dict[str, Any] = {"model": model(1), "processing_class": words(), "peft_config": peft_config}
+        given["train_dataset"] = Dataset.from_list([ROW if kind == "dpo" else {"text": "a b c"}] * 2)
         if kind == "dpo":
-            data = Dataset.from_list([ROW] * 2)
-            trainer: Any = DPOTrainer(args=DPOConfig(**common), train_dataset=data, **given)
+            trainer: Any = DPOTrainer(args=DPOConfig(**common), **given)
             inputs = pair_inputs(trainer, kind)
         else:
-            data = Dataset.from_list([{"text": "a b c"}] * 2)
-            trainer = SFTTrainer(args=SFTConfig(**common), train_dataset=data, **given)
+            trainer = SFTTrainer(args=SFTConfig(**common), **given)
             inputs = sft_inputs(trainer, True)
         trainer.model.eval()
         params = {name: param for name, param in trainer.model.named_parameters() if param.requires_grad}
@@ -88,9 +85,10 @@ def in_our_names(params: dict[str, Tensor]) -> Weights:
     return layers
 
 
-def trained(
-    args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False
-) -> tuple[list[float], Weights]:
+Trained = tuple[list[float], Weights]
+
+
+def trained(args: NeoXArgs, base: Weights, adapters: Weights, batches: list[Batch], pairs: bool = False) -> Trained:
     """Losses of steps on the same batches from these adapters, and the weights after them."""
     engine = build_engine(args, groups_of(args, 1))
     engine.set_weights(base)
@@ -111,7 +109,7 @@ ADAMW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[tuple[list[float], Weights]]:
+def ours(rank: int, world_size: int, kind: str, *given: Any) -> list[Trained]:
     """For the pool: on rows with padding, and on packed ones."""
     found = []
     for packed in (False, True):
@@ -137,12 +135,9 @@ def in_our_weights(state: dict[str, Tensor], *heads: int) -> Weights:
     }
 
 
-@pytest.mark.parametrize(
-    ("form", "kind"),
-    cells(
-        [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")], [("lora", "sft"), ("rslora", "dpo")]
-    ),
-)
+@pytest.mark.parametrize(("form", "kind"), cells(
+    [("lora", "dpo"), ("dora", "sft")], [("rslora", "sft"), ("dora", "dpo")], [("lora", "sft"), ("rslora", "dpo")]
+))  # fmt: skip
 def test_three_steps(form: str, kind: str) -> None:
     their_losses, first, last = theirs(form, kind)
     base = in_our_weights({name: value.detach() for name, value in model(1).state_dict().items()}, 2, 2)

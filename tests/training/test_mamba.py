@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from megatron.training.setup import build_engine
 from tests.model.stages import groups_of
 from tests.pool import run_ranks
 from tests.training.layout_runs import PACKED, PLAIN, Run, args_of, assert_same, some_steps, train, zero
+from tests.training.runs import cells
 
 _COMMON: dict[str, Any] = {
     "norm": "rmsnorm", "pos_emb": "none", "no_weight_tying": True, "mamba_state_dim": 8,
@@ -30,23 +32,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TP2, SP, RECOMPUTE = {"model_parallel_size": 2}, {"sequence_parallel": True}, {"checkpoint_activations": True}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "one": (1, {}),
-    "tp2": (2, TP2),
-    "tp2 sp": (2, TP2 | SP),
-    "pp2": (2, {"pipe_parallel_size": 2}),
+    "one": (1, {}), "tp2": (2, TP2), "tp2 sp": (2, TP2 | SP), "pp2": (2, {"pipe_parallel_size": 2}),
     **{f"dp2 zero{stage}": (2, zero(stage)) for stage in range(4)},
     **{f"dp2 deepspeed zero{stage}": (2, {"engine": "deepspeed", **zero(stage)}) for stage in range(4)},
     "tp2 dp2 zero3": (4, TP2 | SP | zero(3)),
     "recompute": (1, RECOMPUTE | {"checkpoint_num_layers": 2}),
     "tp2 sp selective": (2, TP2 | SP | RECOMPUTE | {"recompute_granularity": "selective"}),
-}
-
-
-HALVES = {
-    "first": [("mamba", PACKED), ("mamba2", PLAIN), ("hybrid", PACKED)],
-    "other": [("mamba", PLAIN), ("mamba2", PACKED), ("hybrid", PLAIN)],
-}
-"""Every model, packed or not: two halves of all pairs."""
+}  # fmt: skip
+# Every model, packed or not: two halves of all pairs.
+HALVES = {"first": [("mamba", PACKED), ("mamba2", PLAIN), ("hybrid", PACKED)]}
+HALVES["other"] = [(model, not packed) for model, packed in HALVES["first"]]
 
 
 def run(half: str, layout: str) -> list[list[Run]]:
@@ -61,19 +56,13 @@ def reference() -> Callable[[str], list[Run]]:
     return cache(lambda half: run(half, "one")[0])
 
 
-AT_ONCE = {"tp2": "first", "pp2": "other", "dp2 zero3": "first"}
-MORE = {
-    "tp2 sp selective": "first", "dp2 zero1": "other", "dp2 deepspeed zero1": "first", "dp2 deepspeed zero3": "other",
-    "recompute": "other",
-}  # fmt: skip
-CASES = [
-    pytest.param(layout, half, marks=() if AT_ONCE.get(layout) == half else mark)
-    for layout in LAYOUTS if layout != "one" for half in HALVES
-    for mark in [pytest.mark.more if MORE.get(layout) == half else pytest.mark.product]
-]  # fmt: skip
+AT_ONCE = [("tp2", "first"), ("pp2", "other"), ("dp2 zero3", "first")]
+MORE = [("tp2 sp selective", "first"), ("dp2 zero1", "other"), ("dp2 deepspeed zero1", "first")]
+MORE += [("dp2 deepspeed zero3", "other"), ("recompute", "other")]
+PRODUCT = [case for case in product(list(LAYOUTS)[1:], HALVES) if case not in AT_ONCE + MORE]
 
 
-@pytest.mark.parametrize(("layout", "half"), CASES)
+@pytest.mark.parametrize(("layout", "half"), cells(AT_ONCE, MORE, PRODUCT))
 def test_steps_are_those_of_one_process(layout: str, half: str, reference: Callable[[str], list[Run]]) -> None:
     # Selective recomputation asks of each of a scan's small operators whether its result is kept.
     ranks = run(half, layout)
@@ -82,21 +71,16 @@ def test_steps_are_those_of_one_process(layout: str, half: str, reference: Calla
         assert_same(args, [rank[i] for rank in ranks], reference(half)[i], (model, packed, layout))
 
 
-Kept = tuple[set[torch.dtype], list[float], torch.Tensor]
-
-
-def types_after_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[Kept]:
+def types_after_steps(rank: int, world_size: int, layouts: list[Any]) -> list[tuple[Any, list[float], torch.Tensor]]:
     """For the pool: after steps in bf16 the types of A_log and D, losses and norms, and A_log."""
     found = []
     for keys in layouts:
         args = args_of({**MODELS["hybrid"], "precision": "bfloat16"}, keys, world_size)
         engine = build_engine(args, groups_of(args, world_size))
-        run = train(engine, range(4), 1e-3)
-        named = {name: param.dtype for _, name, param in stage_parameters(engine.stage)}
-        types = {dtype for name, dtype in named.items() if name.endswith(("A_log", "mixer.D"))}
-        assert {dtype for name, dtype in named.items() if name.endswith("in_proj.weight")} == {
-            torch.bfloat16 if keys.get("engine") == "deepspeed" or keys == {} else torch.float32
-        }
+        run, named = train(engine, range(4), 1e-3), [(n, param.dtype) for _, n, param in stage_parameters(engine.stage)]
+        kinds = (("A_log", "mixer.D"), "in_proj.weight")
+        types, of_weights = ({dtype for name, dtype in named if name.endswith(kind)} for kind in kinds)
+        assert of_weights == {torch.float32 if "zero_optimization" in keys else torch.bfloat16}
         found.append((types, [*run.losses, *run.norms], run.weights[2]["mixer.A_log"]))
         engine.close()
     return found

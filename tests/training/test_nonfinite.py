@@ -1,10 +1,10 @@
-"""NaN on one rank ends the step on all ranks before weights change, in every layout and ZeRO stage; the loss
-scale of fp16 without a GPU: the settings that DeepSpeed's scaler is handed, and the stop of such a run."""
+"""NaN on one rank ends the step on all ranks before weights change; the loss scale of fp16 without a GPU."""
 
 import json
 import math
 import re
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.training.deepspeed.config import deepspeed_config
 from megatron.training.loop import batches_of
 from megatron.training.nonfinite_guard import FP16_OVERFLOWS_IN_A_ROW, NonFiniteError, SpikeGuard, most_skips
 from tests.pool import run_ranks
+from tests.training import runs
 from tests.training.runs import LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
 
@@ -50,8 +51,7 @@ def ended(training: Training) -> str | None:
 def run_poisoned(
     rank: int, world_size: int, values: dict[str, Any], steps: set[int], bad: float, name: str | None = None
 ) -> tuple[Any, Any]:
-    """For the pool: the message of a run whose last rank is poisoned, with `name` in the gradient of that
-    parameter alone, and this rank's weights afterwards."""
+    """For the pool: message and weights of a run whose last rank is poisoned, in parameter `name` alone."""
     training = begin(values)
     if rank == world_size - 1 and name is not None:
         param = dict(training.engine.stage.named_parameters())[name]
@@ -67,8 +67,7 @@ def _values(tmp_path: Path, layout: dict[str, Any], **more: Any) -> dict[str, An
 
 
 def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any], step: int, pattern: str) -> None:
-    """Every rank ended in that step with a message as `pattern`, and has the weights before it, as the last
-    checkpoint has."""
+    """Every rank ended in that step, with a message as `pattern` and the weights before it, as saved."""
     good = {**values, "save": None, "train_iters": step - 1, "lr_decay_iters": 6}
     for (message, weights), (_, expected) in zip(outcomes, run_ranks(run_to_end, len(outcomes), good), strict=True):
         assert message == outcomes[0][0] and re.search(rf"^step {step}: .*rank {pattern}", message), message
@@ -80,12 +79,10 @@ def assert_weights_before(outcomes: list[tuple[Any, Any]], values: dict[str, Any
 
 
 AT_ONCE, MORE = [("tp2", "bfloat16"), ("pp2", "fp32"), ("zero3", "bfloat16")], [("plain", "fp32"), ("zero2", "fp32")]
-PRODUCT = [(name, precision) for name in LAYOUTS for precision in ("fp32", "bfloat16")]
+PRODUCT = [cell for cell in product(LAYOUTS, ("fp32", "bfloat16")) if cell not in AT_ONCE + MORE]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), cells(AT_ONCE, MORE, [cell for cell in PRODUCT if cell not in AT_ONCE + MORE])
-)
+@pytest.mark.parametrize(("name", "precision"), cells(AT_ONCE, MORE, PRODUCT))
 def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
@@ -98,17 +95,13 @@ def test_all_ranks_end_with_the_weights_before(name: str, precision: str, tmp_pa
 
 KEPT, CUT = "input_layernorm.weight", "mlp.linear1.weight"
 ALONE = [(KEPT, 0, "fp32"), (CUT, 3, "fp32"), (KEPT, 2, "bfloat16")]
-OTHERS = [(name, stage, "fp32") for name in (KEPT, CUT) for stage in range(4)]
-OTHERS += [(name, stage, "bfloat16") for name in (KEPT, CUT) for stage in (0, 2)]
+OTHERS = [*product((KEPT, CUT), range(4), ["fp32"]), *product((KEPT, CUT), (0, 2), ["bfloat16"])]
+OTHERS = [cell for cell in OTHERS if cell not in ALONE]
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "precision"),
-    cells(ALONE[:2], ALONE[2:], [cell for cell in OTHERS if cell not in ALONE]),
-)
+@pytest.mark.parametrize(("name", "stage", "precision"), cells(ALONE[:2], ALONE[2:], OTHERS))
 def test_one_tensor_rank_alone(name: str, stage: int, precision: str, tmp_path: Path) -> None:
-    """A copy that all tensor ranks hold is counted once in the norm, which must not hide what another rank
-    has."""
+    """A copy on all tensor ranks is counted once in the norm, which must not hide what another rank has."""
     layout = {"model_parallel_size": 2, "zero_optimization": {"stage": stage}}
     values = _values(tmp_path, layout, precision=precision, checkpoint_factor=100)
     outcomes = run_ranks(run_poisoned, 2, values, {3}, math.nan, f"layers.2.{name}")
@@ -135,8 +128,7 @@ def test_infinite_loss_with_finite_gradient(layout: dict[str, Any], tmp_path: Pa
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_bad_step_leaves_no_trace(stage: int, tmp_path: Path) -> None:
-    """Nor does the step that had begun before it was known: in the losses that spikes are judged by, in
-    counters."""
+    """Nor does the step begun before it was known: in the losses that spikes are judged by, in counters."""
     values = _values(tmp_path, {"zero_optimization": {"stage": stage}}, skip_step_above_sigma=6.0)
     assert run_ranks(run_poisoned, 1, values, {4}, math.nan)[0][0] is not None
     state = torch.load(tmp_path / "run/global_step3/mp_rank_00_model_states.pt", weights_only=False)
@@ -155,11 +147,14 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
 
 
 def test_spike_guard_window() -> None:
-    guard, skipped = SpikeGuard(6.0), []
+    guard, restored, skipped = SpikeGuard(6.0), SpikeGuard(6.0), []
     for loss in (*(1.0 + 0.01 * (i % 2) for i in range(SpikeGuard.LEAST)), 1.02, 1.2, 1.005):
         guard.decide(loss)
         skipped += [loss] if guard.skips else []
     assert skipped == [1.2], "and it did not enter the window"
+    restored.restore(guard.state())
+    restored.decide(1.2)
+    assert restored.skips and restored.state() == guard.state()
 
 
 def spiky(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[bool], bool]:
@@ -187,29 +182,40 @@ def test_spike_is_left_out(name: str) -> None:
         assert skips == outcomes[0][0], "all ranks leave out the same steps"
 
 
+def windows(rank: int, world_size: int, values: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """For the pool: the losses known at the end of a run's first half, and where the second begins."""
+    training = begin(values)
+    train(training)
+    known = training.engine.spikes.state()  # type: ignore[attr-defined]
+    training.engine.close()
+    return known, begin(values).engine.spikes.state()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("engine", ["native", "deepspeed"])
+def test_a_resumed_run_compares_with_the_losses_before(engine: str, tmp_path: Path) -> None:
+    values = _values(tmp_path, {"engine": engine}, checkpoint_factor=3, exit_interval=3, skip_step_above_sigma=6.0)
+    [(before, after)] = run_ranks(windows, 1, values)
+    assert len(before) == 3 and after == before
+
+
 def poison_moment(rank: int, world_size: int, values: dict[str, Any], step: int) -> str | None:
     """For the pool: a moment of Adam turns NaN on the last rank before `step`, whose gradients are finite."""
     training = begin(values)
-    take_step = training.engine.train_step
 
-    def poisoned_step(*given: Any) -> Any:
-        if training.progress.iteration + 1 == step and rank == world_size - 1:
+    def spoil(number: int) -> None:
+        if number == step and rank == world_size - 1:
             training.engine.sharded_states()["exp_avg"][0][1].view(-1)[5] = math.nan
-        return take_step(*given)
 
-    training.engine.train_step = poisoned_step  # type: ignore[method-assign]
+    runs.before_steps(training, spoil)
     return ended(training)
 
 
-@pytest.mark.parametrize(
-    ("name", "step", "more"),
-    cells(
-        # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
-        [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
-        [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
-        [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
-    ),
-)
+@pytest.mark.parametrize(("name", "step", "more"), cells(
+    # Seen by step 4, whose stop would save step 3; the save of step 4 comes before any loss tells of it.
+    [("plain", 3, {}), ("zero3", 4, {}), ("pp2", 4, {"async_save": True})],
+    [("plain", 3, {"on_nonfinite": "skip", "nonfinite_limit": 9})],
+    [("plain", 4, {}), ("tp2", 3, {}), ("zero1", 3, {"precision": "bfloat16"})],
+))  # fmt: skip
 def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any], tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     values = _values(tmp_path, layout, checkpoint_factor=2, **more)
@@ -227,8 +233,6 @@ def test_a_nan_moment_is_never_stored(name: str, step: int, more: dict[str, Any]
 
 
 # -- fp16's loss scale
-
-
 def args_of(**fp16: Any) -> NeoXArgs:
     values = config(precision="fp16", train_micro_batch_size_per_gpu=2, fp16={"enabled": True, **fp16})
     return NeoXArgs.from_dict({**values, "padded_vocab_size": 384}).for_world(1)
@@ -237,8 +241,8 @@ def args_of(**fp16: Any) -> NeoXArgs:
 def test_deepspeed_is_told_everything() -> None:
     """All that its scaler reads, so that none of it is left to its defaults; NeoX's values."""
     expected = {
-        "enabled": True, "loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000,
-        "hysteresis": 2, "consecutive_hysteresis": False, "min_loss_scale": 1.0,
+        "enabled": True, "loss_scale": 0.0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2,
+        "consecutive_hysteresis": False, "min_loss_scale": 1.0,
     }  # fmt: skip
     assert deepspeed_config(args_of())["fp16"] == expected
     for changes in ({"initial_scale_power": 12, "hysteresis": 1}, {"loss_scale": 32.0}, {"min_loss_scale": 4.0}):
@@ -252,8 +256,7 @@ def scales(rank: int, world_size: int, runs: list[tuple[dict[str, Any], str]]) -
     seen = []
     for fp16, steps in runs:
         read = get_float16_config(deepspeed_config(args_of(**fp16)))
-        dynamic = read.loss_scale == 0
-        scaler = CreateLossScaler(torch.half, read.loss_scale, dynamic, read.dynamic_loss_scale_args())
+        scaler = CreateLossScaler(torch.half, read.loss_scale, read.loss_scale == 0, read.dynamic_loss_scale_args())
         seen.append([(scaler.update_scale(step == "x"), scaler.loss_scale)[1] for step in steps])
     return seen
 
@@ -274,8 +277,7 @@ def test_deepspeeds_scaler_moves_as_it_is_told() -> None:
 
 
 def run_fake(rank: int, world_size: int, overflow: set[int], steps: int) -> tuple[str | None, int, int]:
-    """For the pool: the loop over an engine that overflows in these steps and changes nothing; what it
-    raised, steps taken and steps left out."""
+    """For the pool: an engine that overflows in these steps; what was raised, steps taken and left out."""
     fp16 = {"precision": "fp16", "fp16": {"enabled": True}}
     training, taken = begin(config(fp16, train_iters=steps, train_micro_batch_size_per_gpu=8, log_interval=1000)), []
 

@@ -26,8 +26,7 @@ def schedule_of(meta: dict) -> Schedule:
 
 @pytest.mark.parametrize("case", CASES)
 def test_golden(case: str) -> None:
-    meta = META[case]
-    file = FOLDER / f"eleuther_{case}.npy"
+    meta, file = META[case], FOLDER / f"eleuther_{case}.npy"
     golden = np.load(file) if file.exists() else np.array(meta["values_before_failure"])
     schedule, end = schedule_of(meta), meta["total_iters"]
     ours = np.array([schedule(step) for step in range(end + 1)])
@@ -36,28 +35,25 @@ def test_golden(case: str) -> None:
     assert {schedule(end + step) for step in range(1, 60)} == {schedule(end)}, "clamped past the end"
 
 
-@pytest.mark.parametrize(
-    ("schedule", "rates"),
-    [
-        # Golden has its arguments only: flat after warm-up.
-        (schedule_of(META["constant_w10_N100_min"]), {0: 1e-4, 1: 1e-4, 5: 5e-4, 10: 1e-3, 11: 1e-3, 500: 1e-3}),
-        # start * exp(-0.693 t / T), upstream's, half at the end.
-        (schedule_of(META["exponential_w10_N100_min"]), {55: 1e-3 * math.exp(-0.693 * 45 / 90)}),
-        (schedule_of(META["exponential_w10_N100_min"]), {step: 1e-3 * math.exp(-0.693) for step in (100, 300)}),
-        # min_lr bounds the decay only: warm-up begins below it.
-        (Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000), {1: 1.875e-7, 100: 1.875e-5, 3200: 6e-4}),
-        # Warm-up, plateau, linear decay to min_lr over the last lr_wsd_decay_iters (arXiv 2404.06395).
-        (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 40: 1.0, 80: 1.0}),
-        (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {90: 0.55, 100: 0.1, 1000: 0.1}),
-        # Megatron-LM's optimizer_param_scheduler: the share of lr - min_lr that is left at half of the decay.
-        *(
-            (Schedule(1.0, 0.1, "wsd", 0.0, 100, 20, shape), {80: 1.0, 90: 0.1 + 0.9 * half, 100: 0.1})
-            for shape, half in (
-                ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5),
-            )
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("schedule", "rates"), [
+    # Golden has its arguments only: flat after warm-up.
+    (schedule_of(META["constant_w10_N100_min"]), {0: 1e-4, 1: 1e-4, 5: 5e-4, 10: 1e-3, 11: 1e-3, 500: 1e-3}),
+    # start * exp(-0.693 t / T), upstream's, half at the end.
+    (schedule_of(META["exponential_w10_N100_min"]), {55: 1e-3 * math.exp(-0.693 * 45 / 90)}),
+    (schedule_of(META["exponential_w10_N100_min"]), {step: 1e-3 * math.exp(-0.693) for step in (100, 300)}),
+    # min_lr bounds the decay only: warm-up begins below it.
+    (Schedule(6e-4, 6e-5, "cosine", 3200.0, 320000), {1: 1.875e-7, 100: 1.875e-5, 3200: 6e-4}),
+    # Warm-up, plateau, linear decay to min_lr over the last lr_wsd_decay_iters (arXiv 2404.06395).
+    (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {0: 0.1, 1: 0.1, 5: 0.5, 10: 1.0, 40: 1.0, 80: 1.0}),
+    (Schedule(1.0, 0.1, "wsd", 10.0, 100, 20), {90: 0.55, 100: 0.1, 1000: 0.1}),
+    # Megatron-LM's optimizer_param_scheduler: the share of lr - min_lr that is left at half of the decay.
+    *(
+        (Schedule(1.0, 0.1, "wsd", 0.0, 100, 20, shape), {80: 1.0, 90: 0.1 + 0.9 * half, 100: 0.1})
+        for shape, half in (
+            ("linear", 0.5), ("cosine", 0.5), ("exponential", 2 * 0.5**0.5 - 1), ("minus_sqrt", 1 - 0.5**0.5),
+        )
+    ),
+])  # fmt: skip
 def test_rates(schedule: Schedule, rates: dict[int, float]) -> None:
     assert {step: schedule(step) for step in rates} == pytest.approx(rates, rel=1e-12)
 
@@ -67,9 +63,8 @@ NO_WARMUP = {key: value for key, value in BASE.items() if key != "warmup"}
 
 def test_length_and_warmup_from_keys() -> None:
     def made(**keys: Any) -> tuple[int, float]:
-        schedule = build_schedule(
-            NeoXArgs.from_dict({**NO_WARMUP, "train_iters": 200, "lr_decay_style": "cosine", **keys})
-        )
+        values = {**NO_WARMUP, "train_iters": 200, "lr_decay_style": "cosine", **keys}
+        schedule = build_schedule(NeoXArgs.from_dict(values))
         return schedule.end, schedule.warmup
 
     assert made(warmup=0.1, lr_decay_iters=50) == (50, 5.0)
@@ -103,23 +98,18 @@ def test_same_schedule_resumes() -> None:
     assert resume().state_dict(SAVED["num_iters"]) == SAVED
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"lr": 1e-3}, r"optimizer.params.lr: start_lr 0.001 .*0.0006"),
-        ({"min_lr": 1e-5}, r"min_lr: min_lr 1e-05 .*6e-05"),
-        ({"warmup": 0.02}, r"warmup: warmup_iter 3.0 .*1.5"),
-        ({"warmup_iters": 4}, r"warmup_iters: warmup_iter 4.0 .*1.5"),
-        ({"lr_decay_iters": 160, "warmup": 0.009375}, r"lr_decay_iters: end_iter 160 .*150"),
-        ({"train_iters": 300, "warmup": 0.005}, r"train_iters: end_iter 300 .*150"),
-        ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear .*cosine"),
-    ],
-)
+@pytest.mark.parametrize(("change", "line"), [
+    ({"lr": 1e-3}, r"optimizer.params.lr: start_lr 0.001 .*0.0006"),
+    ({"min_lr": 1e-5}, r"min_lr: min_lr 1e-05 .*6e-05"),
+    ({"warmup": 0.02}, r"warmup: warmup_iter 3.0 .*1.5"),
+    ({"warmup_iters": 4}, r"warmup_iters: warmup_iter 4.0 .*1.5"),
+    ({"lr_decay_iters": 160, "warmup": 0.009375}, r"lr_decay_iters: end_iter 160 .*150"),
+    ({"train_iters": 300, "warmup": 0.005}, r"train_iters: end_iter 300 .*150"),
+    ({"lr_decay_style": "linear"}, r"lr_decay_style: decay_style linear .*cosine"),
+])  # fmt: skip
 def test_changed_schedule(change: dict[str, Any], line: str) -> None:
-    """It is refused with the keys to choose by."""
-    with pytest.raises(
-        CheckpointError, match=f"^{line}.*override_lr_scheduler.*use_checkpoint_lr_scheduler"
-    ) as refused:
+    keys = "override_lr_scheduler.*use_checkpoint_lr_scheduler"
+    with pytest.raises(CheckpointError, match=f"^{line}.*{keys}") as refused:
         resume(**change)
     assert "there/global_step5" in str(refused.value)
     assert resume(**change, use_checkpoint_lr_scheduler=True) == resume()
@@ -127,8 +117,7 @@ def test_changed_schedule(change: dict[str, Any], line: str) -> None:
 
 
 def test_the_key_that_changed_is_named_not_what_follows_from_it() -> None:
-    """Where it is known what was written: both a warm-up that is a share of the run and its end come of its
-    length."""
+    """Where it is known what was written: a warm-up that is a share of the run comes of its length."""
     then = {"train_iters": 150, "warmup": 0.01, "lr_scaling": "none"}
     with pytest.raises(CheckpointError, match=r"^train_iters: end_iter 300 .*150; train_iters: warmup_iter 3.0 .*1.5"):
         resume(given=then, train_iters=300)

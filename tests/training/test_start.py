@@ -1,5 +1,4 @@
-"""The commands as users type them: runs without a compiler on the machine, by programs written for GPT-NeoX,
-and ranks that should not start together, each reason in one line, on both, with exit code 1."""
+"""The commands as users type them; ranks that should not start together, each reason in one line, on both."""
 
 import os
 import re
@@ -25,8 +24,7 @@ from megatron.training import start, train
 from tests.pool import run_ranks
 from tests.training.runs import LLAMA, NEOX, config, metric_rows
 
-ROOT = Path(__file__).resolve().parents[2]
-HOST = socket.gethostname()
+ROOT, HOST = Path(__file__).resolve().parents[2], socket.gethostname()
 
 
 def command(folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -55,8 +53,7 @@ def printed(rank: int, world_size: int, argv: list[str]) -> tuple[int, str]:
 
 
 def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
-    argv = ["deepy.py", "train.py", *files, "--num_gpus", "2", "--set", "model_parallel_size=2"]
-    done = command(tmp_path, *argv)
+    done = command(tmp_path, "deepy.py", "train.py", *files, "--num_gpus", "2", "--set", "model_parallel_size=2")
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "extensions").exists(), "nothing was compiled"
     log = done.stdout
@@ -109,8 +106,6 @@ def test_a_program_trains_with_what_it_wrote(tmp_path: Path) -> None:
 
 
 # -- ranks that should not start together
-
-
 def write(file: Path, **more: Any) -> str:
     logs = str(file.parent / "logs")
     values = config(LLAMA, num_layers=1, train_iters=1, save="run", checkpoint_factor=1, log_dir=logs, **more)
@@ -139,8 +134,7 @@ def test_another_configuration_file(tmp_path: Path) -> None:
 
 
 def test_a_save_that_is_not_shared_and_the_slow_transport_check(tmp_path: Path) -> None:
-    """The same relative `save` from two working folders; from one folder the run gets as far as the next
-    check, which asks for more than there is, and with a low bound trains."""
+    """The same relative `save` from two folders; from one the next check refuses, with a low bound not."""
     folders = [str(tmp_path / name) for name in ("a", "b")]
     for folder in folders:
         Path(folder).mkdir()

@@ -1,5 +1,4 @@
-"""What is chosen at the start, where, and what is said of it; runs by Transformer-Engine, which a stand-in
-with its signatures replaces, beside runs by torch."""
+"""What is chosen at the start, and said of it; a stand-in for Transformer-Engine beside torch."""
 
 import re
 from dataclasses import replace
@@ -27,7 +26,6 @@ from tests.training.runs import ADAMW, LLAMA, NEOX, config, curves, furthest, wh
 from tests.training.test_fp8 import products
 
 # -- compile
-
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NO_FP8: dict[str, Any] = {"precision_fp8": "off"}
 FP8: dict[str, Any] = {"precision_fp8": "auto", "precision": "bfloat16", "num_layers": 3}
@@ -35,26 +33,23 @@ ZERO_3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
 HERE = "auto: Triton and a C compiler"
 
 
-@pytest.mark.parametrize(
-    ("values", "engine", "device", "capability", "triton", "programs", "compile_", "reason"),
-    [
-        ({}, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
-        ({}, "native", GPU, (9, 0), True, {"clang"}, "block", f"{HERE}.*block-max.*Hopper"),
-        ({}, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
-        (NO_FP8, "native", GPU, (9, 0), True, {"gcc"}, "block-max", "auto: .*Hopper.*precision_fp8"),
-        (NO_FP8, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
-        (FP8, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
-        ({}, "native", GPU, (9, 0), True, {"g++"}, False, "auto: no C compiler.*gcc or clang"),
-        ({}, "native", GPU, (9, 0), False, {"gcc"}, False, "auto: Triton"),
-        ({}, "native", GPU, (6, 1), True, {"gcc"}, False, "auto: Triton.*7.0.*6.1"),
-        ({}, "native", CPU, (0, 0), True, {"gcc", "g++"}, False, "auto: .*CPU"),
-        ({"te_backend": "transformer_engine"}, "native", GPU, (9, 0), True, {"gcc"}, False, "auto: te_backend"),
-        (ZERO_3, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
-        (ZERO_3, "deepspeed", GPU, (9, 0), True, {"gcc"}, False, "auto: DeepSpeed.*ZeRO 3"),
-        ({"compile": "block-max"}, "native", CPU, (0, 0), False, set(), "block-max", "program"),
-        ({"compile": False}, "native", GPU, (9, 0), True, {"gcc"}, False, "program"),
-    ],
-)
+@pytest.mark.parametrize(("values", "engine", "device", "capability", "triton", "programs", "compile_", "reason"), [
+    ({}, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
+    ({}, "native", GPU, (9, 0), True, {"clang"}, "block", f"{HERE}.*block-max.*Hopper"),
+    ({}, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
+    (NO_FP8, "native", GPU, (9, 0), True, {"gcc"}, "block-max", "auto: .*Hopper.*precision_fp8"),
+    (NO_FP8, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
+    (FP8, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
+    ({}, "native", GPU, (9, 0), True, {"g++"}, False, "auto: no C compiler.*gcc or clang"),
+    ({}, "native", GPU, (9, 0), False, {"gcc"}, False, "auto: Triton"),
+    ({}, "native", GPU, (6, 1), True, {"gcc"}, False, "auto: Triton.*7.0.*6.1"),
+    ({}, "native", CPU, (0, 0), True, {"gcc", "g++"}, False, "auto: .*CPU"),
+    ({"te_backend": "transformer_engine"}, "native", GPU, (9, 0), True, {"gcc"}, False, "auto: te_backend"),
+    (ZERO_3, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
+    (ZERO_3, "deepspeed", GPU, (9, 0), True, {"gcc"}, False, "auto: DeepSpeed.*ZeRO 3"),
+    ({"compile": "block-max"}, "native", CPU, (0, 0), False, set(), "block-max", "program"),
+    ({"compile": False}, "native", GPU, (9, 0), True, {"gcc"}, False, "program"),
+])  # fmt: skip
 def test_compile_auto(
     values: dict[str, Any], engine: str, device: torch.device, capability: tuple[int, int], triton: bool,
     programs: set[str], compile_: Any, reason: str, monkeypatch: pytest.MonkeyPatch,
@@ -124,24 +119,20 @@ def test_a_memory_budget_keeps_less_and_changes_no_gradient() -> None:
 
 
 # -- async_tensor_parallel
-
 SPLIT = {"model_parallel_size": 2, "sequence_parallel": True}
 NOT_SPLIT = "sequence_parallel: true.*model_parallel_size"
 
 
-@pytest.mark.parametrize(
-    ("values", "device", "gpus", "missing"),
-    [
-        ({}, GPU, {}, NOT_SPLIT),
-        ({"model_parallel_size": 2}, GPU, {}, NOT_SPLIT),
-        (SPLIT, torch.device("cpu"), {}, "GPU.*cpu"),
-        (SPLIT, GPU, {"capability": (7, 5)}, "8.0.*T4.*7.5"),
-        (SPLIT, GPU, {"ranks": 1}, "2 tensor ranks.*1 ranks"),
-        (SPLIT, GPU, {"reach": False}, "NVLink.*cuda:0.*cuda:1"),
-        (SPLIT, GPU, {}, None),
-        (SPLIT, GPU, {"visible": 1, "reach": False}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("values", "device", "gpus", "missing"), [
+    ({}, GPU, {}, NOT_SPLIT),
+    ({"model_parallel_size": 2}, GPU, {}, NOT_SPLIT),
+    (SPLIT, torch.device("cpu"), {}, "GPU.*cpu"),
+    (SPLIT, GPU, {"capability": (7, 5)}, "8.0.*T4.*7.5"),
+    (SPLIT, GPU, {"ranks": 1}, "2 tensor ranks.*1 ranks"),
+    (SPLIT, GPU, {"reach": False}, "NVLink.*cuda:0.*cuda:1"),
+    (SPLIT, GPU, {}, None),
+    (SPLIT, GPU, {"visible": 1, "reach": False}, None),
+])  # fmt: skip
 def test_async_tensor_parallel(
     values: dict[str, Any], device: torch.device, gpus: dict[str, Any], missing: str | None,
     monkeypatch: pytest.MonkeyPatch,
@@ -158,9 +149,8 @@ def test_async_tensor_parallel(
         stage = build_stage(small(), groups)
         if args.tp > 1:
             handles = MappingProxyType({**groups.handles, "tensor": mock.Mock()})
-            groups = replace(
-                groups, handles=handles, sizes=MappingProxyType({**groups.sizes, "tensor": 2}), world_size=2
-            )
+            sizes = MappingProxyType({**groups.sizes, "tensor": 2})
+            groups = replace(groups, handles=handles, sizes=sizes, world_size=2)
         groups = replace(groups, device=device)
         if asked is True and missing is not None:
             with pytest.raises(ConfigError, match=f"async_tensor_parallel: true.*{missing}"):
@@ -174,7 +164,6 @@ def test_async_tensor_parallel(
 
 
 # -- te_backend
-
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "precision": "bfloat16"}
 
 
@@ -210,14 +199,11 @@ def test_a_named_package_multiplies(recipe: str, product: str) -> None:
     assert made == {product, "PlainProduct"} and re.search("Transformer-Engine.*te_backend", line)
 
 
-@pytest.mark.parametrize(
-    "keys, there, words",
-    [
-        ({"precision_fp8": "te"}, False, "Transformer-Engine.*pip install"),
-        ({"precision_fp8": "rowwise"}, True, "precision_fp8: te, tensorwise, mxfp8 or off.*rowwise"),
-        ({"precision_fp8": "te", "compile": "block"}, True, "compile: false.*block"),
-    ],
-)
+@pytest.mark.parametrize("keys, there, words", [
+    ({"precision_fp8": "te"}, False, "Transformer-Engine.*pip install"),
+    ({"precision_fp8": "rowwise"}, True, "precision_fp8: te, tensorwise, mxfp8 or off.*rowwise"),
+    ({"precision_fp8": "te", "compile": "block"}, True, "compile: false.*block"),
+])  # fmt: skip
 def test_packages_that_do_not_fit_are_refused(keys: dict[str, Any], there: bool, words: str) -> None:
     args = _args(**keys, te_backend="transformer_engine")
     with (
@@ -236,10 +222,9 @@ def test_norms_are_the_packages_where_it_is_named() -> None:
         assert (norms == {TORCH_NORMS}) is (backend == "native") is (not lines)
 
 
-@pytest.mark.parametrize(
-    ("keys", "facts"),
-    [({}, "te_backend: transformer_engine .*Transformer-Engine"), ({"apex": True}, "apex: te_backend")],
-)
+@pytest.mark.parametrize(("keys", "facts"), [
+    ({}, "te_backend: transformer_engine .*Transformer-Engine"), ({"apex": True}, "apex: te_backend"),
+])  # fmt: skip
 def test_norms_of_a_package_that_is_not_there_are_refused(keys: dict[str, Any], facts: str) -> None:
     args = _args(te_backend="transformer_engine", **keys)
     with pytest.raises(ConfigError, match=facts):

@@ -19,6 +19,7 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives import LANGUAGE_MODELLING
 from megatron.training.deepspeed.engine import DeepSpeedEngine
+from megatron.training.loop import batches_of
 from megatron.training.metrics.flops import model_flops
 from megatron.training.parallelize import parallelize
 from megatron.training.recompute import recompute_blocks
@@ -29,9 +30,7 @@ from tests.training import runs
 from tests.training.checkpoint.test_resume import losses
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, TABLE, Curve, config, run_to_end
 
-STEPS = 3
-UNTIED = {"no_weight_tying": True}
-ALONE = "last 2 and the tied head alone"
+STEPS, UNTIED, ALONE = 3, {"no_weight_tying": True}, "last 2 and the tied head alone"
 # Model, key, and what it trains, said once more in other words. Four blocks: layers 2 to 5.
 SETS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "last 2 and the tied head": (LLAMA, {"last_layers": 2, "head": True}, r"[450]\.(?!position)"),
@@ -49,14 +48,11 @@ def values(name: str, layout: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def with_torch(rank: int, world_size: int) -> list[Curve]:
-    """For the pool: of each set losses, norms and weights of a whole model under torch's AdamW and clipping,
-    where everything that is not named is `requires_grad_(False)`; backward through all of it."""
+    """For the pool: of each set a whole model under torch's AdamW, the rest `requires_grad_(False)`."""
     return [with_torch_one(*of_set) for of_set in SETS.values()]
 
 
 def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: str) -> Curve:
-    from megatron.training.loop import batches_of
-
     training = runs.begin(config(ADAMW, model, train_micro_batch_size_per_gpu=8))
     stage, batches, args = training.engine.stage, batches_of(training), training.args
     weights: dict[int, dict[str, Tensor]] = {}
@@ -66,11 +62,9 @@ def with_torch_one(model: dict[str, Any], trainable: dict[str, Any], trained: st
     if trainable.get("embedding_gradient") is False:
         stage.layers["0"].register_forward_hook(lambda _, __, out: out.detach())
     mine = [p for p in stage.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in mine if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in mine if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-3, eps=1e-6)
+    decays = ([p for p in mine if p.dim() > 1], 0.1), ([p for p in mine if p.dim() == 1], 0.0)
+    groups = [{"params": params, "weight_decay": decay} for params, decay in decays if params]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
     losses, norms = [], []
     stage.train()
     for _ in range(STEPS):
@@ -104,14 +98,11 @@ def check_frozen(name: str, found: Curve, given: dict[str, Any], dtype: torch.dt
             assert now.equal(start.to(dtype)) is not trained, (name, layer, spec.name)
 
 
-@pytest.mark.parametrize(
-    "layout",  # "tp2 pp2 sp" has what two of those have, and ZeRO 3 cuts what ZeRO 2 does
-    runs.cells(
-        ["zero3", "tp2 pp2 sp", "zero3, deepspeed"],
-        ["zero2", "zero2, deepspeed"],
-        ["plain", "dp2", "tp2", "pp2", "plain, deepspeed"],
-    ),
-)
+@pytest.mark.parametrize("layout", runs.cells(  # "tp2 pp2 sp" has what two of those have, ZeRO 3 cuts what ZeRO 2 does
+    ["zero3", "tp2 pp2 sp", "zero3, deepspeed"],
+    ["zero2", "zero2, deepspeed"],
+    ["plain", "dp2", "tp2", "pp2", "plain, deepspeed"],
+))  # fmt: skip
 def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, Curve]) -> None:
     ranks, keys = TABLE[layout]
     configs = {name: values(name, keys) for name in SETS}
@@ -123,11 +114,9 @@ def test_trains_as_torch_and_leaves_the_rest(layout: str, references: dict[str, 
 
 
 def test_in_16_bits() -> None:
-    """Frozen weights are the rounded first ones; trained ones have fp32 masters, as ever."""
     reference: dict[str, Curve] = {}
     for ranks, layout in (TABLE[name] for name in ("zero1", "zero3", "pp2")):
-        names = (ALONE, "weights of the first block")
-        configs = {name: values(name, layout, precision="bfloat16") for name in names}
+        configs = {name: values(name, layout, precision="bfloat16") for name in (ALONE, "weights of the first block")}
         for name, curve in (found := runs.curves_of(configs, STEPS, ranks)).items():
             check_frozen(name, curve, configs[name], torch.bfloat16)
         reference = reference or found
@@ -145,15 +134,12 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
-    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), (
-        "as if it had not been interrupted"
-    )
+    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "or it was interrupted"
     args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
     cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))
     for name in ("zero3", "one"):
-        resumed, known = losses(tmp_path / name), losses(first_run)
-        assert sorted(resumed) == [3] and max(abs(resumed[i] - known[i]) / known[i] for i in resumed) <= 1e-3
+        assert losses(tmp_path / name) == pytest.approx({3: losses(first_run)[3]}, rel=1e-3)
     problem = r"trainable \(program\).*: 3\.attention\.dense\.weight.* here only.*no_load_optim"
     other = {**start, "trainable": {"last_layers": 3, "head": True}}
     with pytest.raises(AssertionError, match=problem):
@@ -162,10 +148,13 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
         run_ranks(run_to_end, 1, {**going_on(tmp_path / "no", "plain"), **other, "trainable": {"last_layers": 2}})
 
 
+def of(model: dict[str, Any], *parts: dict[str, Any], **keys: Any) -> NeoXArgs:
+    return NeoXArgs.from_dict(config(model, *parts, padded_vocab_size=384, **keys))
+
+
 def kept_bytes(**keys: Any) -> int:
     """That a forward pass keeps for its backward pass, parameters not counted."""
-    args = NeoXArgs.from_dict(config(LLAMA, padded_vocab_size=384, **keys)).for_world(1)
-    groups = ParallelGroups.single()
+    args, groups = of(LLAMA, **keys).for_world(1), ParallelGroups.single()
     stage = build_stage(args, groups)
     init_stage(stage, args, groups)
     freeze(stage_parameters(stage), args)
@@ -187,9 +176,7 @@ def kept_bytes(**keys: Any) -> int:
 
 
 @pytest.mark.parametrize("more", [{}, {"checkpoint_activations": True}])
-@pytest.mark.parametrize(
-    "trainable", [{"last_layers": 2}, {"last_layers": 2, "head": True, "embedding_gradient": False}]
-)
+@pytest.mark.parametrize("trainable", [{"last_layers": 2}, SETS[ALONE][1]])
 def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, Any]) -> None:
     kept = [kept_bytes(num_layers=layers, trainable=trainable, **more) for layers in (2, 3, 8)]
     assert kept[0] == kept[1] == kept[2] > 0, "however many they are"
@@ -199,7 +186,7 @@ def test_layers_below_keep_nothing(more: dict[str, Any], trainable: dict[str, An
 
 
 def test_flops_of_what_is_done() -> None:
-    args = NeoXArgs.from_dict(config(LLAMA, UNTIED, padded_vocab_size=384)).for_world(1)
+    args = of(LLAMA, UNTIED).for_world(1)
     whole_step, half = model_flops(args), model_flops(args.replace(trainable={"last_layers": 2}))
     forward = whole_step / 3
     head = 2 * args.train_batch_size * args.seq_length * args.hidden_size * 384
@@ -208,37 +195,31 @@ def test_flops_of_what_is_done() -> None:
     assert model_flops(args.replace(trainable={"head": True})) == pytest.approx(forward + head)
 
 
-@pytest.mark.parametrize(
-    ("trainable", "model", "message"),
-    [
-        ({"names": ["mlp.linear3"]}, {}, r"names.*mlp\.linear3.*mlp\.linear\d\..*2 to 5"),
-        ({"names": ["("]}, {}, r"trainable\.names: \( .*regular expression"),
-        ({}, {}, "trainable.*last_layers, head or names"),
-        ({"last_layers": 5}, {}, "last_layers.*5 of num_layers 4"),
-        ({"last_layers": 1, "embedding_gradient": False}, {}, "embedding_gradient.*tied head"),
-        ({"head": True, "embedding_gradient": False}, UNTIED, "embedding_gradient.*tied head"),
-        ({"names": ["^0"], "embedding_gradient": False}, {"pos_emb": "learned"}, r"position_embeddings\.weight"),
-        ({"last_layer": 1}, {}, "last_layer"),
-    ],
-)
+@pytest.mark.parametrize(("trainable", "model", "message"), [
+    ({"names": ["mlp.linear3"]}, {}, r"names.*mlp\.linear3.*mlp\.linear\d\..*2 to 5"),
+    ({"names": ["("]}, {}, r"trainable\.names: \( .*regular expression"),
+    ({}, {}, "trainable.*last_layers, head or names"),
+    ({"last_layers": 5}, {}, "last_layers.*5 of num_layers 4"),
+    ({"last_layers": 1, "embedding_gradient": False}, {}, "embedding_gradient.*tied head"),
+    ({"head": True, "embedding_gradient": False}, UNTIED, "embedding_gradient.*tied head"),
+    ({"names": ["^0"], "embedding_gradient": False}, {"pos_emb": "learned"}, r"position_embeddings\.weight"),
+    ({"last_layer": 1}, {}, "last_layer"),
+])  # fmt: skip
 def test_is_refused(trainable: dict[str, Any], model: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        trained_parameters(NeoXArgs.from_dict(config(NEOX, model, trainable=trainable, padded_vocab_size=384)))
+        trained_parameters(of(NEOX, model, trainable=trainable))
 
 
-@pytest.mark.parametrize(
-    ("model", "trainable", "layer"),
-    [
-        (NEOX, {"last_layers": 2}, 4),
-        (NEOX, {"last_layers": 2, "head": True}, 0),  # a tied head is the embedding
-        (NEOX, {"last_layers": 2, "head": True, "embedding_gradient": False}, 4),
-        (NEOX | UNTIED, {"head": True}, 8),
-        (NEOX, {"head": True, "embedding_gradient": False}, 8),
-        (RPE, {"names": ["rpe"]}, 2),
-    ],
-)
+@pytest.mark.parametrize(("model", "trainable", "layer"), [
+    (NEOX, {"last_layers": 2}, 4),
+    (NEOX, {"last_layers": 2, "head": True}, 0),  # a tied head is the embedding
+    (NEOX, {"last_layers": 2, "head": True, "embedding_gradient": False}, 4),
+    (NEOX | UNTIED, {"head": True}, 8),
+    (NEOX, {"head": True, "embedding_gradient": False}, 8),
+    (RPE, {"names": ["rpe"]}, 2),
+])  # fmt: skip
 def test_the_lowest_trained_layer(model: dict[str, Any], trainable: dict[str, Any], layer: int) -> None:
-    assert lowest_trained(NeoXArgs.from_dict(config(model, trainable=trainable, padded_vocab_size=384))) == layer
+    assert lowest_trained(of(model, trainable=trainable)) == layer
 
 
 def fp16_steps(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[Weights, Weights, list[bool]]]:

@@ -1,5 +1,4 @@
-"""Runs that unlearn: gradients of the difference, layouts, what is left out above a threshold, rows of
-metrics, and going on in the middle of a burst."""
+"""Runs that unlearn: gradients, layouts, the threshold, rows of metrics, and going on within a burst."""
 
 import math
 import re
@@ -35,8 +34,6 @@ SIMNPO = {**ASCENT, "ga_loss_type": "simnpo", "simnpo_beta": 0.5}
 APART = {**NPO, "reset_attention_mask": True, "reset_position_ids": True}
 DIVERGENCE = {**DIFFERENCE, "ga_loss_type": "npo", "gd_retain_loss_type": "kl", "dpo_reference": "on_the_fly"}
 
-# -- the gradient --------------------------------------------------------------------------------------------
-
 
 def third_step(training: Training) -> list[Batch]:
     """The first step that unlearns."""
@@ -45,8 +42,7 @@ def third_step(training: Training) -> list[Batch]:
 
 
 def gradients(rank: int, world_size: int, values: dict[str, Any]) -> list[dict[tuple[int, str], Tensor]]:
-    """For the pool: of the first step of difference; of its forget and its retain batches in ordinary
-    steps."""
+    """For the pool: of a step of difference; of its forget and its retain batches in ordinary steps."""
     training = begin(values)
     step, found = third_step(training), []
 
@@ -71,11 +67,8 @@ def test_the_gradient_is_that_of_the_difference(engine: str) -> None:
 
 
 # -- sequences beside a reference ---------------------------------------------------------------------------
-
-
 def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[tuple[list[float], list[float]]]:
-    """For the pool: losses of two steps on one forget batch, by the engine, and from all its logits a
-    sequence at a time: what the model gave before the first is the reference."""
+    """For the pool: losses of two steps on one forget batch, by the engine and by all logits."""
     results = []
     for values in cases:
         training = begin(values)
@@ -96,11 +89,9 @@ def naive_npo(rank: int, world_size: int, cases: list[dict[str, Any]]) -> list[t
 def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tensor, Tensor]:
     """Sums of log p over the trained tokens of each sequence, and how many these are, float64."""
     sums, counts = [], []
-    read = engine.forward_only(
-        batches, lambda head, batch: head.logits().transpose(0, 1), lambda batch: (*batch.tokens.shape, 384)
-    )
+    read = engine.forward_only(batches, lambda head, _: head.logits(), lambda batch: (*batch.tokens.t().shape, 384))
     for batch, logits in zip(batches, read, strict=True):
-        logprobs = logits.double().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1)
+        logprobs = logits.transpose(0, 1).double().log_softmax(-1).gather(-1, batch.labels[..., None]).squeeze(-1)
         for row in range(len(logprobs)):
             tokens, place = batch.tokens[row].tolist(), 0
             ends = [i + 1 for i, token in enumerate(tokens) if token == EOD and apart] + [len(tokens)]
@@ -115,8 +106,8 @@ def _of_sequences(engine: Any, batches: list[Batch], apart: bool) -> tuple[Tenso
 
 def test_losses_of_sequences_are_those_of_all_logits() -> None:
     cases = [config(LLAMA, ADAMW, keys, train_micro_batch_size_per_gpu=4) for keys in (NPO, APART, SIMNPO)]
-    (npo, apart, without) = run_ranks(naive_npo, 1, cases)[0]
-    for ours, naive in (npo, apart, without):
+    npo, apart, _ = found = run_ranks(naive_npo, 1, cases)[0]
+    for ours, naive in found:
         assert ours == pytest.approx(naive, rel=1e-6) and ours[1] < ours[0]
     assert npo[0][0] == apart[0][0] == pytest.approx(2 * math.log(2) / 0.2, rel=1e-6)
 
@@ -129,19 +120,10 @@ def test_the_reference_s_scores_of_the_forget_set_are_kept(tmp_path: Path) -> No
 
 
 # -- layouts -------------------------------------------------------------------------------------------------
-
 # An ordinary step has one micro-batch here: gradients are added up in steps of difference alone.
-OFFLOADED = (2, {
-    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
-    "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"}, "train_micro_batch_size_per_gpu": 4,
-})  # fmt: skip
-KINDS = {
-    "difference": DIFFERENCE,
-    "bursts": BURSTS,
-    "npo by documents": APART,
-    "simnpo": SIMNPO,
-    "divergence": DIVERGENCE,
-}  # fmt: skip
+OFFLOADED = (2, runs.OFFLOADED | {"train_micro_batch_size_per_gpu": 4})
+KINDS = {"difference": DIFFERENCE, "bursts": BURSTS, "npo by documents": APART}
+KINDS |= {"simnpo": SIMNPO, "divergence": DIVERGENCE}
 STEPS = 5
 
 
@@ -155,10 +137,9 @@ def alone() -> dict[str, Curve]:
     return curves_by_kind(1, {})
 
 
-REST = ["dp2", "zero1", "zero3", "zero3, deepspeed", "tp2 pp2 sp"]
-
-
-@pytest.mark.parametrize("name", runs.cells(["pp2", "zero1, deepspeed"], ["tp2 sp", "offloaded"], REST))
+@pytest.mark.parametrize("name", runs.cells(
+    ["pp2", "zero1, deepspeed"], ["tp2 sp", "offloaded"], ["dp2", "zero1", "zero3", "zero3, deepspeed", "tp2 pp2 sp"],
+))  # fmt: skip
 def test_every_layout_equals_one_process(name: str, alone: dict[str, Curve]) -> None:
     runs.assert_alike(curves_by_kind(*(OFFLOADED if name == "offloaded" else runs.TABLE[name])), alone)
 
@@ -169,10 +150,7 @@ def test_one_process_steps_where_it_should(alone: dict[str, Curve]) -> None:
 
 
 # -- what comes of it ----------------------------------------------------------------------------------------
-
-
 def rows(folder: Path, **values: Any) -> list[dict[str, float]]:
-    """The rows of metrics of a run's steps."""
     keys = {"save": str(folder), "checkpoint_factor": 1000}
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, {"train_micro_batch_size_per_gpu": 4}, values, keys))
     return metric_rows(folder)
@@ -204,16 +182,13 @@ def test_rows_say_what_each_step_was(tmp_path: Path) -> None:
 
 def test_validation_is_that_of_the_run_without_a_forget_set(tmp_path: Path) -> None:
     validated = {"eval_iters": 2, "eval_interval": 2, "train_iters": 2, "checkpoint_factor": 2}
-    names = {
-        name: {key for row in rows(tmp_path / name, **keys, **validated) for key in row if key.startswith("validation")}
-        for name, keys in (("with", DIFFERENCE), ("without", {}))
-    }
-    assert names["with"] == names["without"] and "validation/lm_loss" in names["with"]
+    found = [rows(tmp_path / str(i), **keys, **validated) for i, keys in enumerate((DIFFERENCE, {}))]
+    given, without = ({key for row in one for key in row if key.startswith("validation")} for one in found)
+    assert given == without and "validation/lm_loss" in given
 
 
 def weights_of(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[list[tuple[str, int, int]]]:
-    """For the pool: (role, places, places that count) of the micro-batches of a step of difference of
-    each."""
+    """For the pool: (role, places, places that count) of the micro-batches of each step of difference."""
     steps = [third_step(begin(values)) for values in configs]
     return [[(batch.role, batch.tokens.numel(), int(batch.loss_weights.sum())) for batch in step] for step in steps]
 
@@ -241,8 +216,8 @@ def test_a_row_of_several_steps_keeps_their_kinds_apart(tmp_path: Path) -> None:
 
 
 def test_forgetting_one_set_and_keeping_another(tmp_path: Path) -> None:
-    """A model that has learned three sets by heart, some steps of difference later; ordinary steps are on the
-    third. Beside the same steps without the retain term, by which both losses rise."""
+    """A model that has three sets by heart, some steps of difference later; beside no retain term, where
+    both losses rise. Ordinary steps are on the third set."""
     small = {"num_layers": 2, "seq_length": 64, "max_position_embeddings": 64, "train_batch_size": 4}
     sets = [OTHER, LABELLED, config()["data_path"]]
     learned = {"data_path": None, "split": None, "train_data_paths": sets, "train_iters": 120}
@@ -258,36 +233,30 @@ def test_forgetting_one_set_and_keeping_another(tmp_path: Path) -> None:
     assert forgotten > 0 and forgotten_alone > 0 and kept < min(forgotten, lost) / 2, rises
 
 
-RESUMED: dict[str, tuple[int, dict[str, Any]]] = {
-    "bursts": (1, {**BURSTS, "ga_iters": 3, "ga_loss_threshold": 9.0, "ga_threshold_check_mode": "per_burst"}),
-    "difference, pp2": (2, {**DIFFERENCE, "pipe_parallel_size": 2, "precision": "bfloat16", "num_workers": 2}),
-    "threshold": (1, {**BURSTS, "ga_iters": 3, "ga_loss_threshold": 5.0, "ga_threshold_check_mode": "per_burst"}),
-    "npo": (1, NPO),
-    "divergence, pp2": (2, {**DIVERGENCE, "pipe_parallel_size": 2}),
-    "average": (1, {**ASCENT, "ga_loss_threshold": 9.0, "ga_threshold_check_mode": "ema",
-                    "ga_threshold_skip_forward": True}),
-}  # fmt: skip
+PER_BURST: dict[str, Any] = {**BURSTS, "ga_iters": 3, "ga_threshold_check_mode": "per_burst"}
+AVERAGE = {**ASCENT, "ga_loss_threshold": 9.0, "ga_threshold_check_mode": "ema", "ga_threshold_skip_forward": True}
+PP2 = {"pipe_parallel_size": 2}
 
 
-@pytest.mark.parametrize(
-    "name", runs.cells(["bursts", "difference, pp2", "npo", "average"], ["threshold"], ["divergence, pp2"])
-)
-def test_goes_on_bit_for_bit_in_the_middle(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "keys"), runs.cells(
+    [(1, {**PER_BURST, "ga_loss_threshold": 9.0}), (1, NPO), (1, AVERAGE),
+     (2, {**DIFFERENCE, **PP2, "precision": "bfloat16", "num_workers": 2})],
+    [(1, {**PER_BURST, "ga_loss_threshold": 5.0})],
+    [(2, {**DIVERGENCE, **PP2})],
+))  # fmt: skip
+def test_goes_on_bit_for_bit_in_the_middle(ranks: int, keys: dict[str, Any], tmp_path: Path) -> None:
     """Saved at step 3: a burst of steps 3 to 5 is under way."""
-    ranks, keys = RESUMED[name]
     steps = {"train_iters": 4 if "ga_iters" in keys else 6, "checkpoint_factor": 3}  # six with a burst of three for one
     assert_goes_on(ranks, config(LLAMA, ADAMW, keys, steps, num_layers=2, train_micro_batch_size_per_gpu=2), tmp_path)
 
 
 # -- the threshold -------------------------------------------------------------------------------------------
-
-
 class Steps:
     """The steps of a run whose forget loss is given, without a model."""
 
     def __init__(self, measured: list[float], **keys: Any) -> None:
-        self.args = NeoXArgs.from_dict(config(LLAMA, keys, ga_dataset=OTHER, train_micro_batch_size_per_gpu=8))
-        self.args = self.args.for_world(1)
+        values = config(LLAMA, keys, ga_dataset=OTHER, train_micro_batch_size_per_gpu=8)
+        self.args = NeoXArgs.from_dict(values).for_world(1)
         self.progress, self.measured, self.passes = TrainingProgress(), iter(measured), 0
 
     def measure(self, engine: Any, batches: list[Batch]) -> float:
@@ -315,20 +284,15 @@ IN_BURSTS = {"ga_interval": 2, "ga_iters": 2, "ga_loss_threshold": 5.0}
 EMA = {**INTERLEAVED, "ga_threshold_check_mode": "ema"}
 
 
-@pytest.mark.parametrize(
-    ("measured", "keys", "kinds", "passes"),
-    [
-        ([3.0, 5.5, 4.0], INTERLEAVED, "ooaoooao", 3),  # a step above the threshold is an ordinary one
-        # A burst is taken or left out as a whole, or its steps one by one.
-        ([3.0, 6.0, 4.0], {**IN_BURSTS, "ga_threshold_check_mode": "per_burst"}, "ooaaooooaao", 3),
-        ([3.0, 6.0, 4.0, 5.5], IN_BURSTS, "ooaooao", 4),
-        ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
-        ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
-    ],
-)
-def test_above_the_threshold_steps_are_left_out(
-    measured: list[float], keys: dict[str, Any], kinds: str, passes: int
-) -> None:
+@pytest.mark.parametrize(("measured", "keys", "kinds", "passes"), [
+    ([3.0, 5.5, 4.0], INTERLEAVED, "ooaoooao", 3),  # a step above the threshold is an ordinary one
+    # A burst is taken or left out as a whole, or its steps one by one.
+    ([3.0, 6.0, 4.0], {**IN_BURSTS, "ga_threshold_check_mode": "per_burst"}, "ooaaooooaao", 3),
+    ([3.0, 6.0, 4.0, 5.5], IN_BURSTS, "ooaooao", 4),
+    ([4.0, 8.0, 8.0, 8.0, 1.0], EMA, "ooaoaoaoooa", 5),  # a moving average: 4, 4.4, 4.76, 5.084, 4.68
+    ([math.nan, 4.0, 6.0, math.nan], EMA, "ooaoaoaoa", 4),  # what cannot be measured leaves nothing out
+])  # fmt: skip
+def test_above_the_threshold_steps_are_left_out(measured: Any, keys: Any, kinds: str, passes: int) -> None:
     steps = Steps(measured, **keys)
     assert steps.kinds(len(kinds)) == kinds and steps.passes == passes
     now = steps.progress.unlearning

@@ -21,7 +21,6 @@ from megatron.callbacks import Callback
 
 FOLDER = Path(__file__).parent
 
-
 class Recorder(Callback):
     """Notes every call, and takes part in the run as the file `part.json` says."""
 
@@ -60,15 +59,12 @@ class Recorder(Callback):
         self.calls.append(["close"])
         (FOLDER / f"calls_{self.rank}.json").write_text(json.dumps(self.calls))
 
-
 class NoCallback:
     pass
-
 
 class Fails(Callback):
     def __init__(self):
         raise OSError("no such board")
-
 
 def function():
     pass
@@ -130,9 +126,8 @@ def fail(rank: int, world_size: int, argv: list[str]) -> None:
 def test_an_error_is_told_before_the_end(tmp_path: Path) -> None:
     run_ranks(fail, 2, arguments(tmp_path, part={"fail": 3}), init=False)
     for rank in range(2):
-        assert calls(tmp_path, rank)[-3:] == [
-            ["on_step_end", 3, True], ["on_error", "ValueError: on purpose"], ["close"]
-        ]  # fmt: skip
+        last = [["on_step_end", 3, True], ["on_error", "ValueError: on purpose"], ["close"]]
+        assert calls(tmp_path, rank)[-3:] == last
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["status"], status["reason"]) == ("failed", "ValueError: on purpose")
 

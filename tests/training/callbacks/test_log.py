@@ -1,5 +1,4 @@
-"""What a run leaves to be read. The log line is upstream's, byte for byte; metrics.jsonl, TensorBoard and
-history hold the same numbers once; a summary says what the run was, router_load.jsonl where tokens went."""
+"""What a run leaves to be read: upstream's log line, metrics, history, summary, and where tokens went."""
 
 import json
 import logging
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from megatron.callbacks import Step, StepResult
 from megatron.distributed import configure_logging
 from megatron.model.moe import RoutingCounts
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import metrics_file
 from megatron.process.metrics_file import JsonlLogger, read_metrics, read_metrics_backwards
@@ -30,11 +30,10 @@ from megatron.training.callbacks.router_load import MOST_LINES, RouterLoad, inte
 from megatron.training.loop_state import Stopwatch
 from megatron.training.metrics.flops import neox_flops, readable_flops
 from megatron.training.metrics.loggers import TolerantTracker
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.callbacks.test_stopping import run_with_signal
 from tests.training.checkpoint.test_resume import metrics
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, before_steps, begin, cells, config, run_to_end
 
 
 def upstream_line(
@@ -53,24 +52,14 @@ def upstream_line(
     return text + f" number of skipped iterations: {skipped:3d} | number of nan iterations: {nan:3d} |"
 
 
-class Clock(Stopwatch):
-    """Two seconds an interval."""
-
-    def lap(self) -> float:
-        return 2.0
-
-
 def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[str, Any]]:
     """The lines of a log of steps with these results, and the last row."""
     lines: list[str] = []
-    training: Any = SimpleNamespace(
-        args=args,
-        groups=SimpleNamespace(world_rank=0, world_size=1, device=torch.device("cpu")),
-        schedule=lambda step: 1e-4 * step,
-        logger=SimpleNamespace(info=lines.append),
-        watchdog=SimpleNamespace(restarts=0),
-    )
-    log = LogCallback(training, tqdm(disable=True), Clock())
+    training: Any = SimpleNamespace(args=args, groups=ParallelGroups.single(), schedule=lambda step: 1e-4 * step,
+                                    logger=SimpleNamespace(info=lines.append),
+                                    watchdog=SimpleNamespace(restarts=0))  # fmt: skip
+    clock = Mock(Stopwatch, lap=lambda: 2.0)  # seconds of an interval
+    log = LogCallback(training, tqdm(disable=True), clock)
     for i, result in enumerate(results, 1):
         log.on_step_end(training, step := Step(i, 8 * i, 32, result))
     log.settle()
@@ -81,31 +70,26 @@ def logged(args: NeoXArgs, results: list[StepResult]) -> tuple[list[str], dict[s
 @pytest.mark.parametrize("peak", [None, 1e-6])
 def test_line(scale: float | None, peak: float | None) -> None:
     args = NeoXArgs.from_dict(config(NEOX, log_interval=2, padded_vocab_size=384, peak_theoretical_tflops=peak))
-    losses = {1: 3.0, 2: 5.0, 3: 4.0, 4: 8.0}
+    losses, flops = {1: 3.0, 2: 5.0, 3: 4.0, 4: 8.0}, neox_flops(args, 3)
     results = [StepResult(torch.tensor(loss), 1.5, i == 3, loss_scale=scale) for i, loss in losses.items()]
     lines, row = logged(args, results)
-    flops = neox_flops(args, 3)
     share = (100 * flops / (peak * 1e12),) * 2 if peak else None
-    common = {"utilization": share, "scale": scale}
     assert lines == [
-        upstream_line(8.0, 2, 10, 1000.0, 2e-4, readable_flops(flops), 4.0, 0, 0, **common),  # type: ignore[arg-type]
-        upstream_line(8.0, 4, 10, 1000.0, 4e-4, readable_flops(flops), 8.0, 1, 0, **common),  # type: ignore[arg-type]
+        upstream_line(8.0, step, 10, 1000.0, 1e-4 * step, readable_flops(flops), loss, skipped, 0, share, scale)
+        for step, loss, skipped in ((2, 4.0, 0), (4, 8.0, 1))
     ]
     assert row["train/lm_loss"] == 8.0 and row["train/grad_norm"] == 1.5 and row["consumed_tokens"] == 1024
 
 
-@pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0.0"), (999.9, "999.9"), (1234.5, "1.2KFLOPS"), (4.78e14, "478.0TFLOPS")]
-)
-def test_readable_flops(value: float, text: str) -> None:
-    assert readable_flops(value) == text
+def test_readable_flops() -> None:
+    texts = {0.0: "0.0", 999.9: "999.9", 1234.5: "1.2KFLOPS", 4.78e14: "478.0TFLOPS"}
+    assert {value: readable_flops(value) for value in texts} == texts
 
 
 def test_metrics_files_agree(tmp_path: Path) -> None:
-    given = config(
-        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4, num_layers=2,
-        tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5", log_interval=2,
-    )  # fmt: skip
+    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=4,
+                   num_layers=2, tensorboard_dir=str(tmp_path / "tb"), eval_iters=1, eval_interval=2, split="80,15,5",
+                   log_interval=2)  # fmt: skip
     run_ranks(run_to_end, 1, given)
     rows = metrics(tmp_path)
     assert [row["iteration"] for row in rows] == [0, 2, 4]
@@ -121,7 +105,6 @@ def test_metrics_files_agree(tmp_path: Path) -> None:
 
 
 def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
-    """Also of steps that save, and of the steps after them."""
     given = config(NEOX, train_iters=8, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2)
     run_ranks(run_by_a_clock, 1, given)
     assert [row["runtime/iteration_time"] for row in metrics(tmp_path)] == [1.0] * 8
@@ -131,25 +114,20 @@ def test_time_of_a_step_is_without_saving(tmp_path: Path) -> None:
 def run_by_a_clock(rank: int, world_size: int, given: dict[str, Any]) -> None:
     """For the pool: by its clock a step takes a second, a save a hundred."""
     clock = [0.0]
-    loop_state.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
+    loop_state.time = SimpleNamespace(perf_counter=lambda: sum(clock))  # type: ignore[assignment]
     training = begin(given)
-    train_step, save = training.engine.train_step, training.checkpointer.save
-
-    def slow_step(*given: Any) -> Any:
-        clock[0] += 1
-        return train_step(*given)
+    save = training.checkpointer.save
 
     def slow_save(*given: Any, **more: Any) -> None:
-        clock[0] += 100
+        clock.append(100.0)
         save(*given, **more)
 
-    training.engine.train_step = slow_step  # type: ignore[method-assign]
+    before_steps(training, lambda step: clock.append(1.0))
     training.checkpointer.save = slow_save  # type: ignore[method-assign]
     train(training)
 
 
 def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no row is no reason not to go on."""
     path = tmp_path / "metrics.jsonl"
     rows = [f'{{"iteration": {i}, "run_id": "a"}}\n'.encode() for i in range(5)]
     damaged = b'{"iteration": 1, "note": "\xff\xfe", "run_id": "b"}\n\x00\x80\n'
@@ -207,10 +185,8 @@ def wandb_calls(rank: int, world_size: int, given: dict[str, Any]) -> tuple[dict
 
 
 def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
-    given = config(
-        NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2, num_layers=2,
-        use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2,
-    )  # fmt: skip
+    given = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, save=str(tmp_path), checkpoint_factor=2,
+                   num_layers=2, use_wandb=True, wandb_project="p", wandb_group="g", exit_interval=2)  # fmt: skip
     (first, before, last), (second, after, _) = (run_ranks(wandb_calls, 1, given)[0] for _ in range(2))
     assert first == second, "one id before and after the restart"
     assert first == {"id": first["id"], "resume": "allow", "project": "p", "group": "g"}
@@ -219,8 +195,7 @@ def test_wandb_goes_on_in_the_same_run(tmp_path: Path) -> None:
 
 def test_metrics_of_an_objective() -> None:
     """Means over the steps of a line, in the line and in the row; what was never counted is left out."""
-    args = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384))
-    nan = float("nan")
+    args, nan = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384)), math.nan
     means = [{"rewards/accuracies": torch.tensor(value), "kl": torch.tensor(nan)} for value in (0.5, nan, 1.0)]
     lines, row = logged(args, [StepResult(torch.tensor(2.0), 1.5, False, metrics=values) for values in means])
     assert " lm_loss: 2.000000E+00 | rewards/accuracies: 7.500000E-01 | number of skipped" in lines[0]
@@ -228,15 +203,13 @@ def test_metrics_of_an_objective() -> None:
 
 
 # -- history and summary -------------------------------------------------------------------------------------
-
 NUMBER, TEXT = (int, float), (str,)
+BATCH = ("samples", "rows", "tokens", "micro_batch", "gradient_accumulation_steps")
 SCHEMA: dict[str, Any] = {
     "status": TEXT, "reason": (str, type(None)), "run_id": TEXT, "wall_clock_seconds": NUMBER,
     "world_size": (int,), "precision": TEXT, "objective": TEXT,
     "layout": dict.fromkeys(("tensor", "pipe", "context", "data", "zero_stage"), (int,)),
-    "effective_batch": dict.fromkeys(
-        ("samples", "rows", "tokens", "micro_batch", "gradient_accumulation_steps"), (int,)
-    ),
+    "effective_batch": dict.fromkeys(BATCH, (int,)),
     "learning_rate": {"given": NUMBER, "lr_scaling": TEXT, "effective": NUMBER, "least": NUMBER, "last": NUMBER},
     "parameters": {"total": (int,), "trainable": (int,), "trainable_share": NUMBER},
     "iteration": (int,), "train_iters": (int,), "skipped_steps": (int,),
@@ -270,7 +243,7 @@ def read(save: Path, name: str) -> Any:
     return json.loads((save / f"training_{name}.json").read_text())
 
 
-@pytest.mark.parametrize("layout", with_more(["pp2", "zero1"], product=["zero1"]))
+@pytest.mark.parametrize("layout", cells(["pp2"], product=["zero1"]))
 def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None:
     ranks, keys = LAYOUTS[layout]
     run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)
@@ -315,7 +288,6 @@ def test_history_of_rows() -> None:
 
 
 # -- router_load.jsonl ---------------------------------------------------------------------------------------
-
 MOE = {"moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_layer_freq": [0, 1]}
 
 
@@ -323,10 +295,9 @@ def loads(save: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (save / "logs" / "router_load.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [(1, {}), (2, {"pipe_parallel_size": 2}), pytest.param(2, {"expert_parallel_size": 2}, marks=pytest.mark.more)],
-)
+@pytest.mark.parametrize(("ranks", "layout"), [
+    (1, {}), (2, {"pipe_parallel_size": 2}), pytest.param(2, {"expert_parallel_size": 2}, marks=pytest.mark.more),
+])  # fmt: skip
 def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, Any], tmp_path: Path) -> None:
     save = tmp_path / "run"
     values = config(LLAMA, ADAMW, MOE, layout, train_iters=6, checkpoint_factor=3, save=str(save), load=str(save))
@@ -348,14 +319,12 @@ def test_lines_of_a_run_and_of_one_that_goes_back(ranks: int, layout: dict[str, 
         assert loads(save) == found
 
 
-@pytest.mark.parametrize(
-    ("log_interval", "train_iters", "steps"),
-    [(1, 100, 1), (1, 500, 1), (1, 501, 2), (10, 100_000, 200), (100, 1000, 100), (300, 100_000, 300)],
-)
+@pytest.mark.parametrize(("log_interval", "train_iters", "steps"), [
+    (1, 100, 1), (1, 500, 1), (1, 501, 2), (10, 100_000, 200), (100, 1000, 100), (300, 100_000, 300),
+])  # fmt: skip
 def test_lines_are_few(log_interval: int, train_iters: int, steps: int) -> None:
     args = NeoXArgs.from_dict(config(LLAMA, MOE, log_interval=log_interval, train_iters=train_iters))
-    assert interval(args) == steps
-    assert steps % log_interval == 0 and train_iters / steps <= MOST_LINES
+    assert interval(args) == steps and steps % log_interval == 0 and train_iters / steps <= MOST_LINES
 
 
 def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,8 +348,7 @@ def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
     callback = RouterLoad(training, file, [3, 5])
     after: dict[int, list[str]] = {}
     for iteration in range(8):
-        result = StepResult(torch.zeros(()), None, False) if iteration else None
-        step = Step(iteration, 8 * iteration, 32, result)
+        step = Step(iteration, 8 * iteration, 32, StepResult(torch.zeros(()), None, False) if iteration else None)
         callback.on_step_end(training, step)
         if iteration == 6:
             callback.on_save(training, step, False)
@@ -389,9 +357,8 @@ def test_only_steps_with_a_line_are_asked(monkeypatch: pytest.MonkeyPatch) -> No
     def line(iteration: int) -> str:
         return f'{{"iteration": {iteration}, "layers": [3, 5], "load": [[0.5, 1.5], [2.0, 0.333]]}}'
 
-    assert {i: said for i, said in after.items() if said} == {
-        3: ["begin"], 4: ["read", line(3)], 6: ["begin", "read", line(6)],
-    }  # fmt: skip
+    told = {iteration: said for iteration, said in after.items() if said}
+    assert told == {3: ["begin"], 4: ["read", line(3)], 6: ["begin", "read", line(6)]}
     callback.on_step_end(training, Step(9, 72, 32, StepResult(torch.zeros(()), None, False)))
     callback.on_error(training, RuntimeError())
     callback.close()

@@ -7,17 +7,18 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from megatron.callbacks import Step, StepResult
 from megatron.mpu import ParallelGroups
-from megatron.training import Training, train
+from megatron.training import train
 from megatron.training.callbacks import stopping
 from megatron.training.loop_state import LoopState
 from tests.pool import run_ranks
-from tests.training.runs import NEOX, begin, config, run_to_end
+from tests.training.runs import NEOX, before_steps, begin, config, run_to_end
 
 
 def _values(save: Path, **more: Any) -> dict[str, Any]:
@@ -30,23 +31,13 @@ def _status(save: Path) -> tuple[str, int, str]:
     return status["status"], status["iteration"], status["reason"]
 
 
-def _before_steps(training: Training, do: Any) -> None:
-    train_step = training.engine.train_step
-
-    def step(*given: Any) -> Any:
-        do(training.progress.iteration + 1)
-        return train_step(*given)
-
-    training.engine.train_step = step  # type: ignore[method-assign]
-    train(training)
-
-
 def run_with_signal(rank: int, world_size: int, values: dict[str, Any], number: int, at: int, to: int) -> str:
     """For the pool: rank `to` gets a signal during step `at`; the last line of the log."""
     training, lines, handler = begin(values), [""], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("megatron").addHandler(handler)
-    _before_steps(training, lambda step: os.kill(os.getpid(), number) if (step, rank) == (at, to) else None)
+    before_steps(training, lambda step: os.kill(os.getpid(), number) if (step, rank) == (at, to) else None)
+    train(training)
     return lines[-1]
 
 
@@ -71,7 +62,8 @@ def two_signals(rank: int, world_size: int, values: dict[str, Any], later: float
         clock[0] += later
         os.kill(os.getpid(), signal.SIGTERM)
 
-    _before_steps(training, both)
+    before_steps(training, both)
+    train(training)
 
 
 def test_second_signal_ends_at_once_but_an_echo_is_one(tmp_path: Path) -> None:
@@ -110,11 +102,9 @@ def test_timed_saves_are_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def breaks(rank: int, world_size: int, values: dict[str, Any]) -> None:
     """For the pool: the next step raises."""
-
-    def step(number: int) -> None:
-        raise RuntimeError("broken on purpose")
-
-    _before_steps(begin(values), step)
+    training = begin(values)
+    training.engine.train_step = Mock(side_effect=RuntimeError("broken on purpose"))  # type: ignore[method-assign]
+    train(training)
 
 
 def test_status_of_a_run_that_breaks(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ import pytest
 from megatron.checkpointing import read_manifest
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.model.weight_map import is_adapter
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refusals, stop_after
+from tests.training.checkpoint.test_resume import BF16, DORA, LORA, as_stopped_at, losses, refused, stop_after
 from tests.training.preference.test_reference import PACKED, PADDED, first_losses, preferences
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, cells, config, run_to_end
 
 
 def values(*parts: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def through(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save
 
 
-@pytest.mark.parametrize("then", with_more(["tp2", "pp2", "zero3"], "tp2", "pp2", product=["zero3"]))
+@pytest.mark.parametrize("then", cells([], ["tp2", "pp2"], ["zero3"]))
 def test_on_another_layout(then: str, base: Path, through: Path, tmp_path: Path) -> None:
     """From one process to two ranks, and back."""
     as_stopped_at(3, through, tmp_path / "there")
@@ -65,7 +64,7 @@ def test_refusals(base: Path, through: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     run_ranks(run_to_end, 1, values(train_iters=2, checkpoint_factor=2, save=str(other), seed=4))
     begun = {"load": str(through), "finetune": True, "num_layers": 4, "lora": DORA, "dpo_reference": "on_the_fly"}
-    refused: list[tuple[dict[str, Any], list[str]]] = [
+    cases: list[tuple[dict[str, Any], list[str]]] = [
         (over(base, through, lora={**DORA, "base": str(other)}), ["adapters", str(other)]),
         (over(base, through, lora={**DORA, "alpha": 9}), ["lora", "alpha"]),
         (over(base, through, lora=None), ["adapters", "lora"]),
@@ -77,15 +76,14 @@ def test_refusals(base: Path, through: Path, tmp_path: Path) -> None:
         (values(lora={"target": ["query_key_value", "k_proj"]}), ["lora.target", "query_key_value", "k_proj"]),
         (values(lora={"modules_to_save": ["lm_head"]}), ["lm_head", "embed_tokens"]),
     ]
-    messages = run_ranks(refusals, 1, [config for config, _ in refused])[0]
-    for message, (_, facts) in zip(messages, refused, strict=True):
+    for message, (_, facts) in zip(refused(*(given for given, _ in cases)), cases, strict=True):
         assert all(fact in message for fact in facts), (facts, message)
 
 
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     """The reference is the policy without its adapters, which at first add nothing."""
     looks = {"plain": PADDED, "tp2": PACKED, "pp2": PADDED, "zero3": PADDED | BF16}
-    runs = [preferences(tmp_path, LAYOUTS[name][1], look, {"lora": DORA}) for name, look in looks.items()]
-    runs = [{key: value for key, value in run.items() if key != "reference_cache_dir"} for run in runs]
+    common = {"lora": DORA, "reference_cache_dir": None}
+    runs = [preferences(tmp_path, LAYOUTS[name][1], look, common) for name, look in looks.items()]
     found = run_ranks(first_losses, 1, runs[:1]) + run_ranks(first_losses, 2, runs[1:])
     assert [loss for rank in found for loss in rank] == pytest.approx([0.6931472] * 7, abs=1e-6)

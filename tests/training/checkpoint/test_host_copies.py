@@ -1,12 +1,10 @@
-"""Saves beside the steps: their copies in page-locked memory, when that is used again, how much there is, and
-what happens without it (locking is counted here, not done); steps that go on meanwhile, and failures that are
-told."""
+"""Saves beside the steps: page-locked copies (locking is counted here, not done), and failures."""
 
 import io
-import itertools
 import json
 import mmap
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.checkpointing import verify
 from megatron.mpu import ParallelGroups
@@ -25,13 +24,11 @@ from megatron.training.checkpoint import host_copies as copies_module
 from megatron.training.checkpoint import writer as saving
 from megatron.training.checkpoint.host_copies import HostCopies, PageLocking, RankMemory, host_copies, lacks_memory
 from megatron.training.deepspeed.optimizer_parts import OptimizerParts
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import warnings_of
-from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, config
+from tests.training.runs import ADAMW, LAYOUTS, NEOX, begin, cells, config
 
-CPU = torch.device("cpu")
-PAGE = mmap.PAGESIZE
+CPU, PAGE = torch.device("cpu"), mmap.PAGESIZE
 
 
 @dataclass
@@ -54,7 +51,6 @@ class Locks:
         del self.sizes[address]
 
     def copies(self) -> HostCopies:
-        """Those of a device that is the CPU."""
         return HostCopies(CPU, PageLocking(self.lock, self.unlock, lambda: None))
 
 
@@ -81,23 +77,13 @@ def tensors() -> dict[str, Tensor]:
     """Of several dtypes, not contiguous, views of one storage, tied, empty, and a number."""
     table = torch.randn(33, 70)
     return {
-        "fp32": table,
-        "tied": table,
-        "row": table[3],
-        "transposed": table.t(),
-        "every other": table[::2, 1::3],
-        "expanded": torch.randn(5, 1).expand(5, 9),
-        "bf16": torch.randn(7, 11).bfloat16(),
-        "fp16": torch.randn(3).half(),
-        "fp64": torch.randn(2, 3, 4).double(),
-        "int64": torch.arange(1000),
-        "int8": torch.arange(-100, 100, dtype=torch.int8).view(20, 10),
-        "bool": torch.rand(13) > 0.5,
-        "step": torch.tensor(4.0),
-        "none": torch.empty(0, 5, dtype=torch.bfloat16),
-        "large": torch.randn(1 << 20),
+        "fp32": table, "tied": table, "row": table[3], "transposed": table.t(), "every other": table[::2, 1::3],
+        "expanded": torch.randn(5, 1).expand(5, 9), "bf16": torch.randn(7, 11).bfloat16(),
+        "fp16": torch.randn(3).half(), "fp64": torch.randn(2, 3, 4).double(), "int64": torch.arange(1000),
+        "int8": torch.arange(-100, 100, dtype=torch.int8).view(20, 10), "bool": torch.rand(13) > 0.5,
+        "step": torch.tensor(4.0), "none": torch.empty(0, 5, dtype=torch.bfloat16), "large": torch.randn(1 << 20),
         "parameter": nn.Parameter(torch.randn(4, 4)),
-    }
+    }  # fmt: skip
 
 
 def saved(state: dict[str, Tensor]) -> bytes:
@@ -151,8 +137,7 @@ def test_no_more_memory_than_was_in_use_at_once() -> None:
         else:
             live.append(copies.copy(torch.zeros(drawn.choice(sizes), dtype=torch.uint8)))
         for size in most:
-            now = sum(-(-one.numel() // PAGE) * PAGE == size for one in live)
-            most[size] = max(most[size], now)
+            most[size] = max(most[size], sum(-(-one.numel() // PAGE) * PAGE == size for one in live))
         assert copies.held == sum(size * count for size, count in most.items())
 
 
@@ -181,16 +166,10 @@ def test_memory_is_unlocked_when_nothing_can_use_it() -> None:
 
 def test_forked_processes_do_not_have_it() -> None:
     copied = Locks().copies().copy(torch.zeros(1 << 16))
-    ranges = Path("/proc/self/smaps").read_text().splitlines()
-    inside = False
-    for line in ranges:
-        bounds = line.split()[0].split("-")
-        if len(bounds) == 2 and not line.startswith("VmFlags"):
-            inside = int(bounds[0], 16) <= copied.data_ptr() < int(bounds[1], 16)
-        elif inside and line.startswith("VmFlags"):
-            assert "dc" in line.split(), "not copied by fork"
-            return
-    raise AssertionError("not mapped")
+    mapped = r"^([0-9a-f]+)-([0-9a-f]+) .*?^VmFlags: (.*?)$"
+    ranges = re.findall(mapped, Path("/proc/self/smaps").read_text(), re.MULTILINE | re.DOTALL)
+    [flags] = [flags for first, end, flags in ranges if int(first, 16) <= copied.data_ptr() < int(end, 16)]
+    assert "dc" in flags.split(), "not copied by fork"
 
 
 def test_room_for_a_copy() -> None:
@@ -210,14 +189,11 @@ def test_no_value_is_read_on_the_way() -> None:
     optimizer = SimpleNamespace(state={param: {**state, "step": torch.empty((), device="meta")}})
     parts = OptimizerParts([(2, "w", param)], optimizer, ParallelGroups.single(), torch.float32, 0)
     [(layer, states)] = parts.gather({2: 0}, lambda tensor: tensor)
-    assert layer == 2 and {key: tuple(value.shape) for key, value in states["w"].items()} == {
-        "exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": (),
-    }  # fmt: skip
+    shapes = {key: tuple(value.shape) for key, value in states["w"].items()}
+    assert layer == 2 and shapes == {"exp_avg": (4, 3), "exp_avg_sq": (4, 3), "step": ()}
 
 
 # -- saves ---------------------------------------------------------------------------------------------------
-
-
 class Copied(TorchDispatchMode):
     """Bytes that operations copy, into memory that was there (`aten.copy_`) and into new memory."""
 
@@ -306,28 +282,24 @@ def values(save: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 def sums(save: Path) -> dict[str, str]:
     """Checksums of the files of weights and optimizer state of all checkpoints."""
-    found = {}
-    for manifest in sorted(save.glob("global_step*/manifest.json")):
-        for name, record in json.loads(manifest.read_text())["files"].items():
-            if name.startswith(("layer_", "optim_")):
-                found[f"{manifest.parent.name}/{name}"] = record["sha256"]
-    return found
+    files = sorted(save.glob("global_step*/manifest.json"))
+    return {
+        f"{file.parent.name}/{name}": record["sha256"] for file in files
+        for name, record in json.loads(file.read_text())["files"].items() if name.startswith(("layer_", "optim_"))
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", with_more(["zero1", "tp2"], product=["tp2"]))
+@pytest.mark.parametrize("name", cells(["zero1"], product=["tp2"]))
 def test_checkpoints_are_the_same_bytes(name: str, tmp_path: Path) -> None:
-    """A save every step, of which each but the first begins while the one before is still written, by copies
-    that arrive late; beside ordinary copies, each waited for."""
+    """Each save but the first begins while the one before is written, by copies that arrive late."""
     ranks, layout = LAYOUTS[name]
-    seen = {}
     for kind, asynchronous in (("ordinary", False), ("late", True)):
         given = values(tmp_path / kind, layout, {"precision": "bfloat16"}, async_save=asynchronous)
-        seen[kind] = run_ranks(run, ranks, given, kind)
+        seen = run_ranks(run, ranks, given, kind)
     ordinary, late = sums(tmp_path / "ordinary"), sums(tmp_path / "late")
     assert len(ordinary) >= 4 * 8 and ordinary == late
-    first = [rank.saves[0] for rank in seen["late"]]
-    for rank, expected in zip(seen["late"], first, strict=True):
-        assert all(save[:2] == expected[:2] for save in rank.saves), "the first save takes all the memory"
+    assert all(len({save[:2] for save in rank.saves}) == 1 for rank in seen), "the first save takes all the memory"
+    first = [rank.saves[0] for rank in seen]
     whole = sum(file.stat().st_size for file in (tmp_path / "late/global_step4").glob("*_*.pt"))
     assert 0 < sum(save[0] for save in first) < whole + PAGE * sum(save[1] for save in first)
 
@@ -337,42 +309,32 @@ def test_a_limit_is_said_once(ranks: int, tmp_path: Path) -> None:
     """Rank 0's at once, those of other ranks, whose logs are not shown, with the next save."""
     warned = run_ranks(warnings_of, ranks, values(tmp_path, LAYOUTS["zero1"][1]), run_with_few_locks)[0]
     [line] = [text for text in warned if "page-locked" in text]
-    assert "out of memory (2)" in line
-    assert verify(tmp_path / "global_step4") is not None
+    assert "out of memory (2)" in line and verify(tmp_path / "global_step4") is not None
 
 
 def test_saves_that_are_waited_for_hold_two_files(tmp_path: Path) -> None:
     """Blocks are alike, so more of them take no more memory."""
-    held = []
+    held = set[int]()
     for layers in (3, 6):
         given = values(tmp_path / str(layers), num_layers=layers, train_iters=2, async_save=False)
-        saves = run_ranks(run, 1, given, "locked")[0].saves
-        assert len({one[0] for one in saves}) == 1
-        held.append(saves[0][0])
-    assert held[0] == held[1] > 0
+        held |= {save[0] for save in run_ranks(run, 1, given, "locked")[0].saves}
+    assert len(held) == 1 and min(held) > 0
 
 
 def test_every_byte_is_copied_once(tmp_path: Path) -> None:
     """Into locked memory, or into new memory where there is none to be had."""
-    amounts = {}
-    for kind in ("ordinary", "locked"):
-        amounts[kind] = run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves
+    kinds = ("ordinary", "locked")
+    amounts = [run_ranks(run, 1, values(tmp_path / kind, train_iters=2), kind)[0].saves for kind in kinds]
     files = (tmp_path / "locked/global_step2").glob("[lo]*_*.pt")
-    tensors_in = [torch.load(file, weights_only=True) for file in files]
-    leaves = itertools.chain.from_iterable(
-        leaf.values() if isinstance(leaf, dict) else [leaf] for state in tensors_in for leaf in state.values()
-    )
-    size = sum(leaf.nbytes for leaf in leaves)
-    for (_, _, _, ordinary), (_, _, into, new) in zip(amounts["ordinary"], amounts["locked"], strict=True):
+    size = sum(leaf.nbytes for file in files for leaf in tree_leaves(torch.load(file, weights_only=True)))
+    for (_, _, _, ordinary), (_, _, into, new) in zip(*amounts, strict=True):
         assert into == size and new == ordinary - size and new < size / 10
 
 
 def test_one_copy_at_a_time(tmp_path: Path) -> None:
     """Steps go on while it is written; a save that comes meanwhile waits for it, and none is left out."""
     events = run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, extra_save_iters=[3]))[0].events
-    assert [what for what, _ in events] == [
-        "saved 2", "published 2", "saved 3", "published 3", "saved 4", "published 4",
-    ]  # fmt: skip
+    assert [what for what, _ in events] == [f"{what} {step}" for step in (2, 3, 4) for what in ("saved", "published")]
     assert dict(events)["published 2"] == 3, "a step was made while it was written"
 
 
@@ -404,7 +366,6 @@ def run_without_memory(rank: int, world_size: int, given: dict[str, Any]) -> tup
 
 
 def test_saves_that_are_waited_for(tmp_path: Path) -> None:
-    """By a key; and for want of room for a copy, which is said."""
     order = [("published 2", 2), ("saved 2", 2), ("published 4", 4), ("saved 4", 4)]
     assert run_ranks(run, 1, values(tmp_path, checkpoint_factor=2, async_save=False))[0].events == order
     seen, warned = run_ranks(run_without_memory, 1, values(tmp_path / "full", checkpoint_factor=2))[0]

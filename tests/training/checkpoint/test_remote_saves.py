@@ -25,6 +25,7 @@ from tools.ckpts import average, convert_hf_to_neox, convert_neox_to_hf, inspect
 from tools.ckpts import verify as verify_tool
 
 TP2 = {"model_parallel_size": 2}
+Saved = tuple[Path, list[Any]]  # a run of four steps in a folder, two checkpoints; what its ranks end with
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +82,13 @@ def run(given: dict[str, Any], server: dict[str, str], fn: Any = run_to_end, *mo
 
 
 @pytest.fixture(scope="module")
-def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """A run of four steps in a folder, two checkpoints; what its ranks end with."""
+def saved(server: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved")
     return folder / "run", run(values(folder / "run", folder), server)
 
 
 def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], killed: bool) -> int:
-    """For the pool: as a save after the first one is sent, rank 0 is killed with half of it there, or the
-    network of rank 1 goes. How far the run came."""
+    """For the pool: while step 4 is sent, rank 0 is killed or rank 1 loses its network. How far it came."""
     training, upload, nobody = begin(given), ObjectStore.upload, socket.socket()
     nobody.bind(("127.0.0.1", 0))  # and does not listen
 
@@ -108,12 +107,9 @@ def disturbed_while_sending(rank: int, world_size: int, given: dict[str, Any], k
     return training.progress.iteration
 
 
-def test_a_run_in_a_bucket(
-    bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path
-) -> None:
-    """Killed while it sends: what is half there is not seen, and a machine that has nothing goes on from what
-    was there before, bit for bit as with a folder. Files are the same, older ones are deleted as they are
-    there, nothing large stays here."""
+def test_a_run_in_a_bucket(bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path) -> None:
+    """Killed while it sends: a machine that has nothing goes on from what was whole, bit for bit as with a
+    folder. Files are the same, older ones are deleted, nothing large stays here."""
     more = {"keep_last_n_checkpoints": 1, "ephemeral_save_interval": 3, "save_hf": 0}
     with pytest.raises(AssertionError, match="signal 9"):
         run(values(bucket.url, tmp_path / "one", async_save=False), server, disturbed_while_sending, True)
@@ -152,10 +148,8 @@ def sent(bucket: Bucket, saved: Path) -> None:
 
 @pytest.mark.more
 def test_a_flipped_byte_is_refused_by_name(
-    bucket: Bucket, saved: tuple[Path, list[Any]], server: dict[str, str], tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """By training, unless told to take the one before, and by tools."""
+    bucket: Bucket, saved: Saved, server: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sent(bucket, saved[0])
     name = "global_step4/layer_02-model_00-model_states.pt"
     data = bytearray(bucket.get(name))
@@ -168,15 +162,12 @@ def test_a_flipped_byte_is_refused_by_name(
         verify_tool.main([bucket.url])
     out, err = capfd.readouterr()
     assert refusal in err and f"{bucket.url}/global_step2: whole: iteration 2" in out
-    went_on = run(values(bucket.url, tmp_path / "2", load_fallback=True), server)
-    assert bit_equal(went_on[0][1], saved[1][0][1])
+    assert bit_equal(run(values(bucket.url, tmp_path / "2", load_fallback=True), server)[0][1], saved[1][0][1])
     fetch_checkpoint(ObjectStore(bucket.url), "global_step4", tmp_path / "global_step4")
 
 
 @pytest.mark.more
-def test_tools(
-    bucket: Bucket, saved: tuple[Path, list[Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tools(bucket: Bucket, saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sent(bucket, saved[0])
     reshard.main(["--input_dir", bucket.url, "--output_dir", f"{bucket.url}/resharded", "--tp", "1"])
     assert bucket.get("resharded/latest") == b"global_step4"
@@ -195,11 +186,8 @@ def test_tools(
 
 
 def test_what_cannot_be_reached(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    for place, message in (
-        ("s3x://bucket/run", "s3x://.* s3://"),
-        ("s3://", "s3://BUCKET/FOLDER"),
-        ("hf://a/b", "hf://.* Hub"),
-    ):
+    places = {"s3x://bucket/run": "s3x://.* s3://", "s3://": "s3://BUCKET/FOLDER", "hf://a/b": "hf://.* Hub"}
+    for place, message in places.items():
         with pytest.raises(ConfigError, match=message):
             NeoXArgs.from_dict(values(place, Path("x")))
     with pytest.raises(CheckpointError, match="bucket elsewhere"):

@@ -1,51 +1,46 @@
 """A stopped run goes on bit for bit, from step 3 to 6; and what other tests of checkpoints share."""
 
-import json
 import logging
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron.checkpointing import read_manifest, save_tensors
+from megatron.checkpointing import Manifest, read_manifest, save_tensors
 from megatron.neox_arguments import UserError
 from megatron.training import train
 from megatron.training.callbacks.saving import SaveCallback
-from tests.marks import with_more
 from tests.model.runs import MIXED
 from tests.pool import run_ranks
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, NEOX, begin, bit_equal, cells, config, metric_rows, run_to_end
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
-SCHEDULE = {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
-FP32, BF16 = {"precision": "fp32"}, {"precision": "bfloat16"}
-DEEPSPEED = {"engine": "deepspeed"}
+DENSE = {"hidden_dropout": 0.1, "attention_dropout": 0.1, "neftune_noise_alpha": 5.0}
+DENSE |= {"lr_decay_style": "cosine", "warmup": 0.3, "min_lr": 1e-5, "no_weight_tying": True}
+FP32, BF16, DEEPSPEED = {"precision": "fp32"}, {"precision": "bfloat16"}, {"engine": "deepspeed"}
 # Mamba's blocks, packed rows, A_log and D in fp32 beside bf16.
 STATES = BF16 | {
     "num_layers": 4, "attention_config": ["mamba2", "attention", "mamba", "mlp"], "mamba_head_dim": 8,
     "mamba_num_groups": 2, "mamba_state_dim": 8, "mamba_chunk_size": 8, "norm": "rmsnorm", "pos_emb": "rotary",
     "reset_attention_mask": True, "reset_position_ids": True,
 }  # fmt: skip
-DENSE = DROPOUT | SCHEDULE
 LORA = {"r": 4, "alpha": 8, "dropout": 0.1}
 DORA = {**LORA, "dora": True, "modules_to_save": ["embed_tokens"]}
 MOE: dict[str, Any] = {
-    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02,
+    "moe_num_experts": 4, "moe_top_k": 2, "moe_router_type": "topk", "moe_aux_loss_coeff": 0.02, "num_layers": 2,
     "moe_aux_loss_scope": "sequence", "moe_router_bias_update_rate": 0.01, "moe_router_score_function": "sigmoid",
-    "num_layers": 2,
 }  # fmt: skip
 EXPERTS, ADAPTERS = LLAMA | MOE | {"warmup": 0.3}, LLAMA | {"warmup": 0.3}
 MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    "ep2": (2, {"expert_parallel_size": 2}),
+    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}), "ep2": (2, {"expert_parallel_size": 2}),
     "ep2 zero3": (4, {"expert_parallel_size": 2, "zero_optimization": {"stage": 3}}),
     "ep4 zero1": (4, {"expert_parallel_size": 4, "zero_optimization": {"stage": 1}}),
-}
+}  # fmt: skip
 # Layout and model. The engine is the native one, of pipelines DeepSpeed's, unless it is named.
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "tp2": ("tp2", LLAMA | DENSE | FP32),
@@ -86,7 +81,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 NAMES = list(RUNS)
 
 
-@pytest.mark.parametrize("name", with_more(NAMES, *NAMES[7:12], product=NAMES[12:]))
+@pytest.mark.parametrize("name", cells(NAMES[:7], NAMES[7:12], NAMES[12:]))
 def test_bit_equal(name: str, tmp_path: Path) -> None:
     ranks, layout = {**LAYOUTS, **MORE_LAYOUTS}[RUNS[name][0]]
     small = {"train_micro_batch_size_per_gpu": 2, "train_iters": 6, "checkpoint_factor": 3}
@@ -114,7 +109,7 @@ def as_stopped_at(iteration: int, run: Path, folder: Path) -> None:
 
 def metrics(save: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (save / "logs" / "metrics.jsonl").read_text().splitlines()]
+    return metric_rows(save, "iteration")
 
 
 def losses(save: Path) -> dict[int, float]:
@@ -130,8 +125,7 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
     class Stop(Exception):
         pass
 
-    training = begin(values)
-    save = SaveCallback.save
+    training, save = begin(values), SaveCallback.save
 
     def save_and_stop(self: SaveCallback, ephemeral: bool = False) -> None:
         save(self, ephemeral)
@@ -141,7 +135,6 @@ def stop_after(rank: int, world_size: int, values: dict[str, Any], steps: int) -
 
     with mock.patch.object(SaveCallback, "save", save_and_stop), pytest.raises(Stop):
         train(training)
-    training.engine.close()
 
 
 def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained: bool = False) -> list[str]:
@@ -159,9 +152,15 @@ def refusals(rank: int, world_size: int, configs: list[dict[str, Any]], trained:
     return messages
 
 
-def refused(*configs: dict[str, Any]) -> list[str]:
-    """The same, of one process."""
-    return run_ranks(refusals, 1, list(configs))[0]
+def refused(*configs: dict[str, Any], ranks: int = 1) -> list[str]:
+    """The same, as the first rank says it."""
+    return run_ranks(refusals, ranks, list(configs))[0]
+
+
+def assert_refused(*cases: tuple[dict[str, Any], str]) -> None:
+    """Each of these runs cannot start in one process; its message matches."""
+    for message, (_, facts) in zip(refused(*(values for values, _ in cases)), cases, strict=True):
+        assert re.search(facts, message, re.DOTALL), (facts, message)
 
 
 def warnings_of(rank: int, world_size: int, values: dict[str, Any], fn: Any = run_to_end) -> list[str]:
@@ -176,7 +175,5 @@ def change_file(checkpoint: Path, name: str, change: Callable[[dict[str, Any]], 
     """Change the tensors of one file, checksums and all."""
     state = torch.load(checkpoint / name, weights_only=True)  # not mapped from the file that is written
     change(state)
-    record, manifest = save_tensors(state, checkpoint / name), read_manifest(checkpoint)
-    assert manifest is not None
-    changed = replace(manifest, files={**manifest.files, name: record})
-    (checkpoint / "manifest.json").write_text(changed.to_json())
+    record, manifest = save_tensors(state, checkpoint / name), cast(Manifest, read_manifest(checkpoint))
+    (checkpoint / "manifest.json").write_text(replace(manifest, files={**manifest.files, name: record}).to_json())

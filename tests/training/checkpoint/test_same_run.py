@@ -40,10 +40,10 @@ class Run:
         self.tokenizer = build_tokenizer(args)
         self.args = with_vocabulary(args, self.tokenizer)
 
-    def record(self, manifest: Manifest | None = None, consumed: int = 40) -> dict[str, Any]:
+    def record(self, manifest: Manifest | None = None) -> dict[str, Any]:
         state = begun_of(manifest)
         datasets = build_datasets(self.args, train_batch_size=8, once=lambda work: work(), data_state=state)
-        return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, consumed)
+        return data_record(data_fingerprint(self.args), order_keys(self.args), datasets, 40)
 
     def manifest(self) -> Manifest:
         made = Manifest(
@@ -53,8 +53,12 @@ class Run:
         return Manifest.from_json(made.to_json())
 
 
-CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    # (keys there, keys that changed, the key that is named, what it was)
+def check(run: Run, manifest: Manifest, record: dict[str, Any] | None = None) -> None:
+    check_same_run(run.args, PATH, manifest, True, record or run.record(manifest), run.tokenizer)
+
+
+@pytest.mark.parametrize(("keys", "change", "named", "was"), [
+    # keys there, keys that changed, the key that is named, what it was
     ({}, {"seed": 7}, "seed", "1234"),
     ({}, {"data_seed": 7}, "data_seed", "1234"),
     ({}, {"seq_length": 16}, "seq_length", "32"),
@@ -78,17 +82,8 @@ CHANGES: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     ({}, {"intermediate_size": 96}, "intermediate_size", "128"),
     ({}, {"num_kv_heads": 2}, "num_kv_heads", "4"),
     ({}, {"padded_vocab_size": 512}, "padded_vocab_size", "384"),
-]
-
-
-def check(run: Run, manifest: Manifest, record: dict[str, Any] | None = None) -> None:
-    check_same_run(run.args, PATH, manifest, True, record or run.record(manifest), run.tokenizer)
-
-
-@pytest.mark.parametrize(("keys", "change", "named", "was"), CHANGES)
-def test_the_key_that_changed_comes_first(
-    keys: dict[str, Any], change: dict[str, Any], named: str, was: str, tmp_path: Path
-) -> None:
+])  # fmt: skip
+def test_the_key_that_changed_comes_first(keys: Any, change: Any, named: str, was: str, tmp_path: Path) -> None:
     saved_run, here = Run(tmp_path / "there", **keys), Run(tmp_path / "here", **{**keys, **change})
     manifest = saved_run.manifest()
     check(saved_run, manifest)
@@ -105,13 +100,11 @@ def test_how_long_a_run_is_is_none_of_them_but_the_order_itself_is_looked_at(tmp
     longer = Run(tmp_path / "here", train_iters=400)
     with pytest.raises(CheckpointError, match="global_step5: .*40 samples"):
         check(longer, manifest, longer.record())  # laid out as a new run: samples that were drawn are not the first
-    longer = Run(tmp_path / "here", train_iters=400, allow_changed_data=True)
-    check(longer, manifest, longer.record())
+    check(Run(tmp_path / "here", train_iters=400, allow_changed_data=True), manifest, longer.record())
 
 
 def test_what_no_key_of_the_other_run_tells(tmp_path: Path) -> None:
-    """Another tokenizer, passes over the data and not iterations, and pairs of a time when all had their
-    prompts twice."""
+    """Another tokenizer, passes and not iterations, and pairs of a time when all had their prompts twice."""
     run = Run(tmp_path / "there")
     manifest, record = run.manifest(), run.record()
     passes = {**record, "order": order_keys(run.args, 2)}

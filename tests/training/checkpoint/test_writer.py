@@ -22,18 +22,9 @@ from megatron.checkpointing.remote_staging import _alone
 from megatron.training import train
 from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.checkpoint.lock import lock_folder
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import (
-    change_file,
-    losses,
-    metrics,
-    refusals,
-    refused,
-    stop_after,
-    warnings_of,
-)
-from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, config, run_to_end, said
+from tests.training.checkpoint.test_resume import change_file, losses, metrics, refused, stop_after, warnings_of
+from tests.training.runs import ADAMW, GOLDEN, LAYOUTS, NEOX, begin, bit_equal, cells, config, run_to_end, said
 
 SMALL = config(NEOX, train_iters=4, train_micro_batch_size_per_gpu=4, checkpoint_factor=2, num_layers=2)
 LAYERS = [f"layer_{i:02d}-model_00-model_states.pt" for i in (0, 2, 3, 5)]
@@ -50,6 +41,10 @@ def run(given: dict[str, Any], ranks: int = 1) -> Any:
 
 def steps(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.glob("global_step*"))
+
+
+def iterations(save: Path) -> list[int]:
+    return [row["iteration"] for row in metrics(save)]
 
 
 def weights(step: Path) -> dict[Any, dict[str, Any]]:
@@ -91,19 +86,16 @@ def test_a_run_that_ended_before_its_first_latest_goes_on(trained: Path, tmp_pat
 
 
 def test_optimizer_files_do_not_tell_of_zero(tmp_path: Path) -> None:
-    given = values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=1, train_iters=1)
-    run(given, 2)
+    run(values(tmp_path, zero_optimization={"stage": 1}, precision="bfloat16", checkpoint_factor=1, train_iters=1), 2)
     files = sorted((tmp_path / "run" / "global_step1").glob("*optim*"))
     assert [path.name for path in files] == STATES
     state = load_tensors(files[1])["mlp.linear1.weight"]
-    assert {key: value.dtype for key, value in state.items()} == dict.fromkeys(
-        ("master", "exp_avg", "exp_avg_sq", "step"), torch.float32
-    )
+    types = {key: value.dtype for key, value in state.items()}
+    assert types == dict.fromkeys(("master", "exp_avg", "exp_avg_sq", "step"), torch.float32)
     assert state["master"].shape == state["exp_avg"].shape == (128, 32)
 
 
 def test_same_files_for_every_pipe_size(tmp_path: Path) -> None:
-    """pipe 0, 1 and 2 write the same layer files, of the same initial weights."""
     for pipe, ranks in ((0, 1), (1, 1), (2, 2)):
         run(values(tmp_path / str(pipe), pipe_parallel_size=pipe, extra_save_iters=[0], train_iters=1), ranks)
     files = [weights(tmp_path / f"{pipe}/run/global_step0") for pipe in (0, 1, 2)]
@@ -126,9 +118,9 @@ def test_goes_on_from_save_though_load_names_another(trained: Path, tmp_path: Pa
     states = [state for file in (save / "global_step0").glob("optim_*") for state in load_tensors(file).values()]
     assert states and not any("exp_avg" in state for state in states), "and those alone"
     rows = metrics(save)
-    assert [row["iteration"] for row in rows] == [1, 2], "fine-tuning starts at iteration 0"
+    assert iterations(save) == [1, 2], "fine-tuning starts at iteration 0"
     first = run(tuned)
-    assert metrics(save)[:2] == rows and [row["iteration"] for row in metrics(save)] == [1, 2, 3, 4], "it went on"
+    assert metrics(save)[:2] == rows and iterations(save) == [1, 2, 3, 4], "it went on"
     assert not bit_equal(first, run({**tuned, "restart": True, "seed": 5})), "restart: true begins again"
 
 
@@ -163,10 +155,6 @@ def test_another_run_is_refused(trained: Path, tmp_path: Path) -> None:
     assert steps(trained)[-1] == "global_step6"
 
 
-FILES = (LAYERS[2], STATES[1], "mp_rank_00_model_states.pt", "manifest.json")
-DAMAGES = ("a byte", "the end", "the file")
-
-
 def damage(file: Path, how: str) -> None:
     content = bytearray(file.read_bytes())
     if how == "the file":
@@ -182,7 +170,8 @@ def damage(file: Path, how: str) -> None:
 
 
 def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_steps: Path, tmp_path: Path) -> None:
-    cells = [(name, how) for name in FILES for how in DAMAGES]
+    files = (LAYERS[2], STATES[1], "mp_rank_00_model_states.pt", "manifest.json")
+    cells = [(name, how) for name in files for how in ("a byte", "the end", "the file")]
     for i, cell in enumerate(cells):
         damage(shutil.copytree(four_steps, tmp_path / str(i) / "run") / "global_step4" / cell[0], cell[1])
     messages = refused(*(values(tmp_path / str(i), train_iters=5) for i in range(len(cells))))
@@ -191,8 +180,7 @@ def test_every_damage_is_refused_by_name_and_falls_back_only_when_told(four_step
     assert "checksum" in messages[0]
     for i in (0, len(cells) - 1):
         run(values(tmp_path / str(i), load_fallback=True))
-        rows = metrics(tmp_path / str(i) / "run")
-        assert [row["iteration"] for row in rows] == [1, 2, 3, 4], "steps 3 and 4 stand once"
+        assert iterations(tmp_path / str(i) / "run") == [1, 2, 3, 4], "steps 3 and 4 stand once"
 
 
 def spoil(checkpoint: Path, name: str, *key: str) -> None:
@@ -206,12 +194,10 @@ def spoil(checkpoint: Path, name: str, *key: str) -> None:
     change_file(checkpoint, name, change)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"), [(LAYERS[2], ("mlp.linear1.weight",)), (STATES[1], ("input_layernorm.weight", "exp_avg"))]
-)
-def test_nan_is_named_and_stepped_over_when_told(
-    name: str, key: tuple[str, ...], trained: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("name", "key"), [
+    (LAYERS[2], ["mlp.linear1.weight"]), (STATES[1], ["input_layernorm.weight", "exp_avg"]),
+])  # fmt: skip
+def test_nan_is_named_and_stepped_over_when_told(name: str, key: list[str], trained: Path, tmp_path: Path) -> None:
     spoil(trained / "global_step4", name, *key)
     given = values(tmp_path, train_iters=5)
     other = {**given, "load": str(trained), "save": str(tmp_path / "other"), "no_load_optim": True}
@@ -222,8 +208,7 @@ def test_nan_is_named_and_stepped_over_when_told(
         assert ("no_load_optim: true" in message) == is_state
     assert bool(there) != is_state, "nobody reads it"
     run({**given, "load_fallback": True})
-    assert [row["iteration"] for row in metrics(trained)] == [1, 2, 3, 4, 5]
-    assert (trained / "latest").read_text() == "global_step5"
+    assert iterations(trained) == [1, 2, 3, 4, 5] and (trained / "latest").read_text() == "global_step5"
 
 
 def test_nan_of_gpt_neox_is_named(trained: Path, tmp_path: Path) -> None:
@@ -275,7 +260,6 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_moved_to_an_archive_stays_a_link(tmp_path: Path) -> None:
-    """keep_last_n_checkpoints leaves it alone, says so once, and the run goes on saving."""
     more = {"train_iters": 2, "lr_decay_iters": 8, "keep_last_n_checkpoints": 1}
     run(values(tmp_path, **more))
     (tmp_path / "archive").mkdir()
@@ -313,7 +297,6 @@ def test_ephemeral_and_best(tmp_path: Path) -> None:
 
 
 def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
-    """What a program's callback draws goes on as if the run had not been interrupted."""
     through = run_ranks(draws_of, 1, values(tmp_path))[0]
     later = {"load": str(tmp_path / "run"), "iteration": 2}
     assert run_ranks(draws_of, 1, values(tmp_path / "b", **later))[0] == through[-2:]
@@ -324,7 +307,7 @@ def test_rng_of_the_process_is_restored(tmp_path: Path) -> None:
 
 def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[float, float, float]]:
     """For the pool: what the generators give a callback after each step, whatever they were before."""
-    drawn: list[tuple[float, float, float]] = []
+    drawn = list[tuple[float, float, float]]()
 
     class Draws(Callback):
         def on_step_end(self, run: TrainingRun, step: Step) -> None:
@@ -332,9 +315,7 @@ def draws_of(rank: int, world_size: int, given: dict[str, Any]) -> list[tuple[fl
 
     for seed in (random.seed, np.random.seed, torch.seed):
         seed()
-    training = begin(given)
-    train(training, [Draws()])
-    training.engine.close()
+    train(begin(given), [Draws()])
     return drawn
 
 
@@ -355,13 +336,11 @@ def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> N
 
 
 # -- without optimizer or random states ----------------------------------------------------------------------
-
-
 def with_dropout(save: Path, **more: Any) -> dict[str, Any]:
     return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **more}
 
 
-@pytest.mark.parametrize("name", with_more(["zero3", "pp2"], product=["pp2"]))
+@pytest.mark.parametrize("name", cells(["zero3"], product=["pp2"]))
 def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}
@@ -380,7 +359,7 @@ def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name:
 
     longer = {**given, "train_iters": 5}
     elsewhere = {**longer, "save": str(tmp_path / "other"), "load": str(tmp_path / "less")}
-    here, there = run_ranks(refusals, ranks, [longer, elsewhere])[0]
+    here, there = refused(longer, elsewhere, ranks=ranks)
     assert all("no_load_optim: true" in text and "optimizer" in text for text in (here, there))
     assert "restart: true" in here and "finetune: true" in there
     run({**longer, "no_load_optim": True}, ranks)
@@ -402,8 +381,7 @@ def test_finished_and_unbegun_runs_need_no_state(tmp_path: Path) -> None:
 
 
 def test_no_random_states(tmp_path: Path) -> None:
-    given = with_dropout(tmp_path / "less", no_save_rng=True)
-    through = run(given)
+    through = run(with_dropout(tmp_path / "less", no_save_rng=True))
     state = load_tensors(tmp_path / "less" / "global_step2" / "mp_rank_00_model_states.pt")
     assert "torch_rng_state" not in state and list((tmp_path / "less" / "global_step2").glob("optim_*"))
     elsewhere = with_dropout(tmp_path / "on", load=str(tmp_path / "less"), iteration=2)
@@ -415,23 +393,19 @@ def test_no_random_states(tmp_path: Path) -> None:
 
 def is_save_iter(args: Any, iteration: int) -> bool:
     """When GPT-NeoX saves (its training.py, in our words)."""
-    if iteration in (args.extra_save_iters or ()):
-        return True
-    if not args.checkpoint_factor:
-        return False
+    factor, extra = args.checkpoint_factor, args.extra_save_iters or ()
     if args.checkpoint_scale == "linear":
-        return iteration % args.checkpoint_factor == 0
-    return iteration in {int(args.checkpoint_factor**k) for k in range(60)}
+        return iteration in extra or (factor is not None and iteration % factor == 0)
+    return iteration in {*extra, *(int(factor**k) for k in range(60))}
 
 
-@pytest.mark.parametrize(
-    ("scale", "factor", "extra"),
-    [("linear", 7, None), ("linear", 10.0, (3, 9)), ("log", 2, None), ("log", 1.3, (5,)), ("log", 3.7, None),
-     ("linear", None, (0, 4)), ("linear", 1000000, None)],
-)  # fmt: skip
+@pytest.mark.parametrize(("scale", "factor", "extra"), [
+    ("linear", 7, None), ("linear", 10.0, (3, 9)), ("log", 2, None), ("log", 1.3, (5,)), ("log", 3.7, None),
+    ("linear", None, (0, 4)), ("linear", 1000000, None),
+])  # fmt: skip
 def test_saves_when_neox_does(scale: str, factor: float | None, extra: tuple[int, ...] | None) -> None:
     scales = {"checkpoint_scale": scale, "checkpoint_factor": factor, "extra_save_iters": extra}
     args = SimpleNamespace(save="x", save_hf=None, train_iters=10**9, **scales)
     save = SaveCallback(SimpleNamespace(args=args))  # type: ignore[arg-type]
-    assert [i for i in range(1, 500) if save.is_due(i)] == [i for i in range(1, 500) if is_save_iter(args, i)]
+    assert [save.is_due(i) for i in range(1, 500)] == [is_save_iter(args, i) for i in range(1, 500)]
     assert save.is_due(0) == (0 in (extra or ())), "asked once before the first step"

@@ -1,6 +1,7 @@
 """How a model comes into being under DeepSpeed: a layer at a time, from the initial values of any layout."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -20,8 +21,6 @@ from tests.live_bytes import LiveBytes
 from tests.model.stages import Weights, groups_of, small
 from tests.pool import run_ranks
 
-ZERO3: dict[str, Any] = {"zero_optimization": {"stage": 3}}
-DEEP: dict[str, Any] = {"num_layers": 8, "hidden_size": 64, "precision": "bfloat16"}
 PIECE = 1024
 
 
@@ -44,11 +43,10 @@ def measured(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
     """For the pool: the peak, the number of elements of this rank's part, and of its largest layer."""
     results = []
     for layout in layouts:
-        engine, peak = construct({**DEEP, **layout}, world_size)
-        sizes: dict[int, int] = {}
+        engine, peak = construct({"num_layers": 8, "hidden_size": 64, "precision": "bfloat16", **layout}, world_size)
+        sizes = Counter[int]()
         for layer, _, _, spec in parameters_with_specs(engine.stage, engine.args):
-            count = torch.Size(spec.local_shape(engine.groups.size("tensor"))).numel()
-            sizes[layer] = sizes.get(layer, 0) + count
+            sizes[layer] += torch.Size(spec.local_shape(engine.groups.size("tensor"))).numel()
         results.append((peak, sum(sizes.values()), max(sizes.values())))
         engine.close()
     return results
@@ -56,11 +54,10 @@ def measured(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[
 
 def test_no_rank_holds_more_than_its_part_and_a_layer() -> None:
     pieces = 3 * 2 * PIECE * 4  # one that is drawn, and two to come: of up to twice the size, in fp32
-    for zero3, tensor in run_ranks(measured, 2, [ZERO3, {"model_parallel_size": 2}]):
-        peak, part, layer = zero3
+    layouts = [{"zero_optimization": {"stage": 3}}, {"model_parallel_size": 2}]
+    for (peak, part, layer), (of_tensor, whole, _) in run_ranks(measured, 2, layouts):
         assert part // 2 * 2 < peak < 1.05 * (part // 2 + layer) * 2 + pieces < part * 2, "in 2 bytes, over 2 ranks"
-        peak, part, _ = tensor
-        assert part * 2 < peak < 1.05 * part * 2 + pieces < part * 4
+        assert whole * 2 < of_tensor < 1.05 * whole * 2 + pieces < whole * 4
 
 
 def initial(rank: int, world_size: int, layouts: list[dict[str, Any]]) -> list[tuple[int, Weights, Weights]]:
@@ -83,14 +80,12 @@ def test_master_weights_are_the_initial_values_before_rounding() -> None:
     zero = [{"stage": 1}, {"stage": 2}, {"stage": 3}, {"stage": 3, "offload_param": {"device": "cpu"}}]
     layouts = [{**model, "zero_optimization": keys} for keys in zero] + [{**model, "model_parallel_size": 2}]
     for layout, *ranks in zip(layouts, *run_ranks(initial, 2, layouts), strict=True):
-        args = small(**layout)
-        parts = {rank: held for rank, *held in ranks}
+        args, parts = small(**layout), {rank: both for rank, *both in ranks}
         for layer, specs in layer_params(args).items():
             for spec in specs:
                 expected = torch.cat([rows for _, rows in initial_rows(spec, layer, args, torch.device("cpu"))])
-                weights, master = (
-                    unshard([parts[rank][i][layer][spec.name] for rank in sorted(parts)], spec) for i in (0, 1)
-                )
+                held = [[parts[rank][i][layer][spec.name] for rank in sorted(parts)] for i in (0, 1)]
+                weights, master = (unshard(by_rank, spec) for by_rank in held)
                 assert torch.equal(weights, expected.bfloat16()), (layout, layer, spec.name)
                 trained = (layer, spec.name) in trained_parameters(args)
                 assert torch.equal(master, expected if trained else weights), (layout, layer, spec.name)

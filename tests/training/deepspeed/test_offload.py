@@ -19,8 +19,7 @@ from tests.training.native.in_turn import TIMEOUT, assert_resumes, cut_off, to_t
 from tests.training.runs import LLAMA, Curve, config, curves, furthest, metric_rows
 
 CPU = {"device": "cpu"}
-BF16 = {"precision": "bfloat16"}
-PP2_TIED = {"pipe_parallel_size": 2, "no_weight_tying": False}
+BF16, TIED = {"precision": "bfloat16"}, {"pipe_parallel_size": 2, "no_weight_tying": False}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") and shutil.which("ninja")), reason="DeepSpeedCPUAdam is compiled: needs g++ and ninja"
 )
@@ -35,9 +34,8 @@ def compiled_once(rank: int, world_size: int) -> None:
 
 @pytest.fixture(scope="module")
 def env() -> dict[str, str]:
-    """Of ranks that find DeepSpeedCPUAdam compiled. A compilation that is killed leaves torch's lock, on
-    which all later ones wait without end; here one process compiles at a time, and takes away what was
-    left."""
+    """Of ranks that find DeepSpeedCPUAdam compiled, by one process at a time: a compilation that is killed
+    leaves torch's lock, on which all later ones would wait without end."""
     folder = Path(__file__).resolve().parents[3] / ".cache" / "torch_extensions"
     folder.mkdir(parents=True, exist_ok=True)
     env = {"TORCH_EXTENSIONS_DIR": str(folder)}
@@ -51,10 +49,9 @@ def env() -> dict[str, str]:
 
 def run(stage: int, kind: str, *parts: dict[str, Any], **offload: Any) -> dict[str, Any]:
     optimizer = {"type": kind, "params": {"lr": 1e-3, "eps": 1e-6}}
-    return config(
-        LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2, train_iters=4,
-        engine="deepspeed", lr_decay_style="cosine", warmup=0.3, zero_optimization={"stage": stage, **offload},
-    )  # fmt: skip
+    return config(LLAMA, *parts, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=2,
+                  train_iters=4, engine="deepspeed", lr_decay_style="cosine", warmup=0.3,
+                  zero_optimization={"stage": stage, **offload})  # fmt: skip
 
 
 CASES = {
@@ -63,7 +60,7 @@ CASES = {
     "AdamW, ZeRO 1, bf16": run(1, "AdamW", BF16, offload_optimizer=CPU),
     "CPU_Torch_Adam, ZeRO 2": run(2, "CPU_Torch_Adam", offload_optimizer=CPU),
     "CPU_Adam, ZeRO 3, weights too": run(3, "CPU_Adam", BF16, offload_optimizer=CPU, offload_param=CPU),
-    "CPU_Torch_Adam, two stages, tied, bf16": run(1, "CPU_Torch_Adam", BF16, PP2_TIED, offload_optimizer=CPU),
+    "CPU_Torch_Adam, two stages, tied, bf16": run(1, "CPU_Torch_Adam", BF16, TIED, offload_optimizer=CPU),
 }
 
 
@@ -73,19 +70,15 @@ def without(values: dict[str, Any]) -> dict[str, Any]:
 
 
 OF_TORCH = [name for name in CASES if "Torch" in name]
-COMPILED = [name for name in CASES if "Torch" not in name]
+COMPILED = [name for name in CASES if name not in OF_TORCH]
 
 
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
-        pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
-    ],
-)
+@pytest.mark.parametrize("names", [
+    pytest.param(OF_TORCH, id="torch", marks=pytest.mark.more),
+    pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
+])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Tolerance: fp32 sums in another order; moments that differ so round to other bf16 weights (2^-8) now
-    and then."""
+    """fp32 sums are in another order; moments that differ so round to other bf16 weights now and then."""
     env = {} if names == OF_TORCH else request.getfixturevalue("env")
     for name in names:
         values, save = CASES[name], tmp_path / "plain" / name
@@ -140,6 +133,6 @@ def test_no_compiler_says_so(tmp_path: Path) -> None:
 
 def test_cpu_optimizer_for_weights_on_a_device() -> None:
     args = NeoXArgs.from_dict({**run(0, "CPU_Torch_Adam"), "padded_vocab_size": 384})
-    stage = build_stage(args, ParallelGroups.single())
+    groups = ParallelGroups.single()
     with pytest.raises(ConfigError, match="CPU_Torch_Adam .*AdamW.*zero_optimization"):
-        build_sharded_optimizer(stage, args, ParallelGroups.single())
+        build_sharded_optimizer(build_stage(args, groups), args, groups)

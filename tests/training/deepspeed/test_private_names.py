@@ -1,7 +1,4 @@
-"""The installed DeepSpeed computes right gradients; known wrong versions are refused.
-
-The same kind of check that found wrong ones in releases: SGD without clipping, since Adam hides a scale.
-"""
+"""The installed DeepSpeed computes right gradients, by SGD without clipping; known wrong ones are refused."""
 
 import copy
 from typing import Any
@@ -19,29 +16,20 @@ from megatron.training.deepspeed.attach import attach_deepspeed
 from megatron.training.deepspeed.private_names import PRIVATE_NAMES, check_deepspeed, check_version, is_there
 from tests.pool import run_ranks
 
-WRONG = {
-    "0.14.5": "older",
-    "0.16.0": "sum over micro-batches",
-    "0.18.2": "sum over micro-batches",
-    "0.18.9": "unreduced",
-    "0.19.2": "divides its gradients again",
-}
 
-
-@pytest.mark.parametrize(("version", "reason"), WRONG.items())
+@pytest.mark.parametrize(("version", "reason"), [
+    ("0.14.5", "older"), ("0.16.0", "sum over micro-batches"), ("0.18.2", "sum over micro-batches"),
+    ("0.18.9", "unreduced"), ("0.19.2", "divides its gradients again"),
+])  # fmt: skip
 def test_wrong_versions_are_refused(version: str, reason: str) -> None:
     with pytest.raises(RuntimeError, match=rf"deepspeed {version} .*{reason}.*deepspeed==0.19.8"):
         check_version(version)
 
 
-def test_right_versions_pass() -> None:
+def test_right_versions_pass_and_have_what_is_relied_on() -> None:
     check_deepspeed()
     check_version("0.19.3")
     check_version("0.20.0+cu130")
-
-
-def test_what_is_relied_on_is_there() -> None:
-    assert not [private for private in PRIVATE_NAMES if not is_there(private)]
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,16 +62,11 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
         for x, y in part:
             (loss_fn(reference(x), y) / (micro_batches * data_ranks)).backward()
     config: dict[str, Any] = {
-        "train_batch_size": micro_batches * 2 * data_ranks,
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": None,
+        "train_batch_size": micro_batches * 2 * data_ranks, "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": micro_batches, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage},
+        "data_types": {"grad_accum_dtype": "fp32"}, "zero_allow_untested_optimizer": True, "steps_per_print": None,
         "bf16": {"enabled": bf16},
-    }
+    }  # fmt: skip
     model: nn.Module = nn.Sequential(*layers)
     if pipe > 1:
         topology = PipeDataParallelTopology(pipe, data_ranks)
@@ -109,10 +92,9 @@ def error(rank: int, world_size: int, pipe: int, stage: int, bf16: bool, micro_b
     return max(float((u - grad).norm() / grad.norm()) for u, grad in zip(updates, gradients, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layouts"),
-    [(2, [(2, 0, False), (2, 1, False)]), (2, [(1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)])],
-)
+@pytest.mark.parametrize(("ranks", "layouts"), [
+    (2, [(2, 0, False), (2, 1, False)]), (2, [(1, 1, True), (1, 2, True), (1, 3, False)]), (4, [(2, 1, True)]),
+])  # fmt: skip
 def test_gradients_of_the_installed_version(ranks: int, layouts: list[tuple[int, int, bool]]) -> None:
     cases = [(*layout, micro_batches) for layout in layouts for micro_batches in (1, 8)]
     for case, *by_rank in zip(cases, *run_ranks(errors, ranks, cases), strict=True):

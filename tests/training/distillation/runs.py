@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tests.training.runs import ADAMW, BASE, GOLDEN, LLAMA, NEOX, TABLE, config
+from tests.training.runs import ADAMW, BASE, GOLDEN, LLAMA, NEOX, OFFLOADED, TABLE, config
 
 TOKENIZER = Path(BASE["vocab_file"])
 _TEXT, _LABELS = ([str(GOLDEN / "dataset" / f"instruct_{kind}_document")] for kind in ("text", "label"))
@@ -15,11 +15,8 @@ DOCUMENTS = {"reset_attention_mask": True, "reset_position_ids": True}
 LAYOUTS: dict[str, dict[str, Any]] = {
     **{n: TABLE[n][1] for n in ("tp2 sp", "pp2", "zero1", "zero3", "zero1, deepspeed", "zero3, deepspeed")},
     "dp2": {"num_workers": 1},
-    "zero2, offloaded": {
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "engine": "deepspeed",
-        "optimizer": {**ADAMW["optimizer"], "type": "CPU_Torch_Adam"},
-    },
-}  # fmt: skip
+    "zero2, offloaded": OFFLOADED,
+}
 """Of two ranks."""
 
 

@@ -75,8 +75,7 @@ def damaged(rank: int, world_size: int, values: dict[str, Any], folder: Path) ->
     """For the pool: a token of every file is another one than it was; then one file is cut."""
     begin(values).engine.close()
     for file in folder.glob("*/top-*.npy"):
-        tokens = np.load(file, mmap_mode="r+")
-        tokens["ids"] += 1
+        np.load(file, mmap_mode="r+")["ids"] += 1
     training = begin(values)
     with pytest.raises(DataError, match="top-.* damaged.* delete"):
         training.datasets.train[0]  # type: ignore[index]

@@ -10,11 +10,10 @@ from megatron.generation.on_policy import OnPolicy
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.distillation.on_policy import is_on_policy, on_policy_steps
 from megatron.training.loop import batches_of
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.distillation.runs import LABELLED, LAYOUTS, student
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
-from tests.training.runs import begun
+from tests.training.runs import begun, cells
 
 ON_POLICY: dict[str, Any] = {"lmbda": 0.3, "max_new_tokens": 6, "beta": 0.5, "weight": 0.7}
 UNPACKED = {**LABELLED, "pack_impl": "unpacked", "allow_chopped": True, "train_iters": 6}
@@ -56,8 +55,7 @@ def test_the_student_answers_the_prompts_of_the_step(alone: list[Steps]) -> None
                 assert torch.equal(tokens, of_data) and torch.equal(weights, trained)
                 continue
             for row in range(len(tokens)):
-                prompt = int(trained[row].argmax()) + 1
-                answer = int(weights[row].sum())
+                prompt, answer = int(trained[row].argmax()) + 1, int(weights[row].sum())
                 places = torch.zeros_like(weights[row]).index_fill(0, torch.arange(prompt - 1, prompt - 1 + answer), 1)
                 assert torch.equal(tokens[row, :prompt], of_data[row, :prompt]) and torch.equal(weights[row], places)
                 assert 1 <= answer <= 6 and prompt - 1 + answer <= tokens.shape[1]
@@ -66,7 +64,7 @@ def test_the_student_answers_the_prompts_of_the_step(alone: list[Steps]) -> None
             assert not torch.equal(labels, data_labels)
 
 
-@pytest.mark.parametrize("names", with_more([("pp2", "tp2 sp"), tuple(LAYOUTS)], product=[tuple(LAYOUTS)]))
+@pytest.mark.parametrize("names", cells([(("pp2", "tp2 sp"),)], product=[(tuple(LAYOUTS),)]))
 def test_layouts_equal_one_process(names: tuple[str, ...], teacher: str, alone: list[Steps]) -> None:
     given = [student(teacher, UNPACKED, LAYOUTS[name], **ON_POLICY) for name in names]
     for name, found in zip(names, run_ranks(steps_of, 2, given, timeout=TIMEOUT)[0], strict=True):

@@ -1,7 +1,6 @@
 """Runs that learn from a teacher: in every layout beside one process, and which teachers they refuse."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,17 +8,19 @@ from typing import Any
 import pytest
 
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import refusals
+from tests.training.checkpoint.test_resume import assert_refused
 from tests.training.distillation.runs import DOCUMENTS, LABELLED, LAYOUTS, TOKENIZER, student
-from tests.training.runs import Curve, assert_alike, curves, curves_of, metric_rows, run_to_end
+from tests.training.runs import Curve, assert_alike, cells, curves, curves_of, metric_rows, run_to_end
 
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "forward": (DOCUMENTS, {"weight": 0.7}),
     "jsd": (LABELLED, {"beta": 0.3, "temperature": 2.0}),
     "top": ({}, {"beta": 1.0, "top_k": 8}),
 }
-CELLS = [("tp2 sp", "forward"), ("tp2 sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
+TOGETHER = [("tp2 sp", "forward"), ("tp2 sp", "top"), ("pp2", "jsd"), ("zero3", "top"), ("zero1, deepspeed", "jsd")]
 OF_FOUR = {"tp2, pp2": {"model_parallel_size": 2, "pipe_parallel_size": 2}}
+CASES = cells([(2, TOGETHER)], [(4, [("tp2, pp2", "forward"), ("tp2, pp2", "top")])],
+              [(2, [(name, kind) for name in LAYOUTS]) for kind in KINDS])  # fmt: skip
 STEPS = 3
 
 
@@ -33,24 +34,12 @@ def alone(teacher: str) -> dict[str, Curve]:
     return curves_of({kind: of_kind(kind, teacher, {}) for kind in KINDS}, STEPS)
 
 
-def assert_as_alone(cells: list[tuple[str, str]], ranks: int, teacher: str, alone: dict[str, Curve]) -> None:
-    given = {cell: of_kind(cell[1], teacher, {**LAYOUTS, **OF_FOUR}[cell[0]]) for cell in cells}
-    assert_alike(curves_of(given, STEPS, ranks), {cell: alone[cell[1]] for cell in cells})
-
-
-def test_layouts_equal_one_process(alone: dict[str, Curve], teacher: str) -> None:
-    assert_as_alone(CELLS, 2, teacher, alone)
-
-
-@pytest.mark.product
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_layout_equals_one_process(kind: str, alone: dict[str, Curve], teacher: str) -> None:
-    assert_as_alone([(name, kind) for name in LAYOUTS], 2, teacher, alone)
-
-
-@pytest.mark.more
-def test_four_ranks_equal_one_process(alone: dict[str, Curve], teacher: str) -> None:
-    assert_as_alone([("tp2, pp2", "forward"), ("tp2, pp2", "top")], 4, teacher, alone)
+@pytest.mark.parametrize(("ranks", "runs"), CASES)
+def test_layouts_equal_one_process(
+    ranks: int, runs: list[tuple[str, str]], alone: dict[str, Curve], teacher: str
+) -> None:
+    given = {run: of_kind(run[1], teacher, {**LAYOUTS, **OF_FOUR}[run[0]]) for run in runs}
+    assert_alike(curves_of(given, STEPS, ranks), {run: alone[run[1]] for run in runs})
 
 
 def test_the_divergence_falls_and_rows_say_so(tmp_path: Path, teacher: str) -> None:
@@ -80,9 +69,8 @@ def test_what_cannot_be_a_teacher_is_named(teacher: str, hf_teacher: str, tmp_pa
     without = tmp_path / "without"
     shutil.copytree(hf_teacher, without)
     (without / "tokenizer.json").unlink()
-    longer = {"seq_length": 128, "max_position_embeddings": 128}
-    key = "distillation.teacher"
-    cases: list[tuple[dict[str, Any], str]] = [
+    longer, key = {"seq_length": 128, "max_position_embeddings": 128}, "distillation.teacher"
+    assert_refused(
         (student(str(tmp_path / "nowhere")), f"{key}.*nowhere: no such"),
         (student(str(other)), f"{key}.*other.*another tokenizer"),
         (student(str(without)), f"{key}.*without.* no tokenizer"),
@@ -90,7 +78,4 @@ def test_what_cannot_be_a_teacher_is_named(teacher: str, hf_teacher: str, tmp_pa
         (student(teacher, {"padded_vocab_size": 512}), "vocabulary.* padded"),
         (student(hf_teacher, {"mask_padded_vocab": 383}), "mask_padded_vocab: 383 .* 381"),
         (student(teacher, {"vocab_file": str(other / "tokenizer.json")}), f"{key}.*{teacher}.*another tokenizer"),
-    ]
-    found = run_ranks(refusals, 1, [values for values, _ in cases])[0]
-    for text, (_, facts) in zip(found, cases, strict=True):
-        assert re.search(facts, text), text
+    )

@@ -17,9 +17,7 @@ from megatron.training.metrics.device_metrics import build_device_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config
 
-
-class NVMLError(Exception):
-    pass
+NVMLError = type("NVMLError", (Exception,), {})
 
 
 def fake_nvml(broken: bool = False) -> Any:
@@ -30,22 +28,17 @@ def fake_nvml(broken: bool = False) -> Any:
             raise NVMLError("Not Found")
         return int(uuid.removeprefix("GPU-"))
 
-    return SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetHandleByUUID=handle,
-        nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=40 * (i + 1)),
-        nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=(2 * i + 1) * 2**30),
-        nvmlDeviceGetPowerUsage=lambda i: 200_000 + 100_000 * i,
-    )
+    return SimpleNamespace(NVMLError=NVMLError, nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=handle,
+                           nvmlDeviceGetUtilizationRates=lambda i: SimpleNamespace(gpu=40 * (i + 1)),
+                           nvmlDeviceGetMemoryInfo=lambda i: SimpleNamespace(used=(2 * i + 1) * 2**30),
+                           nvmlDeviceGetPowerUsage=lambda i: 200_000 + 100_000 * i)  # fmt: skip
 
 
 def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tuple[list[str], Any]]:
     """For the pool: the log lines and the metrics, where NVML of this rank is broken."""
     device_metrics.gpu_uuid = lambda device: f"GPU-{rank}"
     args = NeoXArgs.from_dict(config(NEOX, log_device_metrics="auto")).for_world(world_size)
-    groups = init_model_parallel(args, process_info(), logging.getLogger("test"))
-    found = []
+    groups, found = init_model_parallel(args, process_info(), logging.getLogger("test")), []
     for broken in broken_ranks:
         sys.modules["pynvml"] = fake_nvml(broken=rank == broken)
         lines: list[str] = []
@@ -58,11 +51,8 @@ def build(rank: int, world_size: int, broken_ranks: list[int | None]) -> list[tu
 def test_two_ranks() -> None:
     (both, one_has_none), other_rank = run_ranks(build, 2, [None, 1])
     expected = {"utilization": (40.0, 60.0, 80.0), "memory_gib": (1.0, 2.0, 3.0), "power_watts": (200.0, 250.0, 300.0)}
-    wanted = {
-        f"device/{name}_{kind}": value
-        for name, row in expected.items()
-        for kind, value in zip(("min", "mean", "max"), row, strict=True)
-    }
+    kinds = ("min", "mean", "max")
+    wanted = {f"device/{name}_{kind}": row[i] for name, row in expected.items() for i, kind in enumerate(kinds)}
     assert both[1] == other_rank[0][1] == wanted and both[0] == ["log_device_metrics: auto: on"]
     assert one_has_none[1] == other_rank[1][1] == {}, "auto is off everywhere"
     [line] = one_has_none[0]
@@ -71,8 +61,7 @@ def test_two_ranks() -> None:
 
 @pytest.mark.parametrize("setting", ["auto", True, False])
 def test_without_a_gpu(setting: Any) -> None:
-    args = NeoXArgs.from_dict(config(NEOX, log_device_metrics=setting))
-    lines: list[str] = []
+    args, lines = NeoXArgs.from_dict(config(NEOX, log_device_metrics=setting)), list[str]()
     logger: Any = SimpleNamespace(info=lines.append)
     if setting is True:
         with pytest.raises(ConfigError, match="log_device_metrics: true.* rank 0.* no NVIDIA GPU"):

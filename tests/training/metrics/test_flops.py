@@ -26,8 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_model_flops_are_those_of_torchs_counter(name: str) -> None:
-    # The counter knows no fused attention on CPUs; of the plain one it counts the whole square, we the causal
-    # half.
+    # The counter knows only plain attention on CPUs, and counts the whole square, we the causal half.
     args = small(attention_backend="math", **MODELS[name], train_micro_batch_size_per_gpu=ROWS).for_world(1)
     stage, batch = stage_with(args, random_weights(args)).train(), random_batch(args, rows=ROWS)
     freeze(stage_parameters(stage), args)
@@ -46,26 +45,24 @@ def test_model_flops_count_the_whole_step() -> None:
     assert model_flops(step) == 12 * model_flops(one)
 
 
+OF_1_4B: dict[str, Any] = {
+    "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "max_position_embeddings": 2048,
+    "padded_vocab_size": 50304,
+}  # fmt: skip
+
+
 def test_both_formulas_on_the_1_4b_shape() -> None:
-    shape: dict[str, Any] = {
-        "num_layers": 24, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048,
-        "max_position_embeddings": 2048, "padded_vocab_size": 50304, "train_micro_batch_size_per_gpu": 8,
-    }  # fmt: skip
-    args = small(**shape).for_world(1)
+    args = small(**OF_1_4B, num_layers=24, train_micro_batch_size_per_gpu=8).for_world(1)
     tokens, weights = 8 * 2048, 24 * 12 * 2048**2 + 2048 * 50304
     assert model_flops(args) == 6 * tokens * (weights + 24 * 2048 * 2048)
-    # NeoX counts the whole square of attention, and the head as if it too were computed again (arXiv
-    # 2104.04473).
+    # NeoX counts attention's whole square, and the head as if computed again too (arXiv 2104.04473).
     square, head = 6 * tokens * 24 * 2048 * 2048, 6 * tokens * 2048 * 50304
     assert neox_flops(args, 3) - model_flops(args) == pytest.approx(square - head / 4)
 
 
 def test_formulas_of_mamba() -> None:
     """The 1.4B shape that GPT-NeoX ships: its formula, and the products of a hybrid by hand."""
-    shape: dict[str, Any] = {
-        "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "max_position_embeddings": 2048,
-        "padded_vocab_size": 50304, "train_micro_batch_size_per_gpu": 4, "use_bias_in_attn_linear": False,
-    }  # fmt: skip
+    shape: dict[str, Any] = {**OF_1_4B, "train_micro_batch_size_per_gpu": 4, "use_bias_in_attn_linear": False}
     tokens, inner, rank, head = 4 * 2048, 4096, 128, 2048 * 50304
     mamba = small(**shape, num_layers=48, attention_config=["mamba"] * 48).for_world(1)
     layer = inner * (11 * 16 + 4 * rank + 1) + 6 * inner * 2048 + 2 * inner * 4

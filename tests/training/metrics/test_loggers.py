@@ -44,9 +44,8 @@ def calls_of(monkeypatch: pytest.MonkeyPatch, library: str, rank: int = 0, **key
 def test_comet_is_told_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"comet_workspace": "w", "comet_project": "p", "comet_experiment_name": "n", "comet_tags": ["a", "b"]}
     calls = calls_of(monkeypatch, "comet_ml", use_comet=True, comet_others={"cluster": "x"}, **keys)
-    assert [path.removeprefix("start().") for path, _, _ in calls] == [
-        "ExperimentConfig", "start", "log_parameters", "log_others", "log_metrics", "end",
-    ]  # fmt: skip
+    paths = ["ExperimentConfig", "start", "log_parameters", "log_others", "log_metrics", "end"]
+    assert [path.removeprefix("start().") for path, _, _ in calls] == paths
     (_, _, experiment), (_, _, start), (_, (parameters,), _), (_, (others,), _), metrics, _ = calls
     assert experiment.items() >= {"name": "n", "tags": ["a", "b"]}.items()
     expected = {"workspace": "w", "project": "p", "experiment_key": RUN, "mode": "get_or_create", "online": True}
@@ -121,9 +120,8 @@ def test_comet_offline_for_real(tmp_path: Path) -> None:
     for archive in tmp_path.glob(f"{RUN}*.zip"):
         with zipfile.ZipFile(archive) as content:
             payloads = [json.loads(line)["payload"] for line in content.read("messages.json").splitlines()]
-        metrics = [
-            metric for payload in payloads if (metric := payload.get("metric")) and metric["metricName"] in METRICS
-        ]
+        told = [payload["metric"] for payload in payloads if payload.get("metric")]
+        metrics = [metric for metric in told if metric["metricName"] in METRICS]
         steps += {metric["step"] for metric in metrics}
         assert {metric["metricName"]: metric["metricValue"] for metric in metrics} == METRICS
     assert sorted(steps) == [1, 2], "an archive a start"

@@ -25,8 +25,7 @@ def to_their_ends(rank: int, world_size: int, configs: list[dict[str, Any]]) -> 
 
 
 def cut_off(values: dict[str, Any], folder: Path, after: int = 2, then: Mapping[str, Any] = {}) -> list[dict[str, Any]]:
-    """A run in the folder `through`; the same in `cut`, which ends after so many steps; one that goes on from
-    there, with other keys if they are given."""
+    """A run in `through`; the same in `cut`, which ends early; one that goes on there, with `then`."""
     runs = [{**values, "checkpoint_factor": after, "save": str(folder / name)} for name in ("through", "cut", "cut")]
     return [runs[0], {**runs[1], "exit_interval": after}, {**runs[2], "load": runs[2]["save"], **then}]
 

@@ -1,5 +1,4 @@
-"""NVIDIA's apex, which a stand-in with its signatures replaces: FusedAdam and its norms beside torch's,
-checkpoints of either Adam that go on with the other, and what else is called apex."""
+"""NVIDIA's apex, replaced by a stand-in with its signatures, beside torch's Adam and norms."""
 
 import re
 import sys
@@ -32,9 +31,12 @@ def _groups() -> list[dict[str, Any]]:
     return [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0}]
 
 
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _step(optimizer: Any, gradients: list[torch.Tensor], scale: float, skip: bool, lr: float) -> None:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for param, gradient in zip(params, gradients, strict=True):
+    for param, gradient in zip(_params(optimizer), gradients, strict=True):
         param.grad = torch.full_like(gradient, torch.inf) if skip else gradient.clone()
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -43,8 +45,7 @@ def _step(optimizer: Any, gradients: list[torch.Tensor], scale: float, skip: boo
 
 
 def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    keys = ("step", "exp_avg", "exp_avg_sq")
+    keys, params = ("step", "exp_avg", "exp_avg_sq"), _params(optimizer)
     return [*params, *(optimizer.state[param][key].float() for param in params for key in keys)]
 
 
@@ -55,8 +56,7 @@ def test_apex_adam_clips_skips_and_counts_as_torch(skipped: tuple[int, ...]) -> 
     with installed("apex"):
         ours, theirs = ApexAdam(_groups(), **OPTIONS), torch.optim.AdamW(_groups(), **OPTIONS, fused=True)
         for i in range(5):
-            shapes = [param.shape for group in theirs.param_groups for param in group["params"]]
-            gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+            gradients = [torch.randn(param.shape, generator=generator) for param in _params(theirs)]
             for optimizer in (ours, theirs):
                 _step(optimizer, gradients, 1.0 + 0.5 * i, i in skipped, 0.1 / (1 + i))
             torch.testing.assert_close(_state(ours), _state(theirs), rtol=2e-5, atol=1e-6)
@@ -71,7 +71,7 @@ def test_parameters_at_different_steps_are_refused() -> None:
             moments = {"exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
             optimizer.state[param] = {"step": torch.tensor(3.0 + i), **moments}
         with pytest.raises(ConfigError, match="steps.*all parameters.*apex: false"):
-            _step(optimizer, [torch.ones_like(p) for group in groups for p in group["params"]], 1.0, False, 0.1)
+            _step(optimizer, [torch.ones_like(param) for param in _params(optimizer)], 1.0, False, 0.1)
 
 
 def _curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> Any:
@@ -138,14 +138,11 @@ def test_an_apex_without_its_extensions() -> None:
         assert not uses_apex(_asks("auto"), CPU)
 
 
-@pytest.mark.parametrize(
-    ("keys", "chosen"),
-    [
-        ({}, {"FusedLayerNorm", "FusedRMSNorm", "FusedAdam"}),
-        ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, {"FusedLayerNorm", "FusedRMSNorm"}),
-        ({"compile": "block"}, {"FusedAdam"}),
-    ],
-)
+@pytest.mark.parametrize(("keys", "chosen"), [
+    ({}, {"FusedLayerNorm", "FusedRMSNorm", "FusedAdam"}),
+    ({"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}}, {"FusedLayerNorm", "FusedRMSNorm"}),
+    ({"compile": "block"}, {"FusedAdam"}),
+])  # fmt: skip
 def test_what_auto_chose_is_said(keys: dict[str, Any], chosen: set[str]) -> None:
     args, said = _asks("auto", **keys), list[str]()
     stage = build_stage(args, ParallelGroups.single())

@@ -22,8 +22,7 @@ TENSOR, DATA, WORLD = "tensor", "data", "world"
 
 
 class Event(NamedTuple):
-    """A collective over the ranks of an axis (size: bytes of its whole tensor), or `forward` or `backward`
-    that has come to a block (size: its index)."""
+    """A collective over an axis (size: bytes of its whole tensor), or a pass at a block (size: its index)."""
 
     what: str
     size: int
@@ -71,8 +70,6 @@ def recorded(rank: int, world_size: int, configs: list[dict[str, Any]]) -> list[
 
 
 # -- by hand -------------------------------------------------------------------------------------------------
-
-
 def elements(tensor: int) -> dict[str, int]:
     head = HIDDEN // HEADS
     matrices = [(HEADS + 2 * KV_HEADS) * head * HIDDEN, HIDDEN * HIDDEN, 2 * FFN * HIDDEN, HIDDEN * FFN]
@@ -82,9 +79,8 @@ def elements(tensor: int) -> dict[str, int]:
 
 def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
     """What a data rank takes part in, in order, over data and world; bf16 weights, fp32 gradients."""
-    size = elements(tensor)
+    size, scalar = elements(tensor), 4
     root = size["embedding"] + size["norm"] + size["head"]
-    scalar = 4
     step = [Event(ALL_REDUCE, scalar, DATA)]  # the weight of the step
     if stage == 0:  # backward's order, in the last micro-batch
         layers = [size["head"], size["norm"], *[size["block"]] * BLOCKS, size["embedding"]]
@@ -103,8 +99,7 @@ def by_hand(stage: int, micro_batches: int, tensor: int = 1) -> list[Event]:
             step += gather if i == 0 else []
             step += scatter if stage == 2 or i == micro_batches - 1 else []
     # The norm's square and the verdict, over all ranks; the loss.
-    everyone = WORLD if tensor > 1 else DATA
-    return [*step, Event(ALL_REDUCE, 2 * scalar, everyone), Event(ALL_REDUCE, scalar, DATA)]
+    return [*step, Event(ALL_REDUCE, 2 * scalar, WORLD if tensor > 1 else DATA), Event(ALL_REDUCE, scalar, DATA)]
 
 
 def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]:
@@ -112,23 +107,15 @@ def tensor_by_hand(micro_batches: int, rows: int, tensor: int) -> Counter[Event]
     backwards before the first two and the head (arXiv 1909.08053); every rank's largest logit, sum and label
     of each token for the cross-entropy."""
     hidden, token = 2 * SEQ * rows * HIDDEN, 4 * SEQ * rows
-    counted = Counter({Event(ALL_REDUCE, hidden, TENSOR): 4 * BLOCKS + 2})
-    counted[Event(ALL_GATHER, tensor * 3 * token, TENSOR)] += 1
-    return Counter({event: micro_batches * number for event, number in counted.items()})
+    sums, gathered = Event(ALL_REDUCE, hidden, TENSOR), Event(ALL_GATHER, tensor * 3 * token, TENSOR)
+    return Counter({sums: micro_batches * (4 * BLOCKS + 2), gathered: micro_batches})
 
 
 # -- tests ---------------------------------------------------------------------------------------------------
-
-
 def case(stage: int, micro_batches: int, **more: Any) -> dict[str, Any]:
     """On two data ranks."""
-    shape = {
-        "precision": "bfloat16",
-        "no_weight_tying": True,
-        "engine": "native",
-        "zero_optimization": {"stage": stage},
-    }
-    return config(LLAMA, shape, more, train_micro_batch_size_per_gpu=4 // micro_batches)
+    untied = {"precision": "bfloat16", "no_weight_tying": True, "train_micro_batch_size_per_gpu": 4 // micro_batches}
+    return config(LLAMA, untied, more, engine="native", zero_optimization={"stage": stage})
 
 
 CASES = [(stage, micro_batches) for stage in range(4) for micro_batches in (1, 2)]
@@ -144,8 +131,7 @@ def sent(events: list[Event]) -> list[Event]:
 
 
 def assert_gradients_leave_early(events: list[Event], stage: int) -> None:
-    """In the last micro-batch the gradients of a block are on their way before backward has come to the block
-    two below: those of the last block before it comes to the first."""
+    """A block's gradients leave before the last micro-batch's backward comes to the second block below."""
     kind, size = (ALL_REDUCE if stage == 0 else REDUCE_SCATTER), 4 * elements(1)["block"]
     last = events[len(events) - 1 - events[::-1].index(Event("forward", LAST)) :]
     reached = [last.index(Event("backward", block)) for block in range(LAST, FIRST - 1, -1)]
@@ -161,9 +147,8 @@ def test_collectives(stage: int, micro_batches: int, seen: dict[tuple[int, int],
     assert sent(events) == by_hand(stage, micro_batches)
     assert_gradients_leave_early(events, stage)
     if stage < 2:  # until the last micro-batch begins, all that is sent are weights and the step's weight
-        forwards = [i for i, event in enumerate(events) if event == Event("forward", FIRST)]
-        before = {event.what for event in sent(events[: forwards[-1]]) if event.size > 8}
-        assert before <= {ALL_GATHER}
+        last = max(i for i, event in enumerate(events) if event == Event("forward", FIRST))
+        assert {event.what for event in sent(events[:last]) if event.size > 8} <= {ALL_GATHER}
 
 
 @pytest.mark.more

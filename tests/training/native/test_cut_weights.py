@@ -6,12 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT
-from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, config, curves, curves_of
+from tests.training.runs import ADAMW, LLAMA, RPE, assert_alike, bit_equal, cells, config, curves, curves_of
 
-STAGES = with_more([1, 2, 3], product=[1, 2])
+STAGES = cells([3], product=[1, 2])
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -23,8 +22,7 @@ def test_five_ranks_are_as_one(stage: int) -> None:
 
 
 def compiled(rank: int, world_size: int, values: dict[str, Any]) -> tuple[Any, Any, dict[str, int]]:
-    """For the pool: a run with plain blocks and one with compiled ones, and what was compiled. Graphs run
-    eagerly, so the same bits are to be expected."""
+    """For the pool: plain blocks, compiled ones, and what was compiled. Graphs run eagerly: the same bits."""
     from torch._dynamo.utils import counters
 
     torch.compile = partial(torch.compile, backend="eager")  # of blocks and of what is done to logits

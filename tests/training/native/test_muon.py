@@ -13,23 +13,25 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.engine import NativeEngine
 from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import WholeWeights
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training.native.in_turn import TIMEOUT, assert_resumes
 from tests.training.runs import LAYOUTS as OF_TWO
-from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begun, bit_equal, config, curves, whole
+from tests.training.runs import LLAMA, NEOX, Part, assert_alike, begun, bit_equal, cells, config, curves, whole
 
 LR, ADAMW_LR, DECAY = 0.02, 3e-3, 0.1
 
 
-def args_of(*parts: dict[str, Any], **params: Any) -> NeoXArgs:
-    optimizer = {"optimizer": {"type": "Muon", "params": {"lr": LR, **params}}}
-    return NeoXArgs.from_dict(config(*parts, optimizer, padded_vocab_size=384)).for_world(1)
+def made(model: dict[str, Any], **params: Any) -> tuple[NeoXArgs, WholeWeights, Any]:
+    """A model of one process and its optimizer."""
+    optimizer = {"type": "Muon", "params": {"lr": LR, **params}}
+    args = NeoXArgs.from_dict(config(model, optimizer=optimizer, padded_vocab_size=384)).for_world(1)
+    groups = ParallelGroups.single()
+    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
+    return args, weights, build_optimizer(weights, args, groups)
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
-    """The linear layers of one of GPT-NeoX's fused weights, as HuggingFace has them: [q, k, v] of each head
-    in turn (transformers' GPTNeoXAttention), [Q | K | V] of GQA, [up | gate]; views."""
+    """A fused weight's linear layers as HuggingFace has them: [q, k, v] a head, [Q | K | V], [up | gate]."""
     heads, head_dim = args.num_attention_heads, args.head_dim
     if name.endswith("query_key_value.weight"):
         if args.num_kv_heads in (None, heads):
@@ -42,9 +44,7 @@ def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
 
 @pytest.mark.parametrize(("model", "adjust"), [(NEOX, "original"), (LLAMA, "match_rms_adamw"), (LLAMA, "original")])
 def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
-    args, groups = args_of(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95]), ParallelGroups.single()
-    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    ours = build_optimizer(weights, args, groups)
+    args, weights, ours = made(model, adjust_lr_fn=adjust, adamw_lr=ADAMW_LR, betas=[0.9, 0.95])
     for group in ours.param_groups[1:]:
         group["lr"] = ADAMW_LR
 
@@ -75,9 +75,7 @@ def test_torchs_numbers(model: dict[str, Any], adjust: str) -> None:
 
 
 def test_a_skipped_step_changes_nothing() -> None:
-    args, groups = args_of(NEOX), ParallelGroups.single()
-    weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    optimizer: Any = build_optimizer(weights, args, groups)
+    _, weights, optimizer = made(NEOX)
     optimizer.grad_scale = torch.tensor(2.0)
     for skip, value in ((0.0, 1.0), (1.0, float("nan"))):
         for held in weights.trained:
@@ -86,8 +84,7 @@ def test_a_skipped_step_changes_nothing() -> None:
         moments = [{k: v.clone() for k, v in optimizer.state[s.local].items()} for s in weights.trained]
         optimizer.found_inf = torch.tensor(skip)
         optimizer.step()
-        changed = [not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)]
-        assert all(changed) if skip == 0.0 else not any(changed)
+        assert {not torch.equal(s.local, b) for s, b in zip(weights.trained, before, strict=True)} == {skip == 0.0}
     for held, state in zip(weights.trained, moments, strict=True):
         assert all(torch.equal(optimizer.state[held.local][key], value) for key, value in state.items())
 
@@ -134,7 +131,7 @@ def alone() -> tuple[dict[str, Part], dict[str, Part]]:
     return run_ranks(in_layout, 1, {})[0]
 
 
-@pytest.mark.parametrize("name", with_more(LAYOUTS, "dp2 x tp2 zero2", product=["dp2", "zero1", "dp4 zero3 by twos"]))
+@pytest.mark.parametrize("name", cells(["zero3", "tp2 sp"], ["dp2 x tp2 zero2"], ["dp2", "zero1", "dp4 zero3 by twos"]))
 def test_layouts(name: str, alone: tuple[dict[str, Part], dict[str, Part]]) -> None:
     """The same gradients give the same bits: gathered whole, a matrix is what one process has. Gradients that
     differ in their last bits are rounded to other bf16 numbers: weights are as near as lr times 2^-9."""

@@ -10,11 +10,11 @@ from megatron.checkpointing import read_manifest
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.training.engine_choice import choose_engine
 from megatron.training.native.engine import NativeEngine
-from tests.marks import with_more
 from tests.pool import run_ranks
-from tests.training.checkpoint.test_resume import losses, refusals
+from tests.training.checkpoint.test_resume import assert_refused, losses, refusals
+from tests.training.layout_runs import zero
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
-from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, config
+from tests.training.runs import ADAMW, LLAMA, NEOX, bit_equal, cells, config
 
 STEPS = 5
 PARTS = [("deepspeed", 1, 1), ("native", 3, 2), ("deepspeed", 3, 3), ("native", 0, STEPS)]  # stage, last step
@@ -31,14 +31,13 @@ def engine_of(save: Path, step: str) -> str | None:
     return manifest and manifest.engine
 
 
-@pytest.mark.parametrize("precision", with_more(["fp32", "bfloat16"], "bfloat16"))
+@pytest.mark.parametrize("precision", cells(["fp32"], ["bfloat16"]))
 def test_deepspeed_and_native_in_turn(precision: str, tmp_path: Path) -> None:
     """Whatever wrote the moments and master weights, the next losses are those of a run without a change."""
     through, save = tmp_path / "through", tmp_path / "turns"
-    runs = [values(through, precision=precision, engine="deepspeed", zero_optimization={"stage": 1})]
+    runs = [values(through, precision=precision, engine="deepspeed", **zero(1))]
     for engine, stage, last in PARTS:
-        zero = {"stage": stage}
-        runs.append(values(save, precision=precision, engine=engine, zero_optimization=zero, exit_interval=last))
+        runs.append(values(save, precision=precision, engine=engine, exit_interval=last, **zero(stage)))
     run_ranks(to_their_ends, 2, runs, timeout=TIMEOUT)
     assert [engine_of(save, f"global_step{last}") for _, _, last in PARTS] == [engine for engine, _, _ in PARTS]
     # bf16 gradients are summed in another order, and its losses have 8 bits.
@@ -52,51 +51,40 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
     assert engine_of(tmp_path, "global_step1") == engine_of(tmp_path, "global_step2") == "deepspeed"
 
 
-@pytest.mark.parametrize(
-    ("more", "on_gpu", "recorded", "name", "reason"),
-    [
-        ({}, False, None, "native", "auto: on CPUs"),
-        ({}, True, None, "deepspeed", "auto: on GPUs"),
-        ({}, True, "native", "native", "auto: .* run it goes on from"),
-        ({"engine": "native"}, True, "deepspeed", "native", "program"),
-        ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
-        ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
-        ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
-        ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("more", "on_gpu", "recorded", "name", "reason"), [
+    ({}, False, None, "native", "auto: on CPUs"),
+    ({}, True, None, "deepspeed", "auto: on GPUs"),
+    ({}, True, "native", "native", "auto: .* run it goes on from"),
+    ({"engine": "native"}, True, "deepspeed", "native", "program"),
+    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
+    ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
+    ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
+], ids=str)  # fmt: skip
 def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
     choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
 
 
-OTHERS = [("AdamW", "Muon"), ("Muon", "AdamW"), ("Lion", "SGD")]
-
-
-@pytest.mark.parametrize("kinds", with_more(OTHERS, ("Lion", "SGD"), product=[("Muon", "AdamW")]))
-def test_another_optimizers_state_is_refused(kinds: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("before", "after"), cells([("AdamW", "Muon")], [("Lion", "SGD")], [("Muon", "AdamW")]))
+def test_another_optimizers_state_is_refused(before: str, after: str, tmp_path: Path) -> None:
     def given(kind: str, **more: Any) -> dict[str, Any]:
         optimizer = {"type": kind, "params": {"lr": 1e-3}}
         return values(tmp_path, optimizer=optimizer, train_micro_batch_size_per_gpu=8, **more)
 
-    before, after = kinds
     run_ranks(to_their_ends, 1, [given(before, exit_interval=1)])
-    [[said]] = run_ranks(refusals, 1, [given(after)])
-    assert re.search(rf"optimizer.type: {after} .*{re.escape(str(tmp_path))}.* {before}.*no_load_optim", said), said
+    assert_refused((given(after), rf"optimizer.type: {after} .*{re.escape(str(tmp_path))}.* {before}.*no_load_optim"))
     run_ranks(to_their_ends, 1, [given(after, no_load_optim=True, exit_interval=2)])
 
 
-@pytest.mark.parametrize("tensor", with_more([1, 2], 1, product=[2]))
+@pytest.mark.parametrize("tensor", cells([], [1], [2]))
 def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
     """Copies in groups of two: resumed bit for bit, and gone on without them and by DeepSpeed."""
     common = {"precision": "bfloat16", "model_parallel_size": tensor, "train_micro_batch_size_per_gpu": 2}
     by_twos = {**common, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     stopped = values(tmp_path / "stopped", **by_twos)
-    others = [
-        values(tmp_path / engine, **common, engine=engine, load=stopped["load"], zero_optimization={"stage": 1})
-        for engine in ("native", "deepspeed")
-    ]
+    common |= {"load": stopped["load"], "zero_optimization": {"stage": 1}}
+    others = [values(tmp_path / engine, **common, engine=engine) for engine in ("native", "deepspeed")]
     runs = [values(tmp_path / "through", **by_twos), {**stopped, "exit_interval": 2}, *others, stopped]
     for through, *_, resumed in run_ranks(to_their_ends, 4 * tensor, runs, timeout=TIMEOUT):
         assert bit_equal(resumed, through)
@@ -107,17 +95,17 @@ def test_groups_of_neighbours_go_on(tensor: int, tmp_path: Path) -> None:
 
 
 def test_keys_without_effect_are_named() -> None:
-    given = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 5e8, "zero_hpz_partition_size": 1}
-    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, zero_optimization=given)).for_world(1))
+    given = zero(1, overlap_comm=True, reduce_bucket_size=5e8, zero_hpz_partition_size=1)
+    [note] = NativeEngine.notes(NeoXArgs.from_dict(config(NEOX, given)).for_world(1))
     assert {*re.findall(r"\w+_\w+", note)} == {"zero_optimization", "reduce_bucket_size", "overlap_comm"}
     assert NativeEngine.notes(NeoXArgs.from_dict(config(NEOX)).for_world(1)) == []
 
 
 @pytest.mark.parametrize(("ranks", "stage", "message"), [(2, 1, "size 3 .*stage 3, not 1"), (4, 3, "size 3 .* 4 data")])
 def test_neighbours_must_fit(ranks: int, stage: int, message: str) -> None:
-    zero = {"stage": stage, "zero_hpz_partition_size": 3}
+    args = NeoXArgs.from_dict(config(NEOX, zero(stage, zero_hpz_partition_size=3))).for_world(ranks)
     with pytest.raises(ConfigError, match=message):
-        NativeEngine.check(NeoXArgs.from_dict(config(NEOX, zero_optimization=zero)).for_world(ranks))
+        NativeEngine.check(args)
 
 
 def test_an_unknown_engine_of_a_checkpoint() -> None:

@@ -1,5 +1,4 @@
-"""Preferences under the training engine: the same step in every layout, ln 2 where the policy is its own
-reference."""
+"""Preferences: the same step in every layout, ln 2 where the policy is its own reference."""
 
 import math
 from dataclasses import replace
@@ -22,17 +21,14 @@ from tests.model.stages import groups_of, random_weights, small, stage_with
 from tests.objectives.cases import ANSWERS, MISMATCHED, PAIRS, documents_of, in_rows, shared_in_rows
 from tests.objectives.steps import scores, step_loss
 from tests.pool import run_ranks
+from tests.training.layout_runs import zero
 from tests.training.runs import cells
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tp2": (2, {"model_parallel_size": 2}),
-    "pp2": (2, {"pipe_parallel_size": 2}),
-    "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2}),
-    **{f"dp2 zero{stage}": (2, {"zero_optimization": {"stage": stage}}) for stage in range(4)},
-    "tp2 deepspeed": (2, {"model_parallel_size": 2, "engine": "deepspeed"}),
-    "dp2 zero1 deepspeed": (2, {"zero_optimization": {"stage": 1}, "engine": "deepspeed"}),
-    "dp2 zero3 deepspeed": (2, {"zero_optimization": {"stage": 3}, "engine": "deepspeed"}),
-}
+TP2, PP2, DEEPSPEED = {"model_parallel_size": 2}, {"pipe_parallel_size": 2}, {"engine": "deepspeed"}
+LAYOUTS: list[tuple[int, dict[str, Any]]] = [
+    (2, TP2), (2, PP2), (4, TP2 | PP2), *((2, zero(stage)) for stage in range(4)),
+    (2, TP2 | DEEPSPEED), (2, zero(1) | DEEPSPEED), (2, zero(3) | DEEPSPEED),
+]  # fmt: skip
 OBJECTIVES: dict[str, Objective] = {
     "dpo": dpo({"sigmoid": 0.5, "sft": 0.3, "aot": 0.2}, PairSettings(0.3)),
     "sigmoid": dpo({"sigmoid": 1.0}, PairSettings()),
@@ -54,10 +50,8 @@ class Run(NamedTuple):
 
 
 def pair_batches(packed: bool) -> list[Batch]:
-    """Four micro-batches of a pair each; the third's reference is far off. Packed, two of them hold the
-    prompt once."""
-    batches = []
-    documents = documents_of(PAIRS)
+    """Four micro-batches of a pair; the third's reference is far off. Packed, two hold the prompt once."""
+    batches, documents = [], documents_of(PAIRS)
     for i in range(4):
         rows, length = ([[0, 1]], 28) if packed else ([[0], [1]], 16)
         pair = documents[2 * i : 2 * i + 2]
@@ -123,9 +117,8 @@ def assert_same(ranks: list[Run], expected: Run) -> None:
         assert rank.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
         assert rank.at_start == pytest.approx(expected.at_start, abs=1e-6)
     args = small(**LLAMA, **SGD, seq_length=32)
-    weights = whole_weights(args, [expected.step])
-    for key, value in whole_weights(args, [rank.step for rank in ranks]).items():
-        torch.testing.assert_close(value, weights[key], rtol=1e-5, atol=2e-5, msg=str(key))
+    ours, theirs = whole_weights(args, [rank.step for rank in ranks]), whole_weights(args, [expected.step])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
 
 
 # One objective in all layouts of two ranks by `make test`; both looks of all in one process, below.
@@ -136,7 +129,7 @@ OTHERS = [cell for cell in product(OBJECTIVES, LOOK) if cell not in (FIRST, SECO
 @pytest.mark.parametrize(("name", "look"), cells([FIRST], [SECOND], OTHERS))
 def test_layouts_agree(name: str, look: str, single: dict[tuple[str, bool], Run]) -> None:
     for size in (2,) if (name, look) == FIRST else (2, 4):
-        runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS.values() if world == size]
+        runs = [(layout, name, LOOK[look]) for world, layout in LAYOUTS if world == size]
         for ranks in zip(*run_ranks(run, size, runs), strict=True):
             assert_same(list(ranks), single[name, False])  # padded: packing changes nothing either
 
@@ -153,17 +146,12 @@ def test_a_policy_that_is_its_reference(single: dict[tuple[str, bool], Run]) -> 
         assert single["kto", packed].at_start == pytest.approx(0.5 * (3 * 1.5 + 1) / 4, abs=1e-6)
 
 
-def far_longer(generator: torch.Generator, length: int) -> tuple[list[int], list[int], list[int]]:
-    ids = torch.randint(4, 60, (3, length), generator=generator).tolist()
-    return ids[0][:20], ids[1], ids[2][: length // 2]
-
-
 def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
-    """DPO of pairs of up to 360 tokens; policy and reference have bf16 weights and activations of `dtype`.
-    sums: bfloat16 for a loss from log-probabilities that torch made and added up in it."""
+    """DPO of long pairs, weights bf16, activations `dtype`; `sums` bfloat16: of torch's log-probabilities."""
     args = small(**LLAMA, seq_length=400, max_position_embeddings=512)
     generator = torch.Generator().manual_seed(7)
-    documents = documents_of([far_longer(generator, 360) for _ in range(4)])
+    drawn = torch.randint(4, 60, (4, 3, 360), generator=generator).tolist()
+    documents = documents_of([(prompt[:20], chosen, rejected[:180]) for prompt, chosen, rejected in drawn])
     batch = in_rows(documents, [[i] for i in range(8)], 400, [1.0] * 8)
     reference, policy = (stage_with(args, random_weights(args)) for _ in range(2))
     with torch.no_grad():
@@ -187,7 +175,5 @@ def loss_in(dtype: torch.dtype, sums: torch.dtype = torch.float32) -> Tensor:
 def test_sums_are_in_fp32_under_bf16() -> None:
     """TRL up to 1.10 summed log-probabilities in bf16: 18 % off."""
     exact, rounded = loss_in(torch.float32), loss_in(torch.bfloat16)
-    assert rounded.dtype == torch.float32
-    assert float(rounded) == pytest.approx(float(exact), rel=5e-3)
-    control = loss_in(torch.bfloat16, torch.bfloat16)
-    assert abs(float(control / exact) - 1) > 0.02, "these pairs do not tell"
+    assert rounded.dtype == torch.float32 and float(rounded) == pytest.approx(float(exact), rel=5e-3)
+    assert abs(float(loss_in(torch.bfloat16, torch.bfloat16) / exact) - 1) > 0.02, "these pairs do not tell"

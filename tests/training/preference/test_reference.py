@@ -1,5 +1,4 @@
-"""The reference of preference training: ln 2 at the first step in every layout, what is computed and what is
-found again, and runs that go on bit for bit against the weights they began with."""
+"""The reference of preference training: ln 2 at first, what is computed and found again, runs that go on."""
 
 import io
 import logging
@@ -22,20 +21,18 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.keys.architectures import MambaKeys
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.model import ModelKeys
-from megatron.training import Training, start
+from megatron.training import start
 from megatron.training.loop import batches_of
 from megatron.training.preference.reference import _ReferenceCache
 from megatron.training.preference.reference_cache import _OTHERWISE, add_scores, forward_keys, read_scores
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.stand_ins import installed
 from tests.training.checkpoint.test_resume import as_stopped_at, losses, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, config, run_to_end
+from tests.training.runs import ADAMW, LAYOUTS, LLAMA, begun, bit_equal, cells, config, run_to_end
 
 PADDED, PACKED = {"pack_impl": "unpacked"}, {"pack_impl": "best_fit"}
 FLY = {"dpo_reference": "on_the_fly"}
-BOTH = {"model_parallel_size": 2, "pipe_parallel_size": 2}
 
 
 def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: Any) -> dict[str, Any]:
@@ -47,17 +44,8 @@ def preferences(folder: Path, *parts: dict[str, Any], count: int = 40, **more: A
     common["index_cache_dir"] = str(folder / "index_cache")
     values = pairwise(paths, common, {"reference_cache_dir": str(folder / "references")}, *parts, **more)
     if values.get("dpo_reference") == "on_the_fly":
-        del values["reference_cache_dir"]
+        values.pop("reference_cache_dir", None)
     return values
-
-
-def begin(values: dict[str, Any]) -> tuple[Training, str]:
-    """A run up to its first step, and what it says of its reference."""
-    output = io.StringIO()
-    with redirect_stdout(output):
-        training = start(NeoXArgs.from_dict(values), process_info())
-    logging.getLogger("megatron").handlers = []
-    return training, "\n".join(re.findall(r"reference: .*", output.getvalue()))
 
 
 def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[float]:
@@ -66,19 +54,21 @@ def first_losses(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list
 
 
 def what_it_says(rank: int, world_size: int, runs: list[dict[str, Any]]) -> list[str]:
-    """For the pool."""
+    """For the pool: of its reference, each run up to its first step."""
     reference_logs = []
     for values in runs:
-        training, reference_log = begin(values)
+        with redirect_stdout(io.StringIO()) as output:
+            training = start(NeoXArgs.from_dict(values), process_info())
+        logging.getLogger("megatron").handlers = []
         next(batches_of(training))
         training.engine.close()
-        reference_logs.append(reference_log)
+        reference_logs.append("\n".join(re.findall(r"reference: .*", output.getvalue())))
     return reference_logs
 
 
 def test_ln_2_at_the_first_step(tmp_path: Path) -> None:
     """And 0.5 of KTO, with the KL of answers to other prompts, which is 0 then."""
-    layouts = {**LAYOUTS, "tp2 pp2": (4, BOTH)}
+    layouts = {**LAYOUTS, "tp2 pp2": (4, {"model_parallel_size": 2, "pipe_parallel_size": 2})}
     ways = {"plain": PADDED, "dp2": PADDED, "tp2": PACKED | FLY, "pp2": PADDED, "zero1": PACKED | FLY}
     ways |= {"zero2": PADDED, "zero3": PACKED | FLY, "tp2 pp2": PADDED}
     looks = [(*layouts[name], more, 1e-6) for name, more in ways.items()]
@@ -109,8 +99,7 @@ def losses_with_other_norms(rank: int, world_size: int, runs: list[dict[str, Any
 
 def test_a_copy_has_the_norms_of_the_policy(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED | FLY, engine="native", apex="auto")
-    loss = run_ranks(losses_with_other_norms, 1, [values])[0][0]
-    assert loss == pytest.approx(math.log(2), abs=1e-6)
+    assert run_ranks(losses_with_other_norms, 1, [values])[0] == pytest.approx([math.log(2)], abs=1e-6)
 
 
 def test_what_a_copy_costs_is_said(tmp_path: Path) -> None:
@@ -130,11 +119,9 @@ def test_dropout_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_only_new_rows_are_computed(tmp_path: Path) -> None:
-    once = preferences(tmp_path, PADDED)
-    other = {**once, "data_seed": 7, **PACKED}
-    more = preferences(tmp_path, PACKED, count=45)
+    once, more = preferences(tmp_path, PADDED), preferences(tmp_path, PACKED, count=45)
+    other, window = {**once, "data_seed": 7, **PACKED}, {**once, "sliding_window_width": 3}
     seed = {**once, "seed": 99, "data_seed": 1234}
-    window = {**once, "sliding_window_width": 3}
     reference_logs = run_ranks(what_it_says, 2, [once, other, more, once, seed, window])[0]
     assert counts(reference_logs) == [(80, 0), (0, 80), (10, 80), (0, 80), (80, 0), (80, 0)]
     checked = ["cached rows are what the model gives" in text for text in reference_logs]
@@ -156,7 +143,6 @@ def sets_read(rank: int, world_size: int, values: dict[str, Any]) -> tuple[int, 
 
 def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     values = preferences(tmp_path, PADDED)
-    folder = tmp_path / "references"
 
     def start_again() -> tuple[int, tuple[int, ...]]:
         ((read, reference_log),) = run_ranks(sets_read, 1, values)
@@ -170,7 +156,7 @@ def test_a_set_is_read_whole_once(tmp_path: Path) -> None:
     tokens.write_bytes(content)
     assert start_again() == (1, (1, 79)), "the same labels and lengths, another token"
     assert start_again() == (0, (0, 80))
-    next(folder.glob("*/rows-*")).unlink()
+    next((tmp_path / "references").glob("*/rows-*")).unlink()
     read, (computed, cached) = start_again()
     assert read == 1 and computed > 0 and computed + cached == 80, "rows that are lost are made again"
 
@@ -194,56 +180,42 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path) -> None:
     (message,) = refused(values)
     assert re.search(r"row of \d+ trained tokens .*log-probability -[\d.]+ ", message)
     (file,) = folder.glob("rows-*")
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-8])
+    file.write_bytes(file.read_bytes()[:-8])
     assert all(f"{file}: damaged" in message for message in refused(values))
     np.save(file, rows[:1])
     assert all(f"{file}: damaged" in message for message in refused(values))
 
 
-DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}}
-
-
-@pytest.mark.parametrize(
-    ("model", "changes", "same"),
-    [
-        ({}, {"sliding_window_width": 5}, False),
-        ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
-        ({}, {"query_pre_attn_scalar": 3}, False),
-        ({}, {"seq_length": 24}, True),
-        (DYNAMIC, {"seq_length": 24}, False),
-        ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
-    ],
-    ids=str,
-)
-def test_what_changes_the_forward_pass_is_another_reference(
-    model: dict[str, Any], changes: dict[str, Any], same: bool
-) -> None:
-    both_keys = [forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes)]
-    assert (both_keys[0] == both_keys[1]) is same
+@pytest.mark.parametrize(("model", "changes", "same"), [
+    ({}, {"sliding_window_width": 5}, False),
+    ({}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, False),
+    ({}, {"query_pre_attn_scalar": 3}, False),
+    ({}, {"seq_length": 24}, True),
+    ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}},
+     {"seq_length": 24}, False),
+    ({}, {"attention_backend": "math", "hidden_dropout": 0.1, "checkpoint_activations": True}, True),
+], ids=str)  # fmt: skip
+def test_what_changes_the_forward_pass_is_another_reference(model: Any, changes: Any, same: bool) -> None:
+    one, other = (forward_keys(NeoXArgs.from_dict(config(LLAMA, model, more))) for more in ({}, changes))
+    assert (one == other) is same
 
 
 def test_keys_said_not_to_change_the_forward_pass_are_keys() -> None:
     assert set(_OTHERWISE) <= {*keys_of(ModelKeys), *keys_of(MambaKeys)}
 
 
-RUNS = {
-    "cache": (2, PACKED | LAYOUTS["zero2"][1]),
-    "cache lost": (2, PADDED | LAYOUTS["zero3"][1]),
-    "on the fly": (2, PADDED | FLY | LAYOUTS["pp2"][1]),
-}
+RUNS = {"cache": PACKED | LAYOUTS["zero2"][1], "cache lost": PADDED | LAYOUTS["zero3"][1]}
+RUNS["on the fly"] = PADDED | FLY | LAYOUTS["pp2"][1]
 
 
-@pytest.mark.parametrize("name", with_more(RUNS, "on the fly", product=["cache lost"]))
+@pytest.mark.parametrize("name", cells(["cache"], ["on the fly"], ["cache lost"]))
 def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Path) -> None:
-    ranks, changes = RUNS[name]
+    ranks, changes = 2, RUNS[name]
     earlier, through, resumed = (tmp_path / run for run in ("earlier", "through", "resumed"))
     run_ranks(run_to_end, 1, config(LLAMA, ADAMW, num_layers=2, train_iters=2, checkpoint_factor=2, save=str(earlier)))
     valid = {key: value for key, value in pairs(tmp_path).items() if "valid" in key}
-    common = preferences(
-        tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3, eval_iters=1,
-        eval_interval=6,
-    )  # fmt: skip
+    common = preferences(tmp_path, changes, valid, load=str(earlier), finetune=True, train_iters=6, checkpoint_factor=3,
+                         eval_iters=1, eval_interval=6)  # fmt: skip
     whole = run_ranks(run_to_end, ranks, {**common, "save": str(through)})
     as_stopped_at(3, through, resumed)
     if name == "cache lost":
@@ -266,18 +238,14 @@ def test_runs_go_on_against_the_weights_they_began_with(name: str, tmp_path: Pat
         assert f"{resumed / 'reference.json'}: missing" in refused(again)[0]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: "),
-        ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*precompute_model_name"),
-        ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: .*dpo_reference: cache"),
-        ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated "),
-        ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dpo_loss_type": "simpo", **FLY}, "dpo_reference: "),
+    ({"precompute_model_name": "base", **FLY}, "dpo_reference: .*precompute_model_name"),
+    ({"reference_cache_dir": "x", **FLY}, "reference_cache_dir: .*dpo_reference: cache"),
+    ({"train_impl": "kto", "kto_kl": "rotated", **PADDED}, "kto_kl: rotated "),
+    ({"load": "s3://bucket/run", "save": "out"}, "load: .*reference"),
+])  # fmt: skip
 def test_keys_that_contradict_each_other(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    values = preferences(tmp_path, PACKED)
-    del values["reference_cache_dir"]
+    values = preferences(tmp_path, PACKED, reference_cache_dir=None)
     with pytest.raises(ConfigError, match=message):
         NeoXArgs.from_dict(values | changes)

@@ -1,5 +1,4 @@
-"""Reward models from files to trained weights: every layout is one process, a run goes on bit for bit, begins
-with a language model, and refuses what is something else."""
+"""Reward models from files to trained weights: layouts, resumed, begun from a language model, refusals."""
 
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,15 @@ from megatron.checkpointing import find_checkpoint, load_tensors
 from megatron.data import IndexedDatasetWriter
 from megatron.data.preferences.preference_sets import preference_samples_per_epoch
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.training import runs
-from tests.training.checkpoint.test_resume import assert_goes_on, refusals
+from tests.training.checkpoint.test_resume import assert_goes_on, refused
 from tests.training.preference.test_pairs_train import pairs, pairwise
-from tests.training.runs import ADAMW, LLAMA, TABLE, Curve, bit_equal, config, curves, run_to_end
+from tests.training.runs import ADAMW, LLAMA, TABLE, Curve, bit_equal, cells, config, curves, run_to_end
 
 TOGETHER = ["tp2 sp", "pp2", "zero3"]
 LAYOUTS = {name: TABLE[name] for name in (*TOGETHER, "tp2", "dp2", "zero1", "zero1, deepspeed", "zero3, deepspeed")}
 LAYOUTS |= {"tp2 sp, deepspeed": (2, TABLE["tp2 sp"][1] | {"engine": "deepspeed"}), "tp2 pp2 sp": TABLE["tp2 pp2 sp"]}
-RESUMED = ["tp2", "zero3", "pp2", "zero1, deepspeed"]
 
 
 def reward_data(folder: Path, count: int = 24) -> dict[str, Any]:
@@ -38,9 +35,8 @@ def values_of(data: dict[str, Any], *parts: dict[str, Any], **more: Any) -> dict
 
 
 def packed(folder: Path, *parts: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return values_of(
-        reward_data(folder), {"pack_impl": "best_fit", "train_micro_batch_size_per_gpu": 4}, *parts, **more
-    )
+    keys = {"pack_impl": "best_fit", "train_micro_batch_size_per_gpu": 4}
+    return values_of(reward_data(folder), keys, *parts, **more)
 
 
 @pytest.fixture(scope="module")
@@ -52,11 +48,9 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
     return values, curve
 
 
-@pytest.mark.parametrize(
-    "names",
-    [TOGETHER, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in TOGETHER)],
-    ids=" and ".join,
-)
+@pytest.mark.parametrize("names", [
+    TOGETHER, *(pytest.param([name], marks=pytest.mark.product) for name in LAYOUTS if name not in TOGETHER),
+], ids=" and ".join)  # fmt: skip
 def test_layouts_equal_one_process(names: list[str], one_process: tuple[dict[str, Any], Curve]) -> None:
     values, expected = one_process
     configs = {name: {**values, **LAYOUTS[name][1], "train_micro_batch_size_per_gpu": 2} for name in names}
@@ -65,8 +59,7 @@ def test_layouts_equal_one_process(names: list[str], one_process: tuple[dict[str
 
 @pytest.mark.parametrize("train_impl", ["rm", "dpo"])
 def test_padded_pairs_and_shared_prompts_train_the_same(train_impl: str, tmp_path: Path) -> None:
-    """Steps of all pairs: losses, which fall, and weights; DPO's with reference scores of their own making,
-    and rows of scores hold exactly their tokens, the last one included."""
+    """Steps of all pairs: losses, which fall, and weights. Rows hold just their tokens, the last one too."""
     ends, data = [], reward_data(tmp_path, 12) if train_impl == "rm" else pairs(tmp_path, 12)
     for changes in ({"pack_impl": "unpacked"}, {"pack_impl": "best_fit", "prefix_sharing": True}):
         if train_impl == "rm":
@@ -84,13 +77,12 @@ def test_padded_pairs_and_shared_prompts_train_the_same(train_impl: str, tmp_pat
     torch.testing.assert_close(shared.weights, padded.weights, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", with_more(RESUMED, "zero3", product=["pp2", "zero1, deepspeed"]))
+@pytest.mark.parametrize("name", cells(["tp2"], ["zero3"], ["pp2", "zero1, deepspeed"]))
 def test_a_run_goes_on_bit_for_bit_and_is_validated(name: str, tmp_path: Path) -> None:
     ranks, layout = LAYOUTS[name]
     precision = {"precision": "bfloat16"} if "zero" in name else {}
     steps = {"train_iters": 6, "checkpoint_factor": 3, "eval_iters": 1, "eval_interval": 3}
-    common = packed(tmp_path, layout, precision, steps, train_micro_batch_size_per_gpu=2)
-    assert_goes_on(ranks, common, tmp_path)
+    assert_goes_on(ranks, packed(tmp_path, layout, precision, steps, train_micro_batch_size_per_gpu=2), tmp_path)
     lines = (tmp_path / "resumed/logs/metrics.jsonl").read_text()
     names = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "pos_values", "neg_values")
     assert all(f'"{at}/{name}"' in lines for at in ("train", "validation") for name in names)
@@ -109,10 +101,8 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
     exported = tmp_path / "reward/huggingface/global_step2"
     elsewhere = {**keys, "save": str(tmp_path / "other")}
     hf = str(language / "huggingface/global_step2")
-    loads = [elsewhere, {**elsewhere, "load": hf}, {**elsewhere, "load": str(exported)}]
-    (parts,) = run_ranks(curves, 1, loads, 0)
-    step = find_checkpoint(language)
-    stored = {int(file.name[6:8]): load_tensors(file) for file in step.glob("layer_*")}
+    (parts,) = run_ranks(curves, 1, [elsewhere, {**elsewhere, "load": hf}, {**elsewhere, "load": str(exported)}], 0)
+    stored = {int(file.name[6:8]): load_tensors(file) for file in find_checkpoint(language).glob("layer_*")}
     for begun in (parts[0].weights, parts[1].weights):
         head = begun.pop(8)["rm_linear.weight"]
         assert bit_equal(begun, {layer: stored[layer] for layer in begun})
@@ -121,39 +111,36 @@ def test_it_begins_with_a_language_model_and_refuses_what_is_something_else(tmp_
 
     bare = {key: value for key, value in keys.items() if key not in ("finetune", "save", "save_hf")}
     plain = config(LLAMA, ADAMW, train_iters=2, load=str(tmp_path / "reward"), finetune=True)
-    for place, message in zip((language, tmp_path / "reward"), run_ranks(refusals, 1, [bare, plain])[0], strict=True):
+    for place, message in zip((language, tmp_path / "reward"), refused(bare, plain), strict=True):
         assert str(place) in message and "reward model" in message and "scores" in message
 
 
-REFUSED = [
+SIDES = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
+
+
+@pytest.mark.parametrize(("changes", "told"), [
     ({"score_head": False}, "score_head: .*train_impl rm"),
     ({"max_length": 33}, "max_length: .*32"),
     ({"compat_pack_impl": True, "pack_impl": "unpacked"}, "compat_pack_impl: "),
     ({"train_reward_data_paths": ["a", "b"]}, "train_reward_data_paths: .*1 pos_train_data_paths"),
     ({"dpo_beta": 0.3, "dpo_loss_type": "ipo"}, "dpo_loss_type: .*train_impl: dpo.*rm"),
-]
-
-
-@pytest.mark.parametrize(("changes", "told"), REFUSED)
+])  # fmt: skip
 def test_refused(changes: dict[str, Any], told: str) -> None:
-    sides = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
-    keys = {**values_of(sides, pack_impl="best_fit"), "train_micro_batch_size_per_gpu": 1, **changes}
+    keys = {**values_of(SIDES, pack_impl="best_fit"), "train_micro_batch_size_per_gpu": 1, **changes}
     with pytest.raises(ConfigError, match=told):
         NeoXArgs.from_dict(keys)
 
 
 def test_reward_models_write_no_text() -> None:
-    sides = {f"{side}_train_data_paths": [side] for side in ("pos", "neg")}
-    common = values_of(sides, pack_impl="best_fit", load="a", eval_tasks=["lambada_openai"], train_batch_size=4)
+    common = values_of(SIDES, pack_impl="best_fit", load="a", eval_tasks=["lambada_openai"], train_batch_size=4)
     args = NeoXArgs.from_dict(common)
     for check in (args.check_generation, args.check_evaluation, args.check_serving):
         with pytest.raises(ConfigError, match="train_impl: rm: .*scores"):
             check()
     with pytest.raises(ConfigError, match="eval_tasks: .*scores"):
         args.check_training()
-    plain = config(LLAMA, score_head=True)
     with pytest.raises(ConfigError, match="score_head: train_impl normal "):
-        NeoXArgs.from_dict(plain).check_training()
+        NeoXArgs.from_dict(config(LLAMA, score_head=True)).check_training()
 
 
 def test_changed_margins_are_named(tmp_path: Path) -> None:
@@ -162,8 +149,8 @@ def test_changed_margins_are_named(tmp_path: Path) -> None:
     with IndexedDatasetWriter(str(tmp_path / "margin"), np.float32) as writer:
         for _ in range(24):
             writer.add_document(np.array([2.0], np.float32))
-    ((message,),) = run_ranks(refusals, 1, [{**keys, "train_iters": 3}])
+    (message,) = refused({**keys, "train_iters": 3})
     assert "train_reward_data_paths: bin_blocks_sha256" in message
     (tmp_path / "margin.bin").write_bytes((tmp_path / "margin.bin").read_bytes()[:-4] + b"\0\0\xc0\x7f")  # NaN
-    ((message,),) = run_ranks(refusals, 1, [{**keys, "restart": True}])
+    (message,) = refused({**keys, "restart": True})
     assert "margin.bin: document 23" in message and "finite" in message
