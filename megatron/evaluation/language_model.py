@@ -80,7 +80,7 @@ class NeoXLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         assert self.template is not None
-        options = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
+        options: Any = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
         try:
             return self.template.render(chat_history, **options)
         except RequestError:  # some templates know no system; as the hf backend does it

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.conversations import Message, RenderedCheck, message_texts
 from megatron.data.errors import DataError
-from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.neox_arguments.optional_packages import import_optional
 
@@ -51,6 +52,7 @@ class ChatTokenizer:
         self.bos: int | None = hf.bos_token_id
         self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
         self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
+        self._check = RenderedCheck()
 
     def require_template(self) -> None:
         """Raise DataError where there is no chat template."""
@@ -81,6 +83,17 @@ class ChatTokenizer:
                 **variables or {},
             )
         )
+
+    def check_rendered(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: list | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Counter:
+        """Compare a render with its messages. Returns what the template leaves out by design, counted; raises
+        DataError for all else that it leaves out."""
+        return self._check(messages, text, lambda others: self.render(others, tools, variables), tools)
 
     def render_generations(
         self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None

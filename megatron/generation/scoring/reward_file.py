@@ -16,11 +16,11 @@ import numpy as np
 from megatron.checkpointing import CheckpointError, find_checkpoint, replace_file
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf
 from megatron.data import DataError
+from megatron.data.conversations.messages import PAIR
 from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import PreparedRow, TextToEncode, prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.conversations import PAIR
 from megatron.data.preprocessing.inputs import InputFile, resolve
 from megatron.data.preprocessing.shards import InputRow
 from megatron.distributed import Process, on_rank_zero

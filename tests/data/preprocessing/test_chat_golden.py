@@ -69,7 +69,7 @@ def test_conversations(chat, workers):
 
 def test_only_the_last_message(chat, capsys):
     with pytest.raises(SystemExit, match=r"chat\.jsonl:11: .*--untrained"):
-        chat("chat.jsonl", "--only-last")
+        chat("chat.jsonl", "--only-last", "--on-bad-row", "stop")
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
     ours = zip(*(arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_")), strict=True)
     golden = arrays(GOLDEN / "chat_onlylast_conversation_label_document")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, build_datasets, train_loader
+from megatron.data.conversations.messages import shared_prompt
 from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import prepare
-from megatron.data.preprocessing.conversations import shared_prompt
 from megatron.neox_arguments import NeoXArgs
 from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, fast_tokenizer
 from tests.data.samples import jsonl

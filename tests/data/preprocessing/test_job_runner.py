@@ -123,7 +123,7 @@ def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch:
     source = corpus(tmp_path / "a.jsonl", 40)
     source.write_text(source.read_text() + "bad\n")
     for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
-        with pytest.raises(DataError, match=r"a.jsonl:41: not valid JSON.*\d\d%.*--on-error"):
+        with pytest.raises(DataError, match=r"a.jsonl:41: not valid JSON.*\d\d%.*--on-bad-row"):
             preprocess([source], [tmp_path / "x"], job)
         assert len(list(tmp_path.glob(".x.parts-*"))) == 1
     corpus(source, 40)  # mended, and so another input
@@ -151,7 +151,7 @@ def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, mo
     good = [b'{"text": "one"}', b'{"text": "two"}']
     lines = [good[0], *bad[:3], b"", good[1], *bad[3:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    skip = {"on_error": "skip", "errors_file": tmp_path / "x_errors.jsonl"}
+    skip = {"max_bad_rows": None, "errors_file": tmp_path / "x_errors.jsonl"}
     result = preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], CHAR, workers=workers, **skip)
     assert (result.progress.skipped, result.outputs[0].documents) == (5, 2)
     errors = [json.loads(line) for line in (tmp_path / "x_errors.jsonl").read_text().splitlines()]
@@ -176,7 +176,7 @@ def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path:
     with pytest.raises(DataError, match=r"^too long$"):
         preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers)
     errors = tmp_path / "errors"
-    skip = {"on_error": "skip", "errors_file": errors}
+    skip = {"max_bad_rows": None, "errors_file": errors}
     result = preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], job, workers=workers, **skip)
     assert result.progress.skipped == 2
     assert [json.loads(json.loads(line)["row"])["text"] for line in errors.read_text().splitlines()] == texts[1::2]
