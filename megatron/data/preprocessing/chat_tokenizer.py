@@ -37,6 +37,11 @@ class ChatTokenizer:
         # A file saved with these would cut conversations off, or fill them up, without a word
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
+        if getattr(hf.backend_tokenizer.model, "dropout", None):
+            raise DataError(
+                f"{hf.name_or_path}: its model has dropout, with which each run reads other tokens; set model.dropout to "
+                "null in tokenizer.json"
+            )
         templates = template if template is not None else hf.chat_template
         texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
         self.date = day if any("strftime_now(" in text for text in texts) else None
