@@ -25,7 +25,7 @@ from megatron.data.conversations import row_conversation, template_settings
 from megatron.data.files import sync, temporary
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
@@ -195,7 +195,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     hub = {"data_dir": options.data_dir} if options.data_dir else {}
     hub["num_proc"] = options.download_workers or options.num_proc
     if options.data_files:
-        files = resolve(options.data_files.split(","), options.split)
+        files = resolve(listed(options.data_files), options.split)
     else:
         # A file that is named by itself is wanted, whatever its name says
         wanted = options.split if Path(options.dataset).is_file() else split

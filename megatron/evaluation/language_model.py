@@ -114,6 +114,10 @@ class NeoXLM(TemplateLM):
     # -- log-likelihoods -------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        for request in requests:
+            if request.args == ("", ""):
+                place = f"{request.task_name}: document {request.doc_id}"
+                raise ValueError(f"{place} has an empty question and an empty choice")
         pairs = [request.args for request in requests if request.args[0]]
         texts = (text for context, rest in pairs for text in (context + rest, context.rstrip()))
         with self._tokenized(texts):

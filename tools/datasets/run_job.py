@@ -11,7 +11,7 @@ from pathlib import Path
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
 from megatron.data.preprocessing.encode_job import Job
-from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
 
@@ -112,7 +112,7 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     """
     try:
         job, prefixes = make()
-        files = resolve(options.input.split(","), options.split, options.subset)
+        files = resolve(listed(options.input), options.split, options.subset)
         for note in job.notes(_first_columns(files)):
             print(note, flush=True)
         result = preprocess(

@@ -39,8 +39,8 @@ class ChatTokenizer:
         hf.backend_tokenizer.no_padding()
         if getattr(hf.backend_tokenizer.model, "dropout", None):
             raise DataError(
-                f"{hf.name_or_path}: its model has dropout, with which each run reads other tokens; set model.dropout to "
-                "null in tokenizer.json"
+                f"{hf.name_or_path}: its model has dropout, with which each run reads other tokens; set model.dropout "
+                "to null in tokenizer.json"
             )
         templates = template if template is not None else hf.chat_template
         texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]

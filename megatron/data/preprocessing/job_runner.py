@@ -272,7 +272,7 @@ class _JobRun:
         for output in outputs:
             if not output.tokens:
                 names = ", ".join(str(file.path) for file in self.files)
-                problem = f"{names}: no text in any document for {output.prefix}; nothing is written"
+                problem = f"{names}: no document with text is left for {output.prefix}; nothing is written"
                 reasons = [f"{name}: {count}" for name, count in self.total.counts.items() if count]
                 if self.state.skipped:
                     reasons.append(f"{self.state.skipped} bad rows left out, the first: {self._first_problem()}")

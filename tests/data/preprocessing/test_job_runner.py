@@ -310,7 +310,7 @@ def test_an_id_beyond_the_type_is_refused(tmp_path: Path):
 def test_input_without_text_writes_nothing(tmp_path: Path):
     for name, text in (("a.jsonl", ""), ("b.jsonl", '{"text": ""}\n')):
         (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=f"{name}: no text in any document"):
+        with pytest.raises(DataError, match=f"{name}: no document with text"):
             preprocess([tmp_path / name], [tmp_path / "x"], CHAR)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
