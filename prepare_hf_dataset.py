@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data import DataError
+from megatron.data.conversations import row_conversation, template_settings
 from megatron.data.files import sync, temporary
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.conversations import conversation
-from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
 from megatron.tokenizer import TokenizerError, make_tokenizer
@@ -112,11 +112,13 @@ class Texts:
         if self.verbatim:
             return str(content)
         try:
-            messages = conversation(content, self.columns[0])
+            messages = row_conversation(value, self.columns[0])
             if self.plain:
-                parts = [message.get("content") for message in messages]
-                return "\n\n".join(part if isinstance(part, str) else json.dumps(part) for part in parts if part)
-            return self.tokenizer.render(messages)
+                return "\n\n".join(message["content"] for message in messages if message.get("content"))
+            settings = template_settings(value)
+            text = self.tokenizer.render(messages, *settings)
+            self.tokenizer.check_rendered(text, messages, *settings)
+            return text
         except DataError as problem:
             raise DataError(f"{row.where()}: {problem}") from None
 
@@ -162,7 +164,8 @@ def choose_columns(options: argparse.Namespace, found: Sequence[str]) -> tuple[t
 
 def export(texts: Texts, files: Sequence[InputFile], workers: int, target: Path | None) -> tuple[int, int]:
     """Write the JSONL (unless target is None) in the order of the rows; returns (rows, tokens)."""
-    tasks = ((shard,) for file in files for shard in file.shards(texts.columns))
+    columns = None if texts.chat else texts.columns  # conversations have settings in other columns
+    tasks = ((shard,) for file in files for shard in file.shards(columns))
     rows = tokens = 0
     unfinished = temporary(target) if target else Path(os.devnull)
     try:
@@ -192,7 +195,7 @@ def prepare(options: argparse.Namespace) -> dict[str, Any]:
     hub = {"data_dir": options.data_dir} if options.data_dir else {}
     hub["num_proc"] = options.download_workers or options.num_proc
     if options.data_files:
-        files = resolve(options.data_files.split(","), options.split)
+        files = resolve(listed(options.data_files), options.split)
     else:
         # A file that is named by itself is wanted, whatever its name says
         wanted = options.split if Path(options.dataset).is_file() else split

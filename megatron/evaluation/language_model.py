@@ -80,7 +80,7 @@ class NeoXLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         assert self.template is not None
-        options = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
+        options: Any = {"generation_prompt": add_generation_prompt, "open_end": not add_generation_prompt}
         try:
             return self.template.render(chat_history, **options)
         except RequestError:  # some templates know no system; as the hf backend does it
@@ -114,6 +114,10 @@ class NeoXLM(TemplateLM):
     # -- log-likelihoods -------------------------------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        for request in requests:
+            if request.args == ("", ""):
+                place = f"{request.task_name}: document {request.doc_id}"
+                raise ValueError(f"{place} has an empty question and an empty choice")
         pairs = [request.args for request in requests if request.args[0]]
         texts = (text for context, rest in pairs for text in (context + rest, context.rstrip()))
         with self._tokenized(texts):

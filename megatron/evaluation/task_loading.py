@@ -17,6 +17,7 @@ from megatron.checkpointing.huggingface import find_in_hub_or_cache
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
+from megatron.neox_arguments.errors import disk_problem
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
@@ -227,6 +228,8 @@ def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
 def _why(name: str, manager: TaskManager, problem: Exception) -> str:
     reason = " ".join(str(problem).split()) or type(problem).__name__
     wanted = ", ".join(sorted(_datasets(name, manager)))
+    if wanted and (disk := disk_problem(problem)) is not None:
+        return f"the cache for its data ({wanted}) cannot be written ({disk}); set HF_HOME to a folder that can"
     if wanted and _is_absent(problem):
         return (
             f"its data ({wanted}) cannot be had: {reason}; without a network, load it once where there is one "

@@ -6,10 +6,11 @@ import select
 import sys
 from collections.abc import Callable
 
+from megatron.data.conversations import Message
 from megatron.distributed import on_rank_zero
 from megatron.generation.batching.batcher import Batcher
 from megatron.generation.batching.requests import Request, RequestError
-from megatron.generation.prompts.chat import ChatTemplate, Message, find_template
+from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import NOT_STARTED, make_prompts, read_key_file
 from megatron.generation.sampling import SamplingParams
 from megatron.model import Model

@@ -1,10 +1,23 @@
 """The base of all exceptions that people can act on, the one of configurations, and the collector of
 problems."""
 
+import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.neox_arguments.frozen import thaw
+
+_DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+
+
+def disk_problem(problem: BaseException | None) -> str | None:
+    """The file that cannot be written, and why, where a failure comes from that; HuggingFace's libraries tell
+    it as data that cannot be had."""
+    while problem is not None:
+        if isinstance(problem, OSError) and problem.errno in _DISK and problem.filename:
+            return f"{problem.filename}: {problem.strerror}"
+        problem = problem.__cause__ or problem.__context__
+    return None
 
 
 class UserError(Exception):

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron.callbacks import TrainingRun
+from megatron.data.conversations import TemplateSettings, conversation
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.mpu import mix_seed
 from megatron.rollouts.answers import Answer, Transcript
@@ -25,18 +26,16 @@ class Speech:
     def __init__(self, run: TrainingRun, template: ChatTemplate | None, stop_token_ids: Sequence[int]) -> None:
         self.run, self.template, self.stop_token_ids = run, template, stop_token_ids
 
-    def of_prompt(self, prompt: str | Messages) -> list[int]:
+    def of_prompt(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
         """A prompt as the model reads it. Raises ValueError, RequestError among them."""
         if isinstance(prompt, str):
             return self.run.tokenizer.tokenize(prompt)
         assert self.template is not None
-        return self.template.tokens(prompt)
+        return self.template.tokens(prompt, settings)
 
-    def of_opening(self, prompt: str | Messages) -> list[int]:
+    def of_opening(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
         """The same, of a prompt that an environment has added to."""
-        if not isinstance(prompt, str) and self.template is not None:
-            self.template.check_no_message_ignored(prompt)
-        return fitted(self.run.args, self.of_prompt(prompt))
+        return fitted(self.run.args, self.of_prompt(prompt, settings))
 
     def text(self, tokens: Sequence[int], finished: bool) -> str:
         """The text of tokens that the model wrote, without the token that ends them if they are finished."""
@@ -44,7 +43,7 @@ class Speech:
         return self.run.tokenizer.detokenize(tokens[:-1] if ended else tokens)
 
     def of_observation(
-        self, said: Observation, prompt: str | Messages, messages: Messages, last: int
+        self, said: Observation, prompt: str | Messages, settings: TemplateSettings, messages: Messages, last: int
     ) -> tuple[list[int], Messages]:
         """What an environment said, between the model's last token and its next turn, as tokens and as
         messages. messages: since the prompt, with the model's. Raises ValueError."""
@@ -53,9 +52,10 @@ class Speech:
                 raise ValueError("it answers a text with messages; return a text, or let prompts be messages")
             return self.run.tokenizer.tokenize_bare(said), [{"role": "user", "content": said}]
         assert self.template is not None
-        replies: Messages = [{"role": "user", "content": said}] if isinstance(said, str) else list(said or ())
-        self.template.check_no_message_ignored([*prompt, *messages, *replies])
-        return self.template.tokens_after([*prompt, *messages[:-1]], last, replies), replies
+        replies: Messages = [{"role": "user", "content": said}] if isinstance(said, str) else []
+        if said and not isinstance(said, str):
+            replies = conversation(said, "observation")
+        return self.template.tokens_after([*prompt, *messages[:-1]], settings, last, replies), replies
 
 
 def opening(prompt: str | Messages, said: Observation) -> str | Messages:
@@ -68,9 +68,9 @@ def opening(prompt: str | Messages, said: Observation) -> str | Messages:
             raise ValueError("reset returned messages, and the prompt is a text; return a text")
         return prompt + said
     if not isinstance(said, str):
-        return [*prompt, *said]
-    content = prompt[-1]["content"]
-    if not isinstance(content, str):
+        return [*prompt, *conversation(said, "observation")]
+    content = prompt[-1].get("content")
+    if content is None:
         raise ValueError("reset returned a text, and the prompt's last message holds none; return messages")
     return [*prompt[:-1], {**prompt[-1], "content": content + said}]
 
@@ -103,7 +103,7 @@ class Conversation:
             said = self._environment.reset(row.prompt, seed, row.columns)
             prompt = opening(row.prompt, said)
             if prompt is not row.prompt:
-                tokens = self._speech.of_opening(prompt)
+                tokens = self._speech.of_opening(prompt, row.settings)
         except (EnvironmentFailure, ValueError) as problem:
             return self._end(False, str(problem))
         self._prompt, self._tokens = prompt, tokens
@@ -124,7 +124,7 @@ class Conversation:
             if outcome.done or not turn.finished or self._turns == options["max_turns"]:
                 return self._end(outcome.done and turn.finished)
             tokens, replies = self._speech.of_observation(
-                outcome.observation, self._prompt, self._messages, turn.tokens[-1]
+                outcome.observation, self._prompt, self._asked[0].row.settings, self._messages, turn.tokens[-1]
             )
         except (EnvironmentFailure, ValueError) as problem:
             return self._end(False, str(problem))

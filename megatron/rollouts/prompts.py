@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data import DataError
+from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
 from megatron.data.sampler import data_seed
 from megatron.neox_arguments import NeoXArgs
 
@@ -19,12 +20,13 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A line of a file of prompts. prompt: a text, or messages for the chat template; columns: the other
-    fields; place: FILE:LINE."""
+    """A line of a file of prompts. prompt: a text, or messages for the chat template, which gets `settings`
+    too; columns: the other fields; place: FILE:LINE."""
 
     prompt: str | Messages
     columns: Mapping[str, Any]
     place: str
+    settings: TemplateSettings = TemplateSettings()
 
 
 @dataclass(frozen=True)
@@ -57,18 +59,17 @@ def _row(line: str, place: str, key: str, chat: bool) -> PromptRow:
     except ValueError as problem:
         raise DataError(f"{place}: is no JSON ({problem}); a line is one prompt") from problem
     prompt: Any = entry.get(key) if isinstance(entry, dict) else None
-    good = isinstance(prompt, str) and prompt != ""
-    if not good and isinstance(prompt, list):
-        good = bool(prompt) and all(
-            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str | list)
-            for one in prompt
-        )
-    if not good:
+    if not prompt or not isinstance(prompt, str | list):
         what = f'{{"{key}": text or [{{"role": ..., "content": ...}}, ...], ...}}'
         raise DataError(f"{place}: expected {what} (rollout.prompt_key: {key})")
-    if chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    return PromptRow(prompt, {name: value for name, value in entry.items() if name != key}, place)
+    columns = {name: value for name, value in entry.items() if name != key}
+    if isinstance(prompt, str) and not chat:
+        return PromptRow(prompt, columns, place)
+    try:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else conversation(prompt, key)
+        return PromptRow(with_system(messages, row_system(entry)), columns, place, template_settings(entry))
+    except DataError as problem:
+        raise DataError(f"{place}: {problem} (rollout.prompt_key: {key})") from None
 
 
 @dataclass(frozen=True)
@@ -113,14 +114,14 @@ class Prompts:
 
 
 def tokens_of(
-    args: NeoXArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages], list[int]]
+    args: NeoXArgs, rows: Sequence[PromptRow], tokenize: Callable[[str | Messages, TemplateSettings], list[int]]
 ) -> list[list[int]]:
     """The tokens of each row's prompt, without the beginning of one that `rollout.max_prompt_length` cuts.
     Raises DataError for one that has no token, is too long, or that the chat template refuses."""
     found = []
     for row in rows:
         try:
-            found.append(fitted(args, tokenize(row.prompt)))
+            found.append(fitted(args, tokenize(row.prompt, row.settings)))
         except ValueError as problem:
             raise DataError(f"{row.place}: {problem}") from problem
     return found

@@ -45,6 +45,7 @@ class HFTokenizer(Tokenizer):
         # A file saved with these would cut documents off, or fill them up, without a word
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        _check_dropout(tokenizer, where)
         self._tokenizer, find = tokenizer, tokenizer.token_to_id
         # Not get_vocab_size(): ids may have holes
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -149,3 +150,13 @@ def _declared_tokens(path: Path) -> dict[str, str]:
 
 def _library(name: str) -> Any:
     return import_optional(name, TokenizerError(f"this tokenizer needs the {name} package (pip install {name})"))
+
+
+def _check_dropout(tokenizer: Any, where: object) -> None:
+    """Raise TokenizerError for BPE dropout, with which a text has other tokens each time it is read."""
+    dropout = getattr(tokenizer.model, "dropout", None)
+    if dropout:
+        raise TokenizerError(
+            f"{where}: its model has dropout {dropout:g}, with which each run reads other tokens; set model.dropout to "
+            "null in tokenizer.json"
+        )

@@ -72,7 +72,8 @@ def _open(path: Path) -> Any:
         import zstandard
     except ModuleNotFoundError:
         raise TokenizerError(f"{path}: reading .zst needs the zstandard package (pip install zstandard)") from None
-    return io.BufferedReader(zstandard.open(path, "rb"))
+    frames = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # as preprocessing reads them
+    return io.BufferedReader(zstandard.open(path, "rb", dctx=frames))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -146,9 +146,9 @@ def test_rows_of_whole_documents(lengths, pack_impl, seq, chop, masked, truncate
 
 @pytest.mark.parametrize("pack_impl", WHOLE)
 def test_a_label_of_its_first_token_alone_makes_no_document_usable(pack_impl: str):
-    text = Memory([1, 5])
-    maps = build_maps(text.sizes, 0, 2, 1, 8, 7, Packing(pack_impl), labels_of(text, [0, 2]))
-    assert set(maps.doc_idx.tolist()) == {1}
+    labels = Memory([1, 5], np.array([1, -100, -100, 4, 5, 6]))
+    samples = packed(Memory([1, 5]), 1, 8, 7, Packing(pack_impl), labels=labels)
+    assert set(samples.maps.doc_idx.tolist()) == {1}
 
 
 def test_more_samples_only_go_on():

@@ -89,6 +89,8 @@ def test_what_cannot_be_asked_is_said(both):
                           ({"max_gen_toks": POSITIONS}, f" {POSITIONS} ")):  # fmt: skip
         with pytest.raises(ValueError, match=facts):
             ours.generate_until(instances("generate_until", [("a", kwargs)]))
+    with pytest.raises(ValueError, match="t: document 1 has an empty question and an empty choice"):
+        ours.loglikelihood(instances("loglikelihood", [("a", "b"), ("", "")]))
 
 
 def test_an_empty_question_is_asked_all_the_same(both):

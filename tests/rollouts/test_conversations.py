@@ -122,7 +122,7 @@ def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_pat
         "{% for m in messages if m.role != 'tool' %}{{ m.content }} {% endfor %}{{ '=' if add_generation_prompt }}"
     )
     keys = {"chat_template": str(tmp_path / "chat.jinja"), "rollout.chat": True}
-    with pytest.raises(AssertionError, match="all 16 conversations failed, .* role tool"):
+    with pytest.raises(AssertionError, match="all 16 conversations failed, .*message 1 .tool.*"):
         run_ranks(steps_of, 1, with_environment(task, keys, "Deaf"))
 
 
@@ -152,8 +152,7 @@ def test_what_reset_returns_is_part_of_the_prompt(prompt: Any, said: Any, expect
     assert opening(prompt, said) == expected
 
 
-@pytest.mark.parametrize(("prompt", "said"), [("a", [{"role": "user", "content": "b"}]),
-                                              ([{"role": "user", "content": [{}]}], "b")])  # fmt: skip
+@pytest.mark.parametrize(("prompt", "said"), [("a", [{"role": "user", "content": "b"}]), ([{"role": "user"}], "b")])
 def test_what_reset_may_not_return(prompt: Any, said: Any) -> None:
     with pytest.raises(ValueError, match="return a text|return messages"):
         opening(prompt, said)

@@ -79,3 +79,12 @@ def test_from_args():
 def test_padding_of_the_vocabulary():
     assert [padded_vocab_size(380, 64, tp) for tp in (1, 2, 3)] == [384, 384, 384]
     assert padded_vocab_size(50277, 128, 4) == 50304 and padded_vocab_size(380, 64, 5) == 640
+
+
+def test_dropout_is_refused(tmp_path: Path):
+    """Each run would read other tokens."""
+    content = json.loads((TOKENIZER).read_text())
+    content["model"]["dropout"] = 0.1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: .*dropout 0\.1"):
+        HFTokenizer(tmp_path)

@@ -2,6 +2,7 @@
 line."""
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -10,10 +11,11 @@ from pathlib import Path
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, PreprocessProgress, PreprocessResult, preprocess
 from megatron.data.preprocessing.encode_job import Job
-from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools.site import site_defaults
 
+BAD_ROWS = 100
 INPUT_HELP = (
     "files, globs or folders, separated by commas: JSONL, JSON arrays, CSV, TSV, Parquet, Arrow, save_to_disk folders; "
     ".txt and the members of .zip and .tar are one document each; .gz and .zst of these; organisation/name of a "
@@ -76,7 +78,7 @@ def text_job(options: argparse.Namespace, keys: Sequence[str]) -> EncodeJob:
 
 
 def add_work_flags(parser: argparse.ArgumentParser) -> None:
-    """Add --output-prefix, --dataset-impl, --workers, --on-error and --log-interval."""
+    """Add --output-prefix, --dataset-impl, --workers, --on-bad-row and --log-interval."""
     output = parser.add_argument_group("output")
     output.add_argument("--output-prefix", required=True, help="writes PREFIX_KEY_document.bin and .idx")
     output.add_argument("--dataset-impl", choices=["mmap"], default="mmap", help="mmap; no other is written")
@@ -84,11 +86,23 @@ def add_work_flags(parser: argparse.ArgumentParser) -> None:
     work.add_argument("--workers", type=int, default=1, help="processes (1); the output does not depend on it")
     work.add_argument("--log-interval", type=int, default=100, help="documents between two progress lines (100)")
     work.add_argument(
+        "--on-bad-row",
         "--on-error",
-        choices=["stop", "skip"],
-        default="stop",
-        help="a row that cannot be used stops the job, or is left out, counted and put into PREFIX_errors.jsonl (stop)",
+        type=_bad_rows,
+        default=BAD_ROWS,
+        metavar="stop|drop|N",
+        help="a row that cannot be used stops the job, or is left out, counted and put into PREFIX_errors.jsonl: all "
+        f"of them, or N ({BAD_ROWS})",
     )
+
+
+def _bad_rows(text: str) -> int | None:
+    """How many bad rows may be left out, None for all."""
+    if text in ("drop", "skip"):  # skip: its name under --on-error
+        return None
+    if text != "stop" and not (text.isascii() and text.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither stop nor drop nor a number of rows")
+    return 0 if text == "stop" else int(text)
 
 
 def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Sequence[str]]]) -> PreprocessResult:
@@ -98,12 +112,15 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     """
     try:
         job, prefixes = make()
+        files = resolve(listed(options.input), options.split, options.subset)
+        for note in job.notes(_first_columns(files)):
+            print(note, flush=True)
         result = preprocess(
-            resolve(options.input.split(","), options.split, options.subset),
+            files,
             prefixes,
             job,
             workers=options.workers,
-            on_error=options.on_error,
+            max_bad_rows=options.on_bad_row,
             errors_file=f"{options.output_prefix}_errors.jsonl",
             metadata_file=f"{options.output_prefix}_metadata.json",
             arguments={name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
@@ -120,8 +137,20 @@ def run(tool: str, options: argparse.Namespace, make: Callable[[], tuple[Job, Se
     for name, count in result.counts.items():
         print(f"{name}: {count}")
     if result.progress.skipped:
-        print(f"{result.progress.skipped} bad rows left out: {options.output_prefix}_errors.jsonl", file=sys.stderr)
+        with open(f"{options.output_prefix}_errors.jsonl", encoding="utf-8") as errors:
+            first = json.loads(next(errors))["problem"]
+        where = f"{options.output_prefix}_errors.jsonl"
+        print(f"{result.progress.skipped} bad rows left out: {where}; the first: {first}", file=sys.stderr)
     return result
+
+
+def _first_columns(files: Sequence[InputFile]) -> list[str]:
+    """The columns of the first row; none where it cannot be read, which is told where it is."""
+    try:
+        value = next((row.value() for file in files[:1] for shard in file.shards(None) for row in shard.rows()), None)
+    except DataError:
+        return []
+    return list(value) if isinstance(value, dict) else []
 
 
 def progress_line(total: int | None, interval: int) -> Callable[[PreprocessProgress], None]:

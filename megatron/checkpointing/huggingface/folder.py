@@ -35,6 +35,7 @@ from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
 from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
 from megatron.data.files import sync
+from megatron.neox_arguments.errors import disk_problem
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
@@ -85,6 +86,10 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
         if not any(snapshot.glob("*.safetensors")):
             snapshot = Path(snapshot_download(hub, revision=revision, allow_patterns=[*small, f"{_BIN[:-4]}*.bin"]))
     except Exception as problem:  # of huggingface_hub, of its transport, of the disk: all mean that it cannot be had
+        if (disk := disk_problem(problem)) is not None:
+            raise CheckpointError(
+                f"{hub}: the cache of HuggingFace cannot be written ({disk}); set HF_HOME"
+            ) from problem
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         at = f" at revision {revision}" if revision else ""
         raise CheckpointError(

@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.conversations import (
+    CONVERSATION_COLUMNS,
+    PAIR,
+    conversation,
+    row_conversation,
+    row_system,
+    template_settings,
+    with_system,
+)
+from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
 from megatron.data.errors import DataError
 from megatron.data.inspection.statistics import FITS, share
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
-from megatron.data.preprocessing.conversations import (
-    PAIR,
-    check_characters,
-    conversation,
-    prompt_message,
-    shared_prompt,
-    template_settings,
-)
 from megatron.data.preprocessing.shards import InputRow
 
 ROWS_AT_ONCE = 256
-CONVERSATIONS = ("messages", "conversations", "conversation")
 SUGGESTED = tuple(2**power for power in range(7, 21))
 ENOUGH = 0.95  # share of the rows that a suggested length holds
 PARTS = {
@@ -53,13 +54,13 @@ def kind_of_rows(row: Mapping[str, Any], text_column: str) -> str:
         return "pairs"
     if "prompt" in row and "completion" in row:
         return "prompts with completions"
-    if any(name in row for name in CONVERSATIONS):
+    if any(name in row for name in CONVERSATION_COLUMNS):
         return "conversations"
     if text_column in row:
         return "texts"
     raise DataError(
         f"no column to measure (found: {', '.join(map(str, row))}); known are {', '.join(PAIR)}; prompt, completion; "
-        f"{', '.join(CONVERSATIONS)}; and {text_column} (--text-column)"
+        f"{', '.join(CONVERSATION_COLUMNS)}; and {text_column} (--text-column)"
     )
 
 
@@ -68,8 +69,8 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
     if kind == "texts":
         return RowTexts("", (_text(row, text_column),), True)
     if kind == "conversations":
-        name = next((name for name in CONVERSATIONS if name in row), CONVERSATIONS[0])
-        messages = conversation(row.get(name), name)
+        name = next((name for name in CONVERSATION_COLUMNS if name in row), CONVERSATION_COLUMNS[0])
+        messages = row_conversation(row, name)
         last = messages[-1:] if messages[-1]["role"] == "assistant" else []
         return _rendered(row, messages[: len(messages) - len(last)], [last], chat)
     names = PAIR if kind == "pairs" else ("completion",)
@@ -86,7 +87,10 @@ def texts_to_measure(row: Mapping[str, Any], kind: str, text_column: str, chat: 
     if kind == "pairs" and (prompt is None or isinstance(prompt, str) != plain):
         prompt, *answers = shared_prompt(*answers)
     if not plain:
-        return _rendered(row, [] if prompt is None else prompt, answers, chat)
+        system = row_system(row)
+        if isinstance(prompt, list) and prompt:
+            return _rendered(row, with_system(prompt, system), answers, chat)
+        return _rendered(row, [], [with_system(answer, system) for answer in answers], chat)
     if not isinstance(prompt, str):
         raise DataError(f'"{names[0]}" is text, and "prompt" beside it is not')
     end = chat.hf.eos_token or ""
@@ -98,6 +102,8 @@ def _rendered(row: Mapping[str, Any], prompt: Any, answers: Sequence[list], chat
     settings = template_settings(row)
     asked = chat.render(prompt, *settings, generation_prompt=True) if prompt and answers[0] else ""
     wholes = [chat.render([*prompt, *answer], *settings) for answer in answers]
+    for whole, answer in zip(wholes, answers, strict=True):
+        chat.check_rendered(whole, [*prompt, *answer], *settings)
     ended = [
         chat.ends_with_stop_token(whole, [*prompt, *answer][-1]) for whole, answer in zip(wholes, answers, strict=True)
     ]

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.data.conversations.messages import PAIR
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preprocessing.chat_masks import completion_labels, span_labels
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import PreparedRow, TextToEncode, trained_to_the_end
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer
-from megatron.data.preprocessing.conversations import PAIR
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def _documents(
         return None
     if any(_untrained(document) for group in fitted for document in group):
         if options.untrained == "refuse":
-            raise DataError("none of its tokens is trained; see --untrained, and --on-error skip to leave it out")
+            raise DataError("none of its tokens is trained; see --untrained")
         counts["rows without a trained token"] += 1
     if set(PAIR) <= set(options.keys):
         chosen, rejected = (fitted[options.keys.index(side)][0].ids for side in PAIR)

@@ -4,7 +4,7 @@ masked."""
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import chain
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.conversations.messages import UNREAD_COLUMNS
 from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_masks import delimiter_labels
 from megatron.data.preprocessing.chat_options import ChatOptions
@@ -52,6 +53,14 @@ class ChatJob:
 
     def dtypes(self) -> tuple[np.dtype, ...]:
         return tuple(FLOAT32 if name.endswith("reward_document") else INT32 for name in self.names())
+
+    def notes(self, columns: Collection[str]) -> list[str]:
+        unread = [
+            name
+            for name in UNREAD_COLUMNS
+            if name in columns and name not in (*self.options.keys, self.options.reward_key)
+        ]
+        return [f"columns that are not read: {', '.join(unread)}"] if unread else []
 
     def prepare(self, row: InputRow) -> PreparedRow:
         return prepare(row.value(), self.tokenizer(), self.options, row.where)
@@ -102,6 +111,9 @@ class DelimiterJob:
     @property
     def fields(self) -> tuple[str, ...]:
         return self.text.fields
+
+    def notes(self, columns: Collection[str]) -> list[str]:
+        return []
 
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (INT32, INT32)

@@ -9,29 +9,33 @@ prompt). Either way three things are checked of every trained answer, and what f
 """
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from megatron.data.conversations import Message, is_trained, message_texts
+from megatron.data.conversations.messages import roles_of
 from megatron.data.errors import DataError
 from megatron.data.labels import MASKED
 from megatron.data.preferences.pairwise import common_prefix
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
-from megatron.data.preprocessing.conversations import Message, message_texts, roles_of
+
+UNSTOPPED = "answers without a stop token"  # how this is called among the counts of a job
 
 _WORD = re.compile(r"\S")
 
 
 @dataclass(frozen=True)
 class TrainedText:
-    """A rendered conversation and its character ranges that are trained. unstopped: answers without a stop
-    token."""
+    """A rendered conversation and its character ranges that are trained. counts: answers without a stop
+    token, and what the template leaves out by design."""
 
     text: str
     spans: tuple[Span, ...]
-    unstopped: int = 0
+    counts: Counter
 
 
 def trained_spans(
@@ -47,26 +51,28 @@ def trained_spans(
     """Every answer of `role`; with only_last, the last message, if it is one. Raises DataError for what fails
     a check, and for a conversation without a message of `role`, unless `unanswered`.
 
-    An answer that opens the conversation, without a prompt, is not trained unless the template marks it.
+    An answer with `weight: 0` is not trained; one that opens the conversation, without a prompt, is only
+    where the template marks it.
     """
     render = _TemplateRenderer(chat, tools, variables)
     answers = [i for i, message in enumerate(messages) if message["role"] == role]
     if not answers and unanswered:
-        return TrainedText(chat.render(messages, tools, variables), ())
+        text = chat.render(messages, tools, variables)
+        return TrainedText(text, (), chat.check_rendered(text, messages, tools, variables))
     if not answers:
         raise DataError(f'no message has the role "{role}" (found: {roles_of(messages)}); see --generation-role')
-    wanted = [i for i in answers if i == len(messages) - 1] if only_last else answers
+    wanted = [i for i in answers if is_trained(messages[i]) and (i == len(messages) - 1 or not only_last)]
     marked = chat.marks_generation(tools)
     prompts = {index: render.prompt(messages, index) for index in wanted}
     text, spans = render.marked(messages, answers, wanted) if marked else render.compared(messages, prompts)
-    unstopped = 0
+    counts = chat.check_rendered(text, messages, tools, variables)
     for index, span in spans.items():
         prompt = prompts[index]
         if not text.startswith(prompt):
             raise DataError(_unstable(index, prompt, text))
         render.check_answer(messages, index, text, span, marked, prompt)
-        unstopped += check_stop(chat, text, span, messages[index], index)
-    return TrainedText(text, tuple(spans.values()), unstopped)
+        counts[UNSTOPPED] += check_stop(chat, text, span, messages[index], index)
+    return TrainedText(text, tuple(spans.values()), counts)
 
 
 class _TemplateRenderer:
@@ -227,14 +233,8 @@ def delimiter_labels(ids: np.ndarray, delimiter: Sequence[int]) -> tuple[np.ndar
 
 
 def _other_words(message: Message, number: int) -> Message:
-    content = message.get("content")
-    word = f"Other{number}words"
-    if isinstance(content, str):
-        return {**message, "content": word}
-    if isinstance(content, list):
-        parts = [{**part, "text": word} if isinstance(part, dict) and "text" in part else part for part in content]
-        return {**message, "content": parts}
-    return message
+    only_calls = not message["content"] and "tool_calls" in message
+    return message if only_calls else {**message, "content": f"Other{number}words"}
 
 
 def _unstable(index: int, part: str, text: str) -> str:

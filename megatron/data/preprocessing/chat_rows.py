@@ -9,20 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.errors import DataError
-from megatron.data.preprocessing.chat_masks import trained_spans
-from megatron.data.preprocessing.chat_options import ChatOptions
-from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
-from megatron.data.preprocessing.conversations import (
+from megatron.data.conversations import (
     PAIR,
     Message,
-    check_characters,
     conversation,
+    is_trained,
     message_texts,
-    prompt_message,
-    shared_prompt,
+    row_system,
     template_settings,
+    with_system,
 )
+from megatron.data.conversations.messages import check_characters, prompt_message, shared_prompt
+from megatron.data.errors import DataError
+from megatron.data.preprocessing.chat_masks import UNSTOPPED, trained_spans
+from megatron.data.preprocessing.chat_options import ChatOptions
+from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, Span
 from megatron.data.preprocessing.encode_job import fix_text
 
 PROMPTED = ("completion", *PAIR)  # columns that continue the column `prompt`, where there is one
@@ -85,8 +86,9 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         return _plain(str(prompt), rest, chat, options)
     chat.require_template()
     tools, variables = template_settings(row)
+    before = prompt if isinstance(prompt, list) else []
     if options.all_turns:
-        prompt, rest = None, [*(prompt if isinstance(prompt, list) else []), *rest]
+        prompt, before, rest = None, [], [*before, *rest]
     if prompt is None and options.mask and not options.for_rm:
         trained = trained_spans(
             chat, rest, role=options.role, only_last=options.only_last, tools=tools, variables=variables,
@@ -95,12 +97,19 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
         start = trained.spans[-1][0] if trained.spans else 0
         item = TextToEncode(trained.text, spans=trained.spans, eos=_eos(trained.text[start:], rest, chat))
         closed = item.eos is not None and trained_to_the_end(item)
-        counts["answers without a stop token"] += trained.unstopped - closed
+        counts.update(trained.counts)
+        counts[UNSTOPPED] -= closed
         return item
-    before = prompt if isinstance(prompt, list) else []
     if options.only_last:
         before, rest = before + rest[:-1], rest[-1:]
+    untrained = next((number for number, message in enumerate(rest) if not is_trained(message)), None)
+    if untrained is not None and not options.for_rm:
+        raise DataError(
+            f'"{key}" message {untrained} is not to be trained (weight: 0), and all of "{key}" is; '
+            "see --loss-scope all_assistant"
+        )
     text = chat.render(before + rest, tools, variables)
+    counts.update(chat.check_rendered(text, before + rest, tools, variables))
     if prompt is None or not options.mask or options.for_rm:
         return TextToEncode(text, eos=_eos(text, rest, chat))
     others = sum(message["role"] != options.role for message in rest)
@@ -114,7 +123,7 @@ def _item(row: Mapping[str, Any], key: str, chat: ChatTokenizer, options: ChatOp
     for number, message in enumerate(rest):
         for part in message_texts(message):
             if part.strip() not in text[start:]:
-                raise DataError(f'"{key}" message {number} cannot be verified: the template does not render its text')
+                raise DataError(f'"{key}" message {number} cannot be verified: its text is not behind the prompt')
     return TextToEncode(text, prompt=rendered_prompt, eos=_eos(text[start:], rest, chat))
 
 
@@ -123,7 +132,7 @@ def _parts(
 ) -> tuple[list[Message] | str | None, list[Message] | str]:
     """(prompt or None, what follows it) of one key: both are texts, or both are messages."""
     if options.maps:
-        return None, _with_system([_mapped(row, role, text) for role, text in options.maps], options, counts)
+        return None, _with_system([_mapped(row, role, text) for role, text in options.maps], row, options, counts)
     value = _column(row, key)
     prompt = row.get("prompt") if key in PROMPTED else None
     if isinstance(prompt, str) and not isinstance(value, str):
@@ -149,11 +158,11 @@ def _parts(
         return prompt, value
     messages = conversation(value, key)
     if prompt is None:
-        return None, _with_system(messages, options, counts)
+        return None, _with_system(messages, row, options, counts)
     prompt_messages = conversation(prompt, "prompt")
     if messages[: len(prompt_messages)] == prompt_messages:
         raise DataError(f'"{key}" begins with the messages of "prompt", which would be there twice; drop that column')
-    return _with_system(prompt_messages, options, counts), messages
+    return _with_system(prompt_messages, row, options, counts), messages
 
 
 def _plain(prompt: str, rest: str, chat: ChatTokenizer, options: ChatOptions) -> TextToEncode:
@@ -181,13 +190,14 @@ def _mapped(row: Mapping[str, Any], role: str, text: str) -> Message:
     return {"role": role, "content": filled}
 
 
-def _with_system(messages: list[Message], options: ChatOptions, counts: Counter) -> list[Message]:
-    if options.system is None:
-        return messages
-    if messages[0]["role"] == "system":
-        counts["conversations that keep a system message of their own"] += 1
-        return messages
-    return [{"role": "system", "content": options.system}, *messages]
+def _with_system(
+    messages: list[Message], row: Mapping[str, Any], options: ChatOptions, counts: Counter
+) -> list[Message]:
+    """Behind the system message of the row's column, else that of the job; one among the messages stays."""
+    own = with_system(messages, None if options.maps else row_system(row))
+    whole = with_system(own, options.system)
+    counts["conversations that keep a system message of their own"] += options.system is not None and whole is own
+    return whole
 
 
 def _eos(text: str, messages: Sequence[Message], chat: ChatTokenizer) -> int | None:

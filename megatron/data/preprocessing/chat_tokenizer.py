@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
@@ -10,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.data.conversations import Message, RenderedCheck, message_texts
 from megatron.data.errors import DataError
-from megatron.data.preprocessing.conversations import Message, message_texts
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.neox_arguments.optional_packages import import_optional
 
@@ -36,6 +37,11 @@ class ChatTokenizer:
         # A file saved with these would cut conversations off, or fill them up, without a word
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
+        if getattr(hf.backend_tokenizer.model, "dropout", None):
+            raise DataError(
+                f"{hf.name_or_path}: its model has dropout, with which each run reads other tokens; set model.dropout "
+                "to null in tokenizer.json"
+            )
         templates = template if template is not None else hf.chat_template
         texts = list(templates.values()) if isinstance(templates, dict) else [templates or ""]
         self.date = day if any("strftime_now(" in text for text in texts) else None
@@ -51,6 +57,7 @@ class ChatTokenizer:
         self.bos: int | None = hf.bos_token_id
         self.adds_bos = self.bos is not None and hf.backend_tokenizer.encode("x").ids[:1] == [self.bos]
         self.verified: set[tuple[str, str]] = set()  # what stands around an answer, once checked: see chat_masks.py
+        self._check = RenderedCheck()
 
     def require_template(self) -> None:
         """Raise DataError where there is no chat template."""
@@ -81,6 +88,17 @@ class ChatTokenizer:
                 **variables or {},
             )
         )
+
+    def check_rendered(
+        self,
+        text: str,
+        messages: Sequence[Message],
+        tools: list | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Counter:
+        """Compare a render with its messages. Returns what the template leaves out by design, counted; raises
+        DataError for all else that it leaves out."""
+        return self._check(messages, text, lambda others: self.render(others, tools, variables), tools)
 
     def render_generations(
         self, messages: Sequence[Message], tools: list | None = None, variables: Mapping[str, Any] | None = None

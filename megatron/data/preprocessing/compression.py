@@ -10,6 +10,7 @@ from megatron.data.errors import DataError
 from megatron.neox_arguments.optional_packages import import_optional
 
 COMPRESSED = (".gz", ".zst")
+ZSTD_WINDOW = 1 << 31  # bytes of memory that a frame may ask for, the most that zstd --long=31 writes
 ZSTD_BYTES = 1 << 15  # compressed bytes at once: they may decompress to thousands of times as many
 
 
@@ -54,7 +55,8 @@ def decompressed(raw: IO[bytes], compression: str, source: str) -> Iterator[Any]
         missing = DataError(f"{source}: reading .zst needs the zstandard package (pip install zstandard)")
         zstandard = import_optional("zstandard", missing)
         try:
-            yield io.BufferedReader(_ZstdReader(raw, zstandard.ZstdDecompressor().decompressobj), ZSTD_BYTES)
+            frames = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
+            yield io.BufferedReader(_ZstdReader(raw, frames), ZSTD_BYTES)
         except zstandard.ZstdError as problem:
             raise DataError(f"{source}: damaged or cut off ({problem})") from problem
     else:

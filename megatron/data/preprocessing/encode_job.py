@@ -9,7 +9,7 @@ of workers.
 import functools
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -41,6 +41,9 @@ class Job(Protocol):
     def fields(self) -> tuple[str, ...] | None: ...
 
     def dtypes(self) -> tuple[np.dtype, ...]: ...
+
+    def notes(self, columns: Collection[str]) -> list[str]:
+        """What a person should know before the job begins. columns: of the first rows."""
 
     def prepare(self, row: InputRow) -> Any | None:
         """What `encode` needs of one row, None for a row to leave out. Raises DataError, naming the row."""
@@ -82,6 +85,9 @@ class EncodeJob:
 
     def tokenizer(self) -> Encoder:
         return _build(self.make_tokenizer, self.tokenizer_args)
+
+    def notes(self, columns: Collection[str]) -> list[str]:
+        return []
 
     def dtypes(self) -> tuple[np.dtype, ...]:
         return (best_fitting_dtype(self.tokenizer().vocab_size),) * len(self.keys)

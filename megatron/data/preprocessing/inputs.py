@@ -19,6 +19,7 @@ from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
+from megatron.neox_arguments.errors import disk_problem
 from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
@@ -101,6 +102,18 @@ def _cut(shards: Iterator[Shard], rows: RowRange) -> Iterator[Shard]:
 
 
 _ABOUT = ("dataset_infos.json", "dataset_info.json", "metadata.json")  # what the hub's older datasets say of themselves
+
+
+def listed(text: str) -> list[str]:
+    """The names in a list with commas; a comma within the name of a file that is there separates nothing."""
+    names: list[str] = []
+    parts = text.split(",")
+    while parts:
+        ends = [end for end in range(len(parts), 1, -1) if Path(",".join(parts[:end])).exists()]
+        end = ends[0] if ends else 1
+        names.append(",".join(parts[:end]))
+        parts = parts[end:]
+    return names
 
 
 def resolve(
@@ -252,6 +265,8 @@ def _from_hub(name: str, split: str | None, subset: str | None, hub: dict[str, A
     except DataError:
         raise
     except Exception as problem:  # offline, unknown, private, needs a script: each has its own kind of exception
+        if (disk := disk_problem(problem)) is not None:
+            raise DataError(f"{name}: the cache of HuggingFace cannot be written ({disk}); set HF_HOME") from None
         raise DataError(
             f"{name}: no such file here, and https://huggingface.co/datasets/{name} cannot be had "
             f"({_reason(problem)}). Offline, fetch it where there is a network and give the folder"

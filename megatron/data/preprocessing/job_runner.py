@@ -4,7 +4,7 @@ crash.
 While it runs, everything lies in `.<name>.parts-<digest of the job>/` beside the output:
   journal.json       what the files hold of finished shards; the truth after a crash, they are cut back to it
   <i>.bin, <i>.len   of output i: the tokens, and the length of each document (int32)
-  bad.jsonl          rows that --on-error skip left out
+  bad.jsonl          rows that were left out
   part-<pid>-<n>.*   of shards that are finished but not yet appended
 """
 
@@ -85,7 +85,7 @@ def preprocess(
     job: Job,
     *,
     workers: int = 1,
-    on_error: str = "stop",
+    max_bad_rows: int | None = 0,
     errors_file: str | Path | None = None,
     metadata_file: str | Path | None = None,
     arguments: dict[str, Any] | None = None,
@@ -93,7 +93,7 @@ def preprocess(
 ) -> PreprocessResult:
     """Write one `.bin/.idx` pair for each of the job's outputs; they appear at the end, or not at all.
 
-    on_error: `stop` raises DataError at the first bad row; `skip` leaves it out and writes it to errors_file.
+    max_bad_rows: so many are left out and written to errors_file, one more raises DataError; None: all are.
     metadata_file: where to describe the result in JSON, `arguments` with it. progress is called after each
     shard.
     """
@@ -104,7 +104,7 @@ def preprocess(
     if workers < 1:
         raise DataError(f"{workers} workers: at least 1 is wanted")
     with _work_folder(prefixes, job, files) as folder:
-        run = _JobRun(folder, job, files, prefixes, on_error)
+        run = _JobRun(folder, job, files, prefixes, max_bad_rows)
         if not run.journal["published"]:
             run.check_space(first=True)
             try:
@@ -114,7 +114,7 @@ def preprocess(
             except OSError as problem:
                 raise DataError(f"{os_error(problem, folder)}{run.how_to_go_on()}") from None
             except BadRow as problem:
-                raise DataError(f"{problem}{run.how_to_go_on(' with --on-error skip')}") from None
+                raise DataError(f"{problem}{run.how_to_go_on(' with --on-bad-row drop')}") from None
             finally:
                 run.close()
         return run.finish(errors_file, metadata_file, arguments or {})
@@ -123,8 +123,11 @@ def preprocess(
 class _JobRun:
     """One run of a preprocessing job in its work folder, from its journal on."""
 
-    def __init__(self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], on_error: str):
-        self.folder, self.job, self.files, self.prefixes, self.on_error = folder, job, files, prefixes, on_error
+    def __init__(
+        self, folder: Path, job: Job, files: list[InputFile], prefixes: list[str], max_bad_rows: int | None
+    ) -> None:
+        self.folder, self.job, self.files, self.prefixes = folder, job, files, prefixes
+        self.max_bad_rows = max_bad_rows
         self.dtypes = job.dtypes()
         self.names = [f"{i}.{kind}" for i in range(len(prefixes)) for kind in ("bin", "len")] + ["bad.jsonl"]
         self.journal: dict[str, Any] = {
@@ -154,9 +157,12 @@ class _JobRun:
         progress(self.state)
         all_shards = (shard for file in self.files for shard in file.shards(self.job.fields))
         todo = itertools.islice(enumerate(all_shards), self.state.shards, None)
-        tasks = ((self.job, shard, self._part(number), self.on_error, len(self.prefixes)) for number, shard in todo)
+        tasks = ((self.job, shard, self._part(number), self.max_bad_rows, len(self.prefixes)) for number, shard in todo)
         for part in in_order(encode_shard, tasks, workers):
             self._append(self.state.shards, part)
+            if self.max_bad_rows is not None and self.state.skipped > self.max_bad_rows:
+                self._save()
+                raise BadRow(f"{self.state.skipped} bad rows, the first: {self._first_problem()}")
             if time.monotonic() - self.saved >= JOURNAL_SECONDS:
                 self._save()
             progress(self.state)
@@ -181,6 +187,12 @@ class _JobRun:
         state.skipped += part.skipped
         state.text_bytes, state.disk_bytes = state.text_bytes + part.text_bytes, state.disk_bytes + part.disk_bytes
         state.seconds = time.monotonic() - self.start
+
+    def _first_problem(self) -> str:
+        for handle in self.handles.values():
+            handle.flush()
+        with open(self.folder / "bad.jsonl", "rb") as bad:
+            return json.loads(bad.readline())["problem"]
 
     def _save(self) -> None:
         """Sync the files, then let the journal vouch for them."""
@@ -260,8 +272,11 @@ class _JobRun:
         for output in outputs:
             if not output.tokens:
                 names = ", ".join(str(file.path) for file in self.files)
-                problem = f"{names}: no text in any document for {output.prefix}; nothing is written"
-                problem += f" ({self.state.skipped} bad rows skipped)" if self.state.skipped else ""
+                problem = f"{names}: no document with text is left for {output.prefix}; nothing is written"
+                reasons = [f"{name}: {count}" for name, count in self.total.counts.items() if count]
+                if self.state.skipped:
+                    reasons.append(f"{self.state.skipped} bad rows left out, the first: {self._first_problem()}")
+                problem += f" ({'; '.join(reasons)})" if reasons else ""
         if problem:
             (self.folder / "journal.json").unlink(missing_ok=True)  # nothing of it is worth keeping
             raise DataError(problem)

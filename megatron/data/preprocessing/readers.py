@@ -7,6 +7,7 @@ always give the same shards.
 import csv
 import gzip
 import io
+import itertools
 import sys
 import tarfile
 import zipfile
@@ -19,7 +20,7 @@ from megatron.data.errors import DataError
 from megatron.data.preprocessing import shards
 from megatron.data.preprocessing.compression import COMPRESSED, decompressed
 from megatron.data.preprocessing.json_arrays import array_elements, begins_array
-from megatron.data.preprocessing.shards import BOM, LineRange, Record, RecordShard, Shard, TextFile
+from megatron.data.preprocessing.shards import BOM, LineRange, Record, RecordShard, Shard, TextFile, read_line
 
 CSV_FIELD_BYTES = 1 << 30  # a quote that is never closed must not swallow a file without end
 KINDS = {
@@ -94,7 +95,7 @@ def _stream_shards(
     with decompressed(raw, compression, source) as stream:
         match kind:
             case "text":
-                data = stream.read()
+                data = stream.read(shards.DOCUMENT_BYTES + 1)
                 yield TextFile(source, consumed(), data)
             case "csv":
                 yield from _record_shards(_csv_records(stream, source), source, " line ", consumed)
@@ -156,10 +157,13 @@ def _record_shards(records: Iterator[Record], source: str, unit: str, consumed: 
 
 
 def _lines(stream: IO[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(stream, start=1):
+    for number in itertools.count(1):
+        line, size, problem = read_line(stream)
+        if not size:
+            return
         row = line.removeprefix(BOM) if number == 1 else line
         if row.strip():
-            yield number, row, None
+            yield number, row, problem
 
 
 def _csv_records(stream: IO[bytes], source: str) -> Iterator[Record]:

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from megatron.data.errors import DataError
 
 CHUNK_BYTES = 1 << 20  # of raw input in a shard: a fraction of a second of tokenising
+DOCUMENT_BYTES = 1 << 30  # of the longest: a line without end, or a bomb, must not take all memory
 BOM = b"\xef\xbb\xbf"
 
 Record = tuple[int, Any, str | None]  # a row that was read in order: its number, its content, why it is bad
@@ -75,6 +76,23 @@ class Shard:
         raise NotImplementedError
 
 
+def read_line(file: IO[bytes]) -> tuple[bytes, int, str | None]:
+    """(the next line, how many bytes it has, why it is bad or None); one that is too long is passed over."""
+    line = file.readline(DOCUMENT_BYTES)
+    size, end = len(line), line[-1:]
+    if size < DOCUMENT_BYTES or end == b"\n":
+        return line, size, None
+    while end and end != b"\n":
+        rest = file.readline(CHUNK_BYTES)
+        size, end = size + len(rest), rest[-1:]
+    return line[:CHUNK_BYTES], size, too_long(size)
+
+
+def too_long(size: int) -> str:
+    """Why a document of so many bytes is bad."""
+    return f"{size} bytes in one document, more than {DOCUMENT_BYTES}; cut it into several"
+
+
 @dataclass(frozen=True)
 class LineRange(Shard):
     """The lines of a plain file that begin within [start, stop) bytes."""
@@ -89,11 +107,14 @@ class LineRange(Shard):
                 file.seek(position - 1)
                 position += len(file.readline(self.stop - position + 1)) - 1  # a line may be longer than many ranges
             number = 0
-            while position < self.stop and (line := file.readline()):
+            while position < self.stop:
+                line, size, problem = read_line(file)
+                if not size:
+                    return
                 row = line if position else line.removeprefix(BOM)
-                number, position = number + 1, position + len(line)
+                number, position = number + 1, position + size
                 if row.strip():
-                    yield InputRow(row, self, number)
+                    yield InputRow(row, self, number, problem)
 
     def name(self, number: int) -> str:
         """file:line; the lines before this range are counted only now."""
@@ -129,7 +150,13 @@ class TextFile(Shard):
     data: bytes | None = field(default=None, repr=False)
 
     def rows(self) -> Iterator[InputRow]:
+        if self.data is None and self.disk_bytes > DOCUMENT_BYTES:
+            yield InputRow("", self, 0, too_long(self.disk_bytes))
+            return
         data = Path(self.source).read_bytes() if self.data is None else self.data
+        if len(data) > DOCUMENT_BYTES:
+            yield InputRow("", self, 0, too_long(len(data)))
+            return
         try:
             yield InputRow(data.decode("utf-8-sig"), self, 0)
         except UnicodeDecodeError as problem:

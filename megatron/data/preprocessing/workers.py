@@ -30,7 +30,7 @@ Done = TypeVar("Done")
 
 
 class BadRow(DataError):
-    """A bad row, which ends the job; `--on-error skip` would leave it out."""
+    """A bad row, which ends the job; `--on-bad-row drop` would leave it out."""
 
 
 @dataclass
@@ -54,11 +54,11 @@ class ShardCounts:
         return cls(0, disk_bytes, 0, [0] * outputs, [0] * outputs, [0] * outputs)
 
 
-def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int) -> ShardCounts:
+def encode_shard(job: Job, shard: Shard, stem: str, max_bad_rows: int | None, outputs: int) -> ShardCounts:
     """Turn a shard into the part files `<stem>.<i>.bin`, `<stem>.<i>.len` and `<stem>.bad.jsonl`; runs in a
     worker.
 
-    on_error: `stop` raises BadRow at the first bad row, `skip` leaves it out. outputs: how many the job has.
+    max_bad_rows: so many are left out, one more raises BadRow; None: all. outputs: how many the job has.
     """
     part = ShardCounts.of_outputs(outputs, shard.disk_bytes)
     dtypes, counts = job.dtypes(), Counter[str]()
@@ -68,7 +68,7 @@ def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int)
     size = 0
 
     def refuse(row: InputRow, problem: DataError) -> None:
-        if on_error == "stop":
+        if max_bad_rows is not None and part.skipped >= max_bad_rows:
             raise BadRow(str(problem)) from problem
         part.skipped += 1
         bad.write(_bad_row(row, problem))
@@ -77,7 +77,7 @@ def encode_shard(job: Job, shard: Shard, stem: str, on_error: str, outputs: int)
         try:
             columns, counted = job.encode([item for _, item in batch])
         except DataError as problem:
-            if len(batch) == 1 or on_error == "stop":
+            if len(batch) == 1:
                 return refuse(batch[0][0], problem)
             for one in batch:  # to find the bad ones
                 write([one])

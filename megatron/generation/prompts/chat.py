@@ -2,28 +2,24 @@
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing import find_checkpoint
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf, read_companion_files
+from megatron.data import DataError
+from megatron.data.conversations import Message, RenderedCheck, TemplateSettings
 from megatron.data.preprocessing.time_limit import RenderTimeout, render_limit
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.tokenizer import Tokenizer
 
-Message = Mapping[str, Any]
-_ANSWER, _PLACEHOLDER = "answer", "otherwise"
+_ANSWER = "answer"
 _UNIQUE = "\x02answer\x03"  # in no conversation
-_OFTEN_IGNORED: Mapping[str, Callable[[Message], bool]] = {
-    "messages of role tool": lambda message: message["role"] == "tool",
-    "messages of role developer": lambda message: message["role"] == "developer",
-    "tool_calls": lambda message: "tool_calls" in message,
-}
 
 
 @dataclass(frozen=True)
@@ -34,11 +30,39 @@ class ChatTemplate:
     text: str
     tokenizer: Tokenizer
     source: str
+    _check: RenderedCheck = field(default_factory=RenderedCheck, repr=False, compare=False)
+    _check_replies: RenderedCheck = field(default_factory=RenderedCheck, repr=False, compare=False)
 
-    def render(self, messages: Sequence[Message], generation_prompt: bool = True, *, open_end: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Message],
+        settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
+        *,
+        generation_prompt: bool = True,
+        open_end: bool = False,
+    ) -> str:
         """The conversation as text; generation_prompt: up to where an answer begins; open_end: the last
-        message is the beginning of one, and goes on. Raises RequestError with the template's own
-        complaint."""
+        message is the beginning of one, and goes on.
+
+        Raises RequestError with the template's own complaint, and where it leaves out a message.
+        """
+
+        def render(others: Sequence[Message]) -> str:
+            return self._render(others, settings, generation_prompt, open_end)
+
+        text = render(messages)
+        self._compare(self._check, messages, text, render, settings.tools)
+        return text
+
+    def _compare(self, check: RenderedCheck, *compared: Any) -> None:
+        try:
+            check(*compared)
+        except DataError as problem:
+            raise RequestError(f"{problem} ({self.source})") from None
+
+    def _render(
+        self, messages: Sequence[Message], settings: TemplateSettings, generation_prompt: bool, open_end: bool
+    ) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         tokenizer = self.tokenizer
@@ -48,10 +72,12 @@ class ChatTemplate:
             with render_limit():
                 rendered: Any = render_jinja_template(
                     conversations=[[dict(message) for message in messages]],
+                    tools=settings.tools,
                     chat_template=self.text,
                     add_generation_prompt=generation_prompt,
                     continue_final_message=open_end,
                     **{role: name for role, name in names.items() if name is not None},
+                    **settings.variables or {},
                 )
         except RenderTimeout as problem:
             raise RequestError(f"the chat template fails: {problem} ({self.source})") from None
@@ -60,35 +86,32 @@ class ChatTemplate:
             raise RequestError(f"the chat template refuses these messages: {reason}") from None
         return rendered[0][0]
 
-    def tokens(self, messages: Sequence[Message]) -> list[int]:
+    def tokens(
+        self,
+        messages: Sequence[Message],
+        settings: TemplateSettings = TemplateSettings(),  # noqa: B008 - frozen
+    ) -> list[int]:
         """The conversation as token ids, up to where an answer begins. Raises RequestError."""
-        return self.tokenizer.tokenize_bare(self.render(messages))
+        return self.tokenizer.tokenize_bare(self.render(messages, settings))
 
-    def tokens_after(self, messages: Sequence[Message], last: int, replies: Sequence[Message]) -> list[int]:
+    def tokens_after(
+        self, messages: Sequence[Message], settings: TemplateSettings, last: int, replies: Sequence[Message]
+    ) -> list[int]:
         """The token ids that follow an answer to `messages`, up to where the next answer begins, when
         `replies` come after it. last: the answer's last token, which is left out if the template ends
         answers with it. Raises RequestError."""
-        whole = self.render([*messages, {"role": "assistant", "content": _UNIQUE}, *replies])
-        before, mark, after = whole.rpartition(_UNIQUE)
+
+        def render(others: Sequence[Message]) -> str:
+            answered = [*messages, {"role": "assistant", "content": _UNIQUE}, *others]
+            return self._render(answered, settings, generation_prompt=True, open_end=False)
+
+        before, mark, after = render(replies).rpartition(_UNIQUE)
         if not mark or _UNIQUE in before:
             raise RequestError("the chat template does not write an answer before others once, as it stands")
+        self._compare(self._check_replies, replies, after, render)
         end = self.tokenizer.special_tokens.get(last) or self.tokenizer.detokenize([last])
         bare = after.lstrip()
         return self.tokenizer.tokenize_bare(bare.removeprefix(end) if bare.startswith(end) else after)
-
-    def check_no_message_ignored(self, messages: Sequence[Message]) -> None:
-        """Raise RequestError where the template leaves out the messages of a role beyond the usual ones, or
-        calls of tools: whether it does shows where other ones give the same text."""
-        whole = None
-        for what, concerns in _OFTEN_IGNORED.items():
-            if not any(concerns(message) for message in messages):
-                continue
-            whole = self.render(messages) if whole is None else whole
-            if (
-                self.render([_with_other_content(message) if concerns(message) else message for message in messages])
-                == whole
-            ):
-                raise RequestError(f"the chat template leaves out {what}, so that the model would not see them")
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -96,17 +119,12 @@ class ChatTemplate:
         one."""
         stop_tokens = {self.tokenizer.eod, self.tokenizer.eos}
         try:
-            whole = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}], False)
+            conversation: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER}]
+            whole = self.render(conversation, generation_prompt=False)
         except RequestError:
             return tuple(sorted(stop_tokens))
         after = self.tokenizer.tokenize_bare(whole.rpartition(_ANSWER)[2].lstrip())[:1]
         return tuple(sorted(stop_tokens | {token for token in after if token in self.tokenizer.special_tokens}))
-
-
-def _with_other_content(message: Message) -> Message:
-    """The same message with other content, or calls of another function."""
-    calls = [{**call, "function": {**call["function"], "name": _PLACEHOLDER}} for call in message.get("tool_calls", ())]
-    return {**message, **({"tool_calls": calls} if calls else {"content": message["content"] + _PLACEHOLDER})}
 
 
 def find_template(args: NeoXArgs, tokenizer: Tokenizer, carried: Mapping[str, bytes] | None = None) -> ChatTemplate:

@@ -6,25 +6,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.data.conversations import (
+    CONVERSATION_COLUMNS,
+    Message,
+    TemplateSettings,
+    row_conversation,
+    template_settings,
+    with_system,
+)
 from megatron.generation.batching.requests import RequestError
-from megatron.generation.prompts.chat import ChatTemplate, Message
+from megatron.generation.prompts.chat import ChatTemplate
 from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class Question:
     """text: as it is shown, of a conversation the user's last words; messages: a conversation that goes
-    through the chat template, empty: the text is continued as it stands."""
+    through the chat template with `settings`, empty: the text is continued as it stands."""
 
     text: str
     messages: tuple[Message, ...] = ()
+    settings: TemplateSettings = TemplateSettings()
 
     def tokens(self, tokenizer: Tokenizer, template: ChatTemplate | None, max_prompt_tokens: int) -> list[int]:
         """The prompt as token ids. Raises RequestError for one of more than `max_prompt_tokens`, and what the
         template refuses."""
         if self.messages:
             assert template is not None
-            tokens = template.tokens(self.messages)
+            tokens = template.tokens(self.messages, self.settings)
         else:
             tokens = tokenizer.tokenize(self.text)
         if len(tokens) > max_prompt_tokens:
@@ -47,9 +56,9 @@ def read_text(file: str | Path) -> str:
 
 
 def read_questions(file: str | Path, chat: bool, system: str | None = None) -> list[Question]:
-    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` (a last answer is left out), any
-    other file texts. chat: texts are a user's words; system: what conversations without a system message
-    begin with.
+    """One a line: `.jsonl` has `{"prompt": text}` or `{"messages": [...]}` as training data has them (a last
+    answer is left out), any other file texts. chat: texts are a user's words; system: what conversations
+    without a system message begin with.
 
     Raises RequestError with file and line.
     """
@@ -71,20 +80,15 @@ def _question(entry: Any, chat: bool, system: str | None) -> Question:
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     if isinstance(prompt, str) and prompt:
         return ask(prompt, system) if chat else Question(prompt)
-    messages = entry.get("messages") if isinstance(entry, dict) else None
-    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+    column = next((name for name in CONVERSATION_COLUMNS if isinstance(entry, dict) and name in entry), None)
+    if column is None:
         raise ValueError('expected {"prompt": text} or {"messages": [{"role": ..., "content": text}, ...]}')
-    if messages and messages[-1]["role"] == "assistant":
+    messages = with_system(row_conversation(entry, column), system)
+    if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    if not messages or messages[-1]["role"] != "user":
-        raise ValueError("messages must end with a user's, or with the answer to it")
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    return Question(messages[-1]["content"], tuple(messages))
-
-
-def _is_message(message: Any) -> bool:
-    return isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise ValueError("messages must end with a user's or a tool's, or with the answer to it")
+    return Question(messages[-1]["content"], tuple(messages), template_settings(entry))
 
 
 def all_tokens(

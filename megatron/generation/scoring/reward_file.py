@@ -16,12 +16,12 @@ import numpy as np
 from megatron.checkpointing import CheckpointError, find_checkpoint, replace_file
 from megatron.checkpointing.huggingface import HF_SUBFOLDER, find_hf, is_hf
 from megatron.data import DataError
+from megatron.data.conversations.messages import PAIR
 from megatron.data.preprocessing.chat_documents import encode_rows
 from megatron.data.preprocessing.chat_options import ChatOptions
 from megatron.data.preprocessing.chat_rows import PreparedRow, TextToEncode, prepare
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer
-from megatron.data.preprocessing.conversations import PAIR
-from megatron.data.preprocessing.inputs import InputFile, resolve
+from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.data.preprocessing.shards import InputRow
 from megatron.distributed import Process, on_rank_zero
 from megatron.generation.batching.memory_budget import forward_budget
@@ -145,7 +145,7 @@ class _Reader:
         self.chat: ChatTokenizer = load_chat_tokenizer(
             job.tokenizer or str(_tokenizer_folder(model.args)), job.template, day
         )
-        self.files: list[InputFile] = resolve(job.source.split(","), job.split, job.subset)
+        self.files: list[InputFile] = resolve(listed(job.source), job.split, job.subset)
         first = next(self._rows(), None)
         if first is None:
             raise DataError(f"{job.source}: holds no rows")

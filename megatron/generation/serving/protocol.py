@@ -3,11 +3,12 @@ that would be ignored in silence."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from megatron.data.conversations import Message, TemplateSettings, conversation, template_settings
+from megatron.data.conversations.messages import REASONING
 from megatron.generation.sampling import SamplingParams
 from megatron.generation.serving.errors import APIError
 
@@ -17,6 +18,7 @@ _HARMLESS = {
     "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
     "service_tier", "store", "user",
 }  # fmt: skip
+_MESSAGE_FIELDS = {"role", "content", "name", "tool_call_id", "tool_calls", "weight", *REASONING}
 # Fields that would change the answer, with the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -51,6 +53,16 @@ def _prompts(value: Any) -> list[str | list[int]]:
 
 def _is_ids(value: list[Any]) -> bool:
     return all(type(item) is int for item in value)
+
+
+def _messages(value: Any) -> list[Message]:
+    """Messages as all that gives a model conversations reads them. Raises ValueError."""
+    messages = conversation(value, "messages")
+    for number, message in enumerate(messages):
+        unknown = message.keys() - _MESSAGE_FIELDS
+        if unknown:
+            raise ValueError(f"message {number}: {', '.join(sorted(unknown))} is not supported; leave it out")
+    return messages
 
 
 class _StrictModel(BaseModel):
@@ -123,77 +135,11 @@ class CompletionRequest(_SamplingRequest):
         return self.max_tokens
 
 
-class TextPart(_StrictModel):
-    model_config = ConfigDict(extra="forbid")
-
-    type: Literal["text"]
-    text: str
-
-
-class Function(_StrictModel):
-    model_config = ConfigDict(extra="forbid")
-
-    name: str
-    arguments: str = "{}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """The call, its arguments as the object that their JSON says, which templates expect (transformers,
-        vLLM)."""
-        try:
-            arguments = json.loads(self.arguments or "{}")
-        except ValueError as problem:
-            raise APIError(
-                400, f"messages: the arguments of the tool call {self.name} are no JSON ({problem})", param="messages"
-            ) from None
-        return {"name": self.name, "arguments": arguments}
-
-
-class ToolCall(_StrictModel):
-    model_config = ConfigDict(extra="forbid")
-
-    id: str
-    type: Literal["function"] = "function"
-    function: Function
-
-
-class Message(_StrictModel):
-    model_config = ConfigDict(extra="forbid")
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: list[ToolCall] = []
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Message:
-        if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("content is required")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("tool_call_id is for messages of role tool, and required there")
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are an assistant's")
-        return self
-
-    def as_dict(self) -> dict[str, Any]:
-        """The message as a chat template takes it. Raises APIError for a call's arguments that are no
-        JSON."""
-        content = self.content
-        message: dict[str, Any] = {
-            "role": self.role,
-            "content": content if isinstance(content, str) else "".join(part.text for part in content),
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-        }
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.as_dict()} for call in self.tool_calls
-            ]
-        return {key: value for key, value in message.items() if value is not None}
-
-
 class ChatCompletionRequest(_SamplingRequest):
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], BeforeValidator(_messages)]
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto"] = "auto"
+    chat_template_kwargs: dict[str, Any] = {}
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
@@ -203,6 +149,11 @@ class ChatCompletionRequest(_SamplingRequest):
     def completion_limit(self) -> int | None:
         """Tokens to generate at most; None: as many as the model's positions allow."""
         return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def settings(self) -> TemplateSettings:
+        """What the template gets beside the messages. Raises DataError for tools that are none."""
+        return template_settings({"tools": self.tools, "chat_template_kwargs": self.chat_template_kwargs})
 
 
 B = TypeVar("B", bound=_SamplingRequest)
@@ -221,8 +172,17 @@ def parse_body(kind: type[B], content: bytes) -> B:
         raise APIError(
             400, f"{name}: this server does not support it; leave it out", param=name, code="unsupported_parameter"
         )
-    if isinstance(body, ChatCompletionRequest) and body.top_logprobs and not body.logprobs:
-        raise APIError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+    if isinstance(body, ChatCompletionRequest):
+        if body.top_logprobs and not body.logprobs:
+            raise APIError(400, "top_logprobs: needs logprobs to be true", param="top_logprobs")
+        if body.tools and body.tool_choice != "none":
+            raise APIError(
+                400,
+                "tools: this server takes no calls out of answers; with tool_choice: none the model sees the tools, "
+                "and a call is text of its answer",
+                param="tools",
+                code="unsupported_parameter",
+            )
     if body.stream_options.include_usage and not body.stream:
         raise APIError(400, "stream_options: needs stream to be true", param="stream_options")
     return body

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from megatron.data import DataError
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate
 from megatron.generation.serving.errors import APIError
@@ -63,11 +64,9 @@ class RequestParser:
         self._check_model(body.model)
         if self.chat is None:
             raise APIError(400, f"{self.no_template_reason}; use /v1/completions", code="no_chat_template")
-        messages = [message.as_dict() for message in body.messages]
         try:
-            prompt = self.chat.tokens(messages)
-            self.chat.check_no_message_ignored(messages)
-        except RequestError as problem:
+            prompt = self.chat.tokens(body.messages, body.settings)
+        except (RequestError, DataError) as problem:
             raise APIError(400, f"messages: {problem}", param="messages") from None
         count = body.top_logprobs if body.logprobs else None
         return self._parsed(body, [prompt], [""], count, False, (*self.stop_token_ids, *self.chat.stop_token_ids))

@@ -65,7 +65,7 @@ def test_conversations(chat, workers):
 
 def test_only_the_last_message(chat, capsys):
     with pytest.raises(SystemExit, match=r"chat\.jsonl:11: .*--untrained"):
-        chat("chat.jsonl", "--only-last")
+        chat("chat.jsonl", "--only-last", "--on-bad-row", "stop")
     out = chat("chat.jsonl", "--only-last", "--untrained", "keep")
     ours = (arrays(f"{out}_conversation_{kind}document") for kind in ("", "label_"))
     golden = arrays(DATASET / "chat_onlylast_conversation_label_document")

@@ -42,17 +42,17 @@ def test_spans(template, messages, settings, expected):
 
 def test_tool_calls():
     template = CHATML.replace("m['content'] +", "(m['content'] or m['tool_calls'] | tojson) +")
-    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "price", "arguments": {}}}]}
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "price", "arguments": {}}}]}
     (text,) = trained(template, [*TALK[:2], call])
     assert '"name": "price"' in text and text.endswith("<|im_end|>\n")
-    with pytest.raises(DataError, match="message 2 cannot be verified: .* does not hold its text 'price'"):
+    with pytest.raises(DataError, match="message 2 .*price"):
         trained(CHATML.replace("m['content'] +", "(m['content'] or 'a call') +"), [*TALK[:2], call])
 
 
 # name: (template, what is replaced in it, by what, pieces of the message)
 GENERATED = "{{ '<|im_start|>assistant\\n' }}"
 REFUSED = {
-    "check 1, other text": (CHATML, "m['content']", "m['content'] | upper", "its text 'Nine coins.'"),
+    "check 1, other text": (CHATML, "m['content'] +", "(m['content'] | replace('Nine', 'Ten')) +", "'Nine coins.'"),
     "check 1, words of others":
         (GENERATION, "{% generation %}{{ ", "{% generation %}{{ messages[loop.index0 - 1]['content'] + ",
          "words of other messages: 'What does silk cost?Nine"),
@@ -71,7 +71,7 @@ REFUSED = {
 def test_templates_that_cannot_be_verified(name):
     template, old, new, *pieces = REFUSED[name]
     assert old in template
-    with pytest.raises(DataError, match="^message 2 cannot be verified: [^\n]*$") as raised:
+    with pytest.raises(DataError, match="^message 2 [^\n]*$") as raised:
         trained(template.replace(old, new))
     assert all(piece in str(raised.value) for piece in pieces), raised.value
 

@@ -43,6 +43,8 @@ LONGER = {"prompt": [ASK], "completion": [ANSWER, ASK, {**ANSWER, "content": "Te
     (ROW, {"template": PLAIN, "for_rm": True}, "<|im_end|>"),
     (LONGER, {"keys": ("completion",), "scope": "last_turn"}, "Ten.<|im_end|>\n"),
     ({"messages": [ASK, {**ANSWER, "content": "CafÃ©"}]}, {"ftfy": True}, "Café<|im_end|>\n"),
+    *(({"messages": [ASK, {**ANSWER, "content": "Ten.", **no}, ASK, ANSWER]}, {}, "Nine coins.<|im_end|>\n")
+      for no in ({"weight": 0}, {"train": False}, {"loss": False})),
 ])  # fmt: skip
 def test_what_is_trained_of_a_row(row, options, expected):
     ((whole, trained),) = texts(row, **options)
@@ -158,12 +160,15 @@ def test_both_sides_of_a_pair_go():
     (ROW, {"template": "{{ raise_exception('no system role') }}"}, "template fails: no system role"),
     (ROW, {"template": "{{ messages[9].content }}{{ x.y.z }}"}, "template fails: "),
     (ROW, {"template": None}, "no chat template.*--chat-template"),
-    (ROW, {"template": "{% if true %} {% endif %}"}, "message 1 .*verified"),
+    (ROW, {"template": "{% if true %} {% endif %}"}, "message 0 .*silk"),
     (ROW, {"template": PLAIN, "special": {"eos_token": None}}, "no eos_token"),
     (ROW, {"template": "{{ bos_token }}" + LLAMA3, "special": BOS}, "begin_of_text.* twice"),
     ({"chosen": [ANSWER], "rejected": [ASK]}, {"keys": ("chosen", "rejected")}, "no beginning"),
     ({"prompt": [ASK], "completion": [{**ASK, "content": "and?"}]}, {"keys": ("completion",)}, '"completion" .*role'),
     ({"prompt": [ASK], "chosen": [ASK, ANSWER]}, {"keys": ("chosen",)}, '"chosen" begins'),
+    ({"prompt": [ASK], "completion": [{**ANSWER, "weight": 0}]}, {"keys": ("completion",)}, "message 0 .*weight"),
+    ({"messages": [ASK, {**ANSWER, "weight": 0}]}, {"mask": False}, "message 1 .*weight"),
+    ({"messages": [ASK, {**ANSWER, "loss_scale": 0.5}]}, {}, "message 1 .*loss_scale"),
     ({**ROW, "score": float("nan")}, SCORE, '"score" is nan'),
     ({**ROW, "score": 1e39}, SCORE, '"score" is 1e[+]39'),
     ({**ROW, "score": "9"}, SCORE, "\"score\" is '9'"),
@@ -219,12 +224,33 @@ def test_a_bad_row_is_named_or_skipped(saved, tmp_path, capsys):
     source = jsonl(tmp_path / "chats.jsonl", [ROW, {"messages": []}, ROW])
     source.write_text(source.read_text() + "{\n")
     flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages".split()
-    with pytest.raises(SystemExit, match=rf'^preprocess_data_with_chat_template.py: error: {source}:2: "messages" '):
-        tool.main(flags)
+    first = f'{source}:2: "messages" '
+    for asked, said in (("stop", first), ("1", rf"2 bad rows, the first: {first}|{source}:4: ")):
+        with pytest.raises(SystemExit, match=rf"^preprocess_data_with_chat_template.py: error: ({said})"):
+            tool.main([*flags, "--on-bad-row", asked])
+        assert not list(tmp_path.glob("out*"))
+    for words in (["--on-bad-row", "drop"], ["--on-error", "skip"], []):
+        tool.main([*flags, *words])
+        assert len(IndexedDataset(f"{tmp_path}/out_messages_document")) == 2
+        said = capsys.readouterr().err
+        assert "2 bad rows" in said and first in said
+
+
+def test_what_is_not_read_or_not_written_is_named(saved, tmp_path, capsys):
+    reasoned = {"messages": [ASK, {**ANSWER, "reasoning_content": "Silk is dear."}], "loss_weight": 0.5, "weight": 1}
+    source = jsonl(tmp_path / "chats.jsonl", [reasoned, {"messages": [ASK]}])
+    flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages"
+    tool.main([*flags.split(), "--untrained", "keep"])
+    first, *others = capsys.readouterr().out.splitlines()
+    assert "weight, loss_weight" in first and any("reasoning" in line and line.endswith(": 1") for line in others)
+
+
+def test_a_job_of_bad_rows_names_the_first(saved, tmp_path):
+    source = jsonl(tmp_path / "chats.jsonl", [{"messages": [{**ASK, "role": "robot", "content": 3}]}] * 3)
+    flags = f"--input {source} --output-prefix {tmp_path}/out --tokenizer-path {saved} --jsonl-keys messages"
+    with pytest.raises(SystemExit, match=rf"3 bad rows .*{source}:1: .*message 0"):
+        tool.main(flags.split())
     assert not list(tmp_path.glob("out*"))
-    tool.main([*flags, "--on-error", "skip"])
-    assert len(IndexedDataset(f"{tmp_path}/out_messages_document")) == 2
-    assert "2 bad rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data import DataError, build_datasets, train_loader
-from megatron.data.preprocessing.conversations import shared_prompt
+from megatron.data.conversations.messages import shared_prompt
 from megatron.neox_arguments import NeoXArgs
 from tests.data.preprocessing.chat_tokenizers import CHATML, GENERATION, LLAMA3, PLAIN, chat_tokenizer, encoded
 from tests.data.preprocessing.chat_tokenizers import fast_tokenizer as fast

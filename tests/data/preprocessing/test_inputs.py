@@ -17,11 +17,11 @@ from pyarrow import parquet
 
 from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, shards
-from megatron.data.preprocessing.inputs import resolve
+from megatron.data.preprocessing.inputs import listed, resolve
 from megatron.data.preprocessing.job_runner import preprocess
 from megatron.tokenizer import make_tokenizer
 from tests.data.preprocessing.test_readers import arrow_of, read
-from tests.data.samples import ROOT, TOKENIZER
+from tests.data.samples import ROOT, TOKENIZER, jsonl
 from tools.datasets import convert
 
 TEXTS = [f"row {i}, of several" for i in range(20)]
@@ -286,3 +286,23 @@ def test_a_hub_name_offline_says_so():
     last = done.stderr.strip().splitlines()[-1]
     assert "some/name: no such file here, and https://huggingface.co/datasets/some/name cannot be had" in last
     assert "Offline" in last
+
+
+def test_a_comma_in_a_name_separates_nothing(tmp_path: Path):
+    names = [str(tmp_path / name) for name in ("a, b.jsonl", "c.jsonl", "d,e,f.jsonl")]
+    for name in names[:1] + names[2:]:
+        jsonl(Path(name), [{"text": "a"}])
+    assert listed(",".join(names)) == names and listed("x,hf://org/name") == ["x", "hf://org/name"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_missing_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def unwritable(*args: object) -> None:
+        try:
+            (tmp_path / "file").write_text("")
+            (tmp_path / "file" / "cache").mkdir()
+        except OSError as problem:
+            raise ConnectionError("cannot be had") from problem
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", unwritable)
+    with pytest.raises(DataError, match=rf"org/name: .*cache .*{tmp_path}/file/cache: .*HF_HOME"):
+        resolve(["org/name"])

@@ -120,7 +120,7 @@ def test_another_job_does_not_go_on_from_an_old_one(tmp_path: Path, monkeypatch:
     source = corpus(tmp_path / "a.jsonl", 40)
     source.write_text(source.read_text() + "bad\n")
     for job in (CHAR, EncodeJob(make_tokenizer, ("CharLevelTokenizer",))):
-        refused(r"a.jsonl:41: not valid JSON.*\d\d%.*--on-error", preprocess, [source], [tmp_path / "x"], job)
+        refused(r"a.jsonl:41: not valid JSON.*\d\d%.*--on-bad-row", preprocess, [source], [tmp_path / "x"], job)
         assert len(list(tmp_path.glob(".x.parts-*"))) == 1
     corpus(source, 40)  # mended, and so another input
     assert preprocess([source], [tmp_path / "x"], CHAR).progress.resumed == 0
@@ -145,7 +145,7 @@ def test_bad_rows_left_out_are_counted_and_kept(workers: int, tmp_path: Path, mo
     bad = [b'{"text": "cut', b'{"n": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}', b'{"text": 5}']
     lines = [b'{"text": "one"}', *bad[:3], b"", b'{"text": "two"}', *bad[3:]]
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
-    skip = {"on_error": "skip", "errors_file": tmp_path / "x_errors.jsonl"}
+    skip = {"max_bad_rows": None, "errors_file": tmp_path / "x_errors.jsonl"}
     result = preprocess([tmp_path / "a.jsonl"], [tmp_path / "x"], CHAR, workers=workers, **skip)
     assert (result.progress.skipped, result.outputs[0].documents) == (5, 2)
     errors = json_rows(tmp_path / "x_errors.jsonl")
@@ -168,7 +168,7 @@ def test_rows_that_fail_in_encoding_are_left_out_as_well(workers: int, tmp_path:
     source, errors = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts]), tmp_path / "errors"
     job = Short(make_tokenizer, ("CharLevelTokenizer",))
     refused(r"^too long$", preprocess, [source], [tmp_path / "x"], job, workers=workers)
-    result = preprocess([source], [tmp_path / "x"], job, workers=workers, on_error="skip", errors_file=errors)
+    result = preprocess([source], [tmp_path / "x"], job, workers=workers, max_bad_rows=None, errors_file=errors)
     assert result.progress.skipped == 2
     assert [json.loads(error["row"])["text"] for error in json_rows(errors)] == texts[1::2]
     assert [bytes(row).decode() for row in rows_of(tmp_path / "x")] == texts[::2]
@@ -289,7 +289,7 @@ def test_an_id_beyond_the_type_is_refused(tmp_path: Path):
 def test_input_without_text_writes_nothing(tmp_path: Path):
     for name, text in (("a.jsonl", ""), ("b.jsonl", '{"text": ""}\n')):
         (tmp_path / name).write_text(text)
-        refused(f"{name}: no text in any document", preprocess, [tmp_path / name], [tmp_path / "x"], CHAR)
+        refused(f"{name}: no document with text", preprocess, [tmp_path / name], [tmp_path / "x"], CHAR)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl"]
 
 

@@ -206,3 +206,24 @@ def test_the_line_number_is_right_in_every_shard(chunk: int, tmp_path: Path, mon
         (tmp_path / name).write_bytes(data)
         bad = [row.where() for row in input_rows(tmp_path / name) if row.content.strip() == b"bad"]
         assert bad == [f"{tmp_path / name}:{n}" for n in (5, 10, 15)]
+
+
+LONG_WINDOW = (
+    "28b52ffd00907d010054027b2274657874223a2022526f772030206f6620746865207269766572206c6f672e227d0a310200e0133cb27a02"
+)
+
+
+def test_zstd_windows_of_pushshift_are_read(tmp_path: Path):
+    (tmp_path / "long.jsonl.zst").write_bytes(bytes.fromhex(LONG_WINDOW))  # zstd --long=28
+    assert read(tmp_path / "long.jsonl.zst")[0] == "Row 0 of the river log."
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt", "a.txt.zst"])
+def test_a_document_without_end_is_a_bad_row(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shards, "DOCUMENT_BYTES", 100)
+    text = LINES[:SPLIT] if ".txt" in name else json.dumps({"text": "x" * 300}).encode() + b'\n{"text": "short"}\n'
+    (tmp_path / name).write_bytes({".gz": gzip.compress, ".zst": _zstd}.get(Path(name).suffix, bytes)(text))
+    first, *others = input_rows(tmp_path / name)
+    with pytest.raises(DataError, match=rf"{name}.* bytes in one document, more than 100"):
+        first.value()
+    assert [row.value()["text"] for row in others] == ["short"] * ("jsonl" in name)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import transformers
 
+from megatron.data.conversations import TemplateSettings
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.serving.errors import APIError
@@ -41,21 +42,21 @@ def test_as_transformers(name: str, tmp_path: Path) -> None:
     hf = fast_tokenizer(text, **special)
     hf.save_pretrained(tmp_path)
     template = find_template(args_of(tmp_path), HFTokenizer(tmp_path))
-    assert template.render(MESSAGES, False) == hf.apply_chat_template(MESSAGES, tokenize=False)
+    assert template.render(MESSAGES, generation_prompt=False) == hf.apply_chat_template(MESSAGES, tokenize=False)
     expected = hf.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
     assert template.tokens(MESSAGES) == expected
     assert sorted(template.stop_token_ids) == sorted(hf.convert_tokens_to_ids(ends))
     if len(ends) == 2:  # the template ends answers by a token, which may be the one that the model wrote
         (end, other), before = hf.convert_tokens_to_ids(ends[::-1]), MESSAGES[:2]
         written = [*hf(MESSAGES[2]["content"], add_special_tokens=False)["input_ids"], end]
-        after = template.tokens_after(before, end, MESSAGES[3:])
+        after = template.tokens_after(before, TemplateSettings(), end, MESSAGES[3:])
         assert [*template.tokens(before), *written, *after] == expected
-        assert template.tokens_after(before, other, MESSAGES[3:]) == [end, *after]
+        assert template.tokens_after(before, TemplateSettings(), other, MESSAGES[3:]) == [end, *after]
 
 
 def test_a_template_of_its_own_wins(tmp_path: Path) -> None:
     template = template_of(tmp_path, "{{ messages[0]['content'] }}|")
-    assert template.render(MESSAGES) == "Be brief.|" and template.source == str(tmp_path / "chat.jinja")
+    assert template.render(MESSAGES[:1]) == "Be brief.|" and template.source == str(tmp_path / "chat.jinja")
     with pytest.raises(ConfigError, match="chat_template: .*no.jinja: "):
         find_template(args_of(FOLDER, chat_template=str(tmp_path / "no.jinja")), HFTokenizer(FOLDER))
 
@@ -105,9 +106,9 @@ def test_calls_of_tools_come_to_the_template_as_objects(tmp_path: Path) -> None:
     assert prompt(text, CALLED) == rendered
     broken = {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{"}}]}
     for template, messages, facts in (
-        (deaf, CALLED, "leaves out messages of role tool"),
-        (deaf, [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], "role developer"),
-        (text, [CALLED[0], broken], "tool call f .*JSON"),
+        (deaf, CALLED, r"message 1 \(assistant\)"),
+        (deaf, [{"role": "developer", "content": "Be brief."}, *CALLED[:1]], r"message 0 \(developer\)"),
+        (text, [CALLED[0], broken], "message 1: .* arguments of f .*JSON"),
     ):
         with pytest.raises(APIError, match=facts):
             prompt(template, messages)

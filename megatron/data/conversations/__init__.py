@@ -1,0 +1,35 @@
+"""Conversations: read from every shape in which rows and requests hold them, and compared with what a chat
+template makes of them.
+
+All that gives a model messages reads them here: training data, prompts, questions, the server.
+"""
+
+from megatron.data.conversations.messages import (
+    CONVERSATION_COLUMNS,
+    PAIR,
+    Message,
+    TemplateSettings,
+    conversation,
+    is_trained,
+    message_texts,
+    row_conversation,
+    row_system,
+    template_settings,
+    with_system,
+)
+from megatron.data.conversations.rendered import RenderedCheck
+
+__all__ = [
+    "CONVERSATION_COLUMNS",
+    "PAIR",
+    "Message",
+    "RenderedCheck",
+    "TemplateSettings",
+    "conversation",
+    "is_trained",
+    "message_texts",
+    "row_conversation",
+    "row_system",
+    "template_settings",
+    "with_system",
+]
