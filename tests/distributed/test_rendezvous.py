@@ -154,7 +154,8 @@ def test_who_waits_is_reminded_and_each_arrival_gives_the_next_its_time(monkeypa
     monkeypatch.setattr(store, "REMIND_EVERY_S", 30.0)
     for patience_s, in_time in ((150.0, True), (50.0, False)):
         clock[0] = 0.0
-        remind = lambda: reminders.append(clock[0])  # noqa: E731
-        come = store.wait_for_arrivals(lambda: 1 + int(clock[0] / 100), 4, patience_s, 1.0, remind)
+        come = store.wait_for_arrivals(
+            lambda: 1 + int(clock[0] / 100), 4, patience_s, 1.0, lambda: reminders.append(clock[0])
+        )
         assert come == in_time and clock[0] == (300.0 if come else 51.0)
     assert reminders == [31.0 * i for i in range(1, 10)] + [31.0]

@@ -161,8 +161,9 @@ def shared_out_evenly(args: NeoXArgs) -> Any:
     """A patch for what the host reads of tokens: all ranks of this tensor rank's experts get as many."""
     rows = args.train_micro_batch_size_per_gpu * args.seq_length * args.moe_top_k
     each = rows // args.expert_parallel_size // (args.tp if args.moe_expert_tensor_parallel == "whole" else 1)
-    sizes = lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))  # noqa: E731
-    return mock.patch("megatron.model.moe.dispatch.read_sizes", sizes)
+    return mock.patch(
+        "megatron.model.moe.dispatch.read_sizes", lambda counts, theirs: ([each] * len(counts), [each] * len(theirs))
+    )
 
 
 def real(function: Callable[..., Any]) -> Callable[..., Any]:

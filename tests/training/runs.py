@@ -157,14 +157,15 @@ def whole(parts: list[Part], values: Mapping[str, Any]) -> Curve:
 
 
 def furthest(ours: Curve, theirs: Curve) -> tuple[float, float, float]:
-    """Largest relative differences of losses, gradient norms and weights (2-norm a tensor)."""
+    """Largest relative differences of losses, gradient norms and weights (2-norm a tensor); NaN if one is."""
     pairs = ((ours.losses, theirs.losses), (ours.norms, theirs.norms))
-    losses, norms = (max(abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)) for pair in pairs)
-    weights = max(
+    apart = [[abs(x - y) / abs(y) for x, y in zip(*pair, strict=True)] for pair in pairs]
+    of_weights = [
         float((ours.weights[layer][name] - tensor).norm() / tensor.norm().clamp(min=1e-3))
         for layer, tensors in theirs.weights.items()
         for name, tensor in tensors.items()
-    )
+    ]
+    losses, norms, weights = (float(torch.tensor(each).double().max()) for each in (*apart, of_weights))
     return losses, norms, weights
 
 

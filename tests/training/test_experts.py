@@ -195,8 +195,8 @@ def test_preferences_with_the_loss_on_and_off() -> None:
     layouts = [EP2, TP2, DEEPSPEED]
     for runs in run_ranks(preferences, 2, [layout | keys for layout in layouts for keys in coefficients]):
         for i, run in enumerate(runs):
-            expected = (off, on)[i % 2]
-            assert run.losses + run.norms == pytest.approx(expected.losses + expected.norms, rel=1e-5), (i, layouts)
+            expected, where = (off, on)[i % 2], (layouts[i // 2], i % 2)
+            assert run.losses + run.norms == pytest.approx(expected.losses + expected.norms, rel=1e-5), where
     assert off.losses[0] == pytest.approx(on.losses[0]) and off.norms[0] != pytest.approx(on.norms[0], rel=1e-3)
     assert on.metrics[0]["moe_aux_loss"] == pytest.approx(off.metrics[0]["moe_aux_loss"])
 

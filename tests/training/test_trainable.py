@@ -134,7 +134,7 @@ def test_goes_on_in_another_layout_and_with_what_it_trained(tmp_path: Path) -> N
     start = {"load": str(first_run), "iteration": 2}
     run_ranks(run_to_end, 2, going_on(tmp_path / "zero3", "zero3", **start))
     again = run_ranks(run_to_end, 2, going_on(tmp_path / "again", "pp2", **start))
-    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "or it was interrupted"
+    assert all(runs.bit_equal(a[1], b[1]) for a, b in zip(through, again, strict=True)), "as if never stopped"
     args = NeoXArgs.from_dict({**going_on(first_run, "plain"), "padded_vocab_size": 384})
     cut = reshard(first_run / "global_step2", tmp_path / "cut", args, ParallelLayout(1, 2, 1, 0, "bf16", 2))
     run_ranks(run_to_end, 1, going_on(tmp_path / "one", "plain", load=str(cut.parent), iteration=2))

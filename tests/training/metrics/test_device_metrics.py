@@ -17,7 +17,9 @@ from megatron.training.metrics.device_metrics import build_device_metrics
 from tests.pool import run_ranks
 from tests.training.runs import NEOX, config
 
-NVMLError = type("NVMLError", (Exception,), {})
+
+class NVMLError(Exception):
+    pass
 
 
 def fake_nvml(broken: bool = False) -> Any:
