@@ -84,7 +84,7 @@ def golden(name):
 
 def test_every_file_is_known():
     config_names = {str(path.relative_to(CONFIGS).with_suffix("")) for path in CONFIGS.rglob("*.yml")}
-    # those: tests/pipelines
+    # Those of pipelines are read in tests/pipelines.
     of_pipelines = {name for name in config_names if name.startswith("pipelines/") or name == "promotion_gates"}
     assert config_names - of_pipelines == set(PUBLISHED) | ENVIRONMENT | OTHERS | {"container_setup"}
 

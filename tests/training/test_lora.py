@@ -41,7 +41,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama, grouped queries": (LLAMA, {"r": 4, "alpha": 16, "init": False}),
     "llama, dora, some, copies": (
         {**LLAMA, "num_kv_heads": 4, **UNTIED},
-        {"r": 2, "alpha": 1, "dora": True, "rslora": True, "init": False,  # more: a rounding grows tenfold in a step
+        {"r": 2, "alpha": 1, "dora": True, "rslora": True, "init": False,  # with more a rounding grows tenfold
          "target": ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"],
          "modules_to_save": ["embed_tokens", "lm_head"]},
     ),
