@@ -52,7 +52,7 @@ def test_blends_of_labelled_sets(pack_impl: str, tmp_path: Path):
     args = labelled_args(tmp_path, *BOTH, pack_impl=pack_impl, train_data_weights=(3.0, 1.0), seq_length=128)
     samples = train(args)
     assert isinstance(samples, BlendedDataset) and samples.maps.drawn.tolist() == [30, 10]
-    for sample in map(samples.__getitem__, range(40)):
+    for sample in (samples[i] for i in range(40)):
         counted = sample.labels >= 0
         assert (sample.labels[counted] == sample.tokens[counted]).all()
         assert 0 < counted.sum() < 129

@@ -87,8 +87,9 @@ def test_other_losses_in_two_ranks(loss: str, task: dict[str, Any]) -> None:
 def test_exact_sampling_differs_by_nothing(layout: str, task: dict[str, Any]) -> None:
     ranks, keys = LAYOUTS[layout]
     values = with_keys(task, keys, {"rollout.exact": True, "rollout.temperature": 0.7})
-    for metrics in (metrics for seen in run_ranks(steps_of, ranks, values, 2) for metrics in seen.metrics):
-        assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
+    for seen in run_ranks(steps_of, ranks, values, 2):
+        for metrics in seen.metrics:
+            assert metrics[DIFFERENCE] == 0.0 and metrics[f"{DIFFERENCE}_max"] == 0.0
 
 
 def test_the_engine_s_sampling_differs_by_rounding_and_exact_sampling_by_nothing(task: dict[str, Any]) -> None:

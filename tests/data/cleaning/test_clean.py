@@ -146,20 +146,23 @@ def test_killed_while_files_get_their_places(source: Path, tmp_path: Path, monke
     clean(tmp_path / "whole", source, *flags)
     clean(tmp_path / "out", source, "--keep-rejected")
 
+    class Killed(BaseException):
+        pass
+
     moved, kill_at = list[Path](), 0
 
     def replace(one: Path, other: Path) -> None:
         if Path(other).parent in (tmp_path / "out", tmp_path / "out" / "rejected"):
             moved.append(other)
             if len(moved) == kill_at:
-                raise KeyboardInterrupt
+                raise Killed
         os.rename(one, other)
 
     monkeypatch.setattr("megatron.data.cleaning.output_folder.os.replace", replace)
     for number in (2, 4, 3):  # the last is the metadata
         moved.clear()
         kill_at = number
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(Killed):
             clean(tmp_path / "out", source, *flags, "--overwrite")
     monkeypatch.undo()
     clean(tmp_path / "out", source, *flags)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron.data import IndexedDataset
 from megatron.data.batch import collate_samples
-from megatron.data.inspection import samples as room
+from megatron.data.inspection import samples
 from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import terminal, visible
 from megatron.data.inspection.samples import PADDING, TRAINED, DisplayedPart, PackedRows, StoredDocuments, text_spans
@@ -38,7 +38,7 @@ def test_columns_are_found():
     assert names("instruct") == [("text", True, False)], "preprocess_data_with_mask.py names labels without the key"
     pair = [("chosen", True, False), ("rejected", True, False)]
     assert names("pairs_chosen_document") == names("pairs_rejected_document") == pair
-    assert [len(group) for group in room.group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
+    assert [len(group) for group in samples.group_pairs(find_file_groups(DATASET / "pairs_chosen_document"))] == [2]
 
 
 def test_documents_are_shown_whole():
@@ -132,4 +132,4 @@ def test_stats(tmp_path: Path):
     cuts = [any(b % 1024 == 0 for b in range(s + 1, e)) for s, e in zip([0, *ends], ends, strict=False)]
     assert row.packed_cuts == sum(cuts) / 7
     assert len(table(stats)) == 5 + len(FITS)
-    assert room.KINDS[TRAINED] == "trained"
+    assert samples.KINDS[TRAINED] == "trained"

@@ -30,7 +30,7 @@ SACCT = [
     "7|convert_exp|me|CANCELLED by 0|0:0|{then}|{then}|{then}|1|n1|{work}|sbatch --wrap true",
 ]
 SQUEUE = ["2|None", "3|JobHeldUser", "4_[0-3]|BeginTime"]
-NONE = Slurm({}, lambda text: None, {"PATH": ""})
+NONE = Slurm({}, lambda text: None, {"PATH": ""})  # of a machine without Slurm
 SCONTROL = """\
 JobId={id} {array}JobName={name}
    UserId=me(0) GroupId=root(0) MCS_label=N/A
