@@ -2,6 +2,7 @@
 and micro-batches are made of them."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -74,6 +75,7 @@ class Rollouts:
         with run.watchdog.phase("reading the prompts"):
             tokens = on_rank_zero(run.groups, lambda: tokens_of(args, rows, self.speech.of_prompt))
         self.prompts = Prompts.of(args, rows, tokens)
+        on_rank_zero(run.groups, lambda: _check_variables(args))
         self.rewards = run_on_each_rank(run.groups, lambda: _reward_functions(args))
         columns = {name for row in rows for name in row.columns}
         if args.rollout["judge"] is not None:
@@ -329,8 +331,17 @@ def _reward_functions(args: NeoXArgs) -> RewardFunctions:
         timeout_s=args.reward_timeout_s,
         workers=args.reward_workers,
         pairwise=judge is not None,
+        variables=args.reward_variables or (),
     )
     return _reported(args, make)
+
+
+def _check_variables(args: NeoXArgs) -> None:
+    """Raises ConfigError for a variable of `reward_variables` that rank 0, which starts functions, has
+    not."""
+    for name in args.reward_variables or ():
+        if name not in os.environ:
+            raise args.error("reward_variables", f"{name} is not set in the environment of rank 0; export it")
 
 
 def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
@@ -338,7 +349,13 @@ def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
     entry = args.rollout["environment"]
     if entry is None:
         return None
-    make = partial(Environments, entry, timeout_s=args.reward_timeout_s, workers=args.rollout["environment_workers"])
+    make = partial(
+        Environments,
+        entry,
+        timeout_s=args.reward_timeout_s,
+        workers=args.rollout["environment_workers"],
+        variables=args.reward_variables or (),
+    )
     return Conversations(speech, _reported(args, make, "rollout.environment"))
 
 
