@@ -332,8 +332,18 @@ def _reward_functions(args: NeoXArgs) -> RewardFunctions:
         workers=args.reward_workers,
         pairwise=judge is not None,
         variables=args.reward_variables or (),
+        hidden=_hidden(args),
     )
     return _reported(args, make)
+
+
+def _hidden(args: NeoXArgs) -> list[str]:
+    """The folders that hold the prompts, with their answers and tests, and what has been answered before."""
+    assert args.rollout is not None
+    folders = {Path.cwd(), *(Path(name).resolve().parent for name in args.rollout["prompts"])}
+    if args.save is not None:
+        folders.add(Path(args.save).resolve())
+    return sorted(map(str, folders))
 
 
 def _check_variables(args: NeoXArgs) -> None:

@@ -36,10 +36,12 @@ class RewardFunctions:
         workers: int = 1,
         pairwise: bool = False,
         variables: Collection[str] = (),
+        hidden: Sequence[str] = (),
     ) -> None:
         """timeout_s: of a call of a user's function, and of a verifier for one completion. pairwise: the
         functions are judges, which compare two completions and give 0 or 1, the place of the better one.
-        variables: of the environment, that functions are given beside the usual ones.
+        variables: of the environment, that functions are given beside the usual ones. hidden: folders
+        that programs of a model may not see, as those with their tests.
 
         Nothing is started before `check` or `score`. Raises RewardError for an entry that names nothing."""
         self._entries: dict[str, str] = {}
@@ -56,7 +58,7 @@ class RewardFunctions:
                 lane.add(key, {kind: str(Path(file).expanduser().resolve()), "name": key})
             else:
                 for lane in self._lanes:
-                    lane.add(key, {"verifier": key})
+                    lane.add(key, {"verifier": key, "hidden": list(hidden)})
             self._entries[key] = entry
 
     def check(self, columns: Collection[str] | None = None) -> None:

@@ -30,13 +30,14 @@ class Lane:
     def __init__(self, timeout_s: float, variables: Collection[str] = ()) -> None:
         """variables: of the environment, that the worker is given beside the usual ones."""
         self._timeout_s, self._variables = timeout_s, variables
-        self._functions: dict[str, dict[str, str]] = {}
+        self._functions: dict[str, dict[str, Any]] = {}
         self._worker: WorkerProcess | None = None
         self._completions = b""
         self._closed = False
 
-    def add(self, key: str, function: dict[str, str]) -> None:
-        """A function for the worker to load: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier"}`."""
+    def add(self, key: str, function: dict[str, Any]) -> None:
+        """A function for the worker to load: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier",
+        "hidden"}`."""
         self._functions[key] = function
 
     def start(self) -> None:

@@ -2,8 +2,9 @@
 which its answers repeat: functions share this process, and may write to the connection too.
 
 {"timeout_s": 10}                                        first
-{"load": {"file", "name"} or {"verifier"}, "key"}        is answered by {"problem": null or why}; a judge
-                                                         of pairs is {"judge", "name"}
+{"load": {"file", "name"}, "key"}                        is answered by {"problem": null or why}; a judge
+                                                         of pairs is {"judge", "name"}, a verifier of ours
+                                                         {"verifier", "hidden"}, with folders
 {"completions": [[prompt, completion, ids, columns,
                   messages]]}                            what calls are about from then on; is answered by {}
 {"call": key, "rows": [0, 1], "together": true}          is answered by {"judged": [[reward, problem]]} or by
@@ -52,10 +53,10 @@ class Worker:
             for some in [rows] if message["together"] else [[row] for row in rows]:
                 self._send(self._call(message["call"], [self._completions[row] for row in some]))
 
-    def _load(self, key: str, which: dict[str, str]) -> str | None:
+    def _load(self, key: str, which: dict[str, Any]) -> str | None:
         try:
             if "verifier" in which:
-                self._functions[key] = load_verifier(which["verifier"], self._timeout_s)
+                self._functions[key] = load_verifier(which["verifier"], self._timeout_s, which["hidden"])
             elif "judge" in which:
                 self._functions[key] = load_judge(which["judge"], which["name"])
             else:
