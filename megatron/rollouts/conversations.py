@@ -1,7 +1,7 @@
 """Conversations between the model and environments (`rollout.environment`): turn by turn, with the tokens of
 both sides in one row, of which the model's are trained."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -18,6 +18,8 @@ from megatron.rollouts.sampler import Asked, Turn, room_for
 
 ENVIRONMENT = "environment"
 """The name of an environment's part of the reward."""
+_CHARACTERS = 32  # of a token, in a text so long that its beginning is counted first
+_CUT = 64  # tokens by which the cut end of a beginning may be more than the same text in its whole
 
 
 class Speech:
@@ -25,6 +27,17 @@ class Speech:
 
     def __init__(self, run: TrainingRun, template: ChatTemplate | None, stop_token_ids: Sequence[int]) -> None:
         self.run, self.template, self.stop_token_ids = run, template, stop_token_ids
+
+    def exceeds(self, said: Observation, tokens: int) -> bool:
+        """Whether what an environment said has more than so many tokens. Of a text that is far longer only a
+        beginning is read: tokenising 10 MB takes minutes and gigabytes."""
+        text = "".join(_texts(said))
+        length = _CHARACTERS * tokens
+        while length < len(text):
+            if len(self.run.tokenizer.tokenize_bare(text[:length])) > tokens + _CUT:
+                return True
+            length *= 4
+        return False
 
     def of_prompt(self, prompt: str | Messages, settings: TemplateSettings) -> list[int]:
         """A prompt as the model reads it. Raises ValueError, RequestError among them."""
@@ -56,6 +69,15 @@ class Speech:
         if said and not isinstance(said, str):
             replies = conversation(said, "observation")
         return self.template.tokens_after([*prompt, *messages[:-1]], settings, last, replies), replies
+
+
+def _texts(said: Any) -> Iterator[str]:
+    """All texts in an observation."""
+    if isinstance(said, str):
+        yield said
+    elif isinstance(said, list | dict):
+        for one in said.values() if isinstance(said, dict) else said:
+            yield from _texts(one)
 
 
 def opening(prompt: str | Messages, said: Observation) -> str | Messages:
@@ -101,6 +123,8 @@ class Conversation:
         try:
             self._environment = self._environments.open()
             said = self._environment.reset(row.prompt, seed, row.columns)
+            if self._speech.exceeds(said, run.args.seq_length):
+                raise ValueError(f"reset returned more than a row holds (seq_length {run.args.seq_length})")
             prompt = opening(row.prompt, said)
             if prompt is not row.prompt:
                 tokens = self._speech.of_opening(prompt, row.settings)
@@ -123,6 +147,8 @@ class Conversation:
                 self._rewards.append(outcome.reward)
             if outcome.done or not turn.finished or self._turns == options["max_turns"]:
                 return self._end(outcome.done and turn.finished)
+            if self._speech.exceeds(outcome.observation, self._room()):
+                return self._end(False)
             tokens, replies = self._speech.of_observation(
                 outcome.observation, self._prompt, self._asked[0].row.settings, self._messages, turn.tokens[-1]
             )

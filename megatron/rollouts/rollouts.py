@@ -2,6 +2,7 @@
 and micro-batches are made of them."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -30,10 +31,12 @@ from megatron.rollouts.generation_files import GenerationFiles
 from megatron.rollouts.judging import compare, second_first
 from megatron.rollouts.prompts import Prompt, Prompts, read_rows, tokens_of
 from megatron.rollouts.record import RolloutRecord, judged_by
+from megatron.rollouts.reward_model import NAME as REWARD_MODEL
 from megatron.rollouts.reward_model import RewardModel
 from megatron.rollouts.rewards import Completion, RewardError, RewardFunctions, Scores
 from megatron.rollouts.sampler import Asked, EngineSampler, ExactSampler, Sampler, SamplingStopped, Turn, turn_of
 from megatron.rollouts.servers import ServerSampler
+from megatron.rollouts.unrewarded import EmptySteps, failure_of_all
 
 T = TypeVar("T")
 
@@ -72,6 +75,7 @@ class Rollouts:
         with run.watchdog.phase("reading the prompts"):
             tokens = on_rank_zero(run.groups, lambda: tokens_of(args, rows, self.speech.of_prompt))
         self.prompts = Prompts.of(args, rows, tokens)
+        on_rank_zero(run.groups, lambda: _check_variables(args))
         self.rewards = run_on_each_rank(run.groups, lambda: _reward_functions(args))
         columns = {name for row in rows for name in row.columns}
         if args.rollout["judge"] is not None:
@@ -90,6 +94,7 @@ class Rollouts:
         )
         self.reward_model = RewardModel(run) if args.reward_model is not None else None
         self.record = RolloutRecord(run, folder, run_id, self.text_of)
+        self.empty_steps = EmptySteps(run)
         self._generation: Generation | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
@@ -103,6 +108,9 @@ class Rollouts:
                     self._generation = self._make(number) if step == 0 else self._kept(number)
                 except SamplingStopped:
                     return
+            if step < self.shares.steps:  # later ones are on the same answers
+                rows = slice(step * self.shares.of_step, (step + 1) * self.shares.of_step)
+                self.empty_steps.look(self._generation.rewards[rows], self._generation.answers[rows])
             yield self._batches(self._generation, step % self.shares.steps)
 
     def close(self) -> None:
@@ -151,9 +159,23 @@ class Rollouts:
         advantages = advantages_of(self.args, penalised, self.record.history)
         generation = Generation(number, version, answers, rewards.tolist(), advantages, old_logprobs)
         self.record.take(generation, asked, scores, penalised, sampled - began, judged - sampled)
+        self._end_where_all_failed(number, asked, scores, penalised)
         if self.steps > 1:
             on_rank_zero(self.run.groups, lambda: self.files.write(generation, self.record.saved))
         return generation
+
+    def _end_where_all_failed(self, number: int, asked: Sequence[Asked], scores: Scores, rewards: np.ndarray) -> None:
+        """Raises ConfigError where every answer failed and none has a reward. rewards: as they are
+        trained."""
+        first = failure_of_all(scores.failures, rewards, 2 if self.options["judge"] is not None else 1)
+        if first is None or first.row is None:
+            return
+        keys = {REWARD_MODEL: "reward_model", ENVIRONMENT: "rollout.environment"}
+        raise self.args.error(
+            keys.get(first.function, judged_by(self.args)),
+            f"{first.function}: all {len(asked)} answers of generation {number} failed and none has a reward; the "
+            f"first, {asked[first.row][0].row.place}: {first.reason}",
+        )
 
     def _answers(self, asked: Sequence[Asked]) -> list[Answer]:
         """Answers by the training processes: a turn each, or turns until all conversations are over."""
@@ -309,8 +331,27 @@ def _reward_functions(args: NeoXArgs) -> RewardFunctions:
         timeout_s=args.reward_timeout_s,
         workers=args.reward_workers,
         pairwise=judge is not None,
+        variables=args.reward_variables or (),
+        hidden=_hidden(args),
     )
     return _reported(args, make)
+
+
+def _hidden(args: NeoXArgs) -> list[str]:
+    """The folders that hold the prompts, with their answers and tests, and what has been answered before."""
+    assert args.rollout is not None
+    folders = {Path.cwd(), *(Path(name).resolve().parent for name in args.rollout["prompts"])}
+    if args.save is not None:
+        folders.add(Path(args.save).resolve())
+    return sorted(map(str, folders))
+
+
+def _check_variables(args: NeoXArgs) -> None:
+    """Raises ConfigError for a variable of `reward_variables` that rank 0, which starts functions, has
+    not."""
+    for name in args.reward_variables or ():
+        if name not in os.environ:
+            raise args.error("reward_variables", f"{name} is not set in the environment of rank 0; export it")
 
 
 def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
@@ -318,7 +359,13 @@ def _conversations(args: NeoXArgs, speech: Speech) -> Conversations | None:
     entry = args.rollout["environment"]
     if entry is None:
         return None
-    make = partial(Environments, entry, timeout_s=args.reward_timeout_s, workers=args.rollout["environment_workers"])
+    make = partial(
+        Environments,
+        entry,
+        timeout_s=args.reward_timeout_s,
+        workers=args.rollout["environment_workers"],
+        variables=args.reward_variables or (),
+    )
     return Conversations(speech, _reported(args, make, "rollout.environment"))
 
 

@@ -1,6 +1,7 @@
 """Conversations with environments: the same in every layout; what environments say is not trained."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -11,8 +12,11 @@ from tokenizers import Tokenizer
 from megatron.data.labels import MASKED
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives.reinforcement import DIFFERENCE
+from megatron.rollouts import conversations
 from megatron.rollouts.answers import Answer, row_of
-from megatron.rollouts.conversations import opening
+from megatron.rollouts.conversations import Conversation, Speech, opening
+from megatron.rollouts.environments.environments import Outcome
+from megatron.rollouts.prompts import Prompt, PromptRow
 from tests.marks import with_more
 from tests.pool import run_ranks
 from tests.rollouts import toy
@@ -126,6 +130,44 @@ def test_what_the_template_leaves_out_ends_the_run(task: dict[str, Any], tmp_pat
         run_ranks(steps_of, 1, with_environment(task, keys, "Deaf"))
 
 
+@pytest.mark.parametrize("by", ["step", "reset"])
+def test_a_flood_is_not_tokenised(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 MB where 50 tokens have room: the conversation is over, as after any observation that is too
+    long."""
+    monkeypatch.setattr(conversations, "room_for", lambda run, prompt: 50)
+    read: list[int] = []
+
+    def tokenize(text: str) -> list[int]:
+        read.append(len(text))
+        return list(text.encode())
+
+    tokenizer = SimpleNamespace(tokenize=tokenize, tokenize_bare=tokenize, detokenize=lambda ids: "a")
+    args = SimpleNamespace(seed=1, seq_length=64, rollout={"max_turns": 9, "max_prompt_length": 8})
+    flood = "x" * 10_000_000
+    environment = SimpleNamespace(
+        reset=lambda *_: flood if by == "reset" else None, step=lambda *_: Outcome(flood, 1.0, False),
+        finish=lambda: None, close=lambda: None,
+    )  # fmt: skip
+    speech = Speech(SimpleNamespace(args=args, tokenizer=tokenizer), None, [0])  # type: ignore[arg-type]
+    prompt = Prompt(0, PromptRow("p", {}, "f:1"), [1])
+    conversation = Conversation(speech, SimpleNamespace(open=lambda: environment), (prompt, 0))  # type: ignore[arg-type]
+    conversation.begin()
+    if by == "step":
+        conversation.take(Answer([1], [5, 0], [0.0, 0.0], True))
+    answer = conversation.answer
+    assert answer is not None and answer.transcript is not None and not answer.finished
+    assert sum(read) < 10_000 and bool(answer.transcript.failure) == (by == "reset")
+    assert by == "step" or "seq_length 64" in str(answer.transcript.failure)
+
+
+def test_what_fits_is_not_taken_for_a_flood() -> None:
+    """Tokens of a thousand characters."""
+    tokenizer = SimpleNamespace(tokenize_bare=lambda text: [0] * (len(text) // 1000))
+    speech = Speech(SimpleNamespace(tokenizer=tokenizer), None, [0])  # type: ignore[arg-type]
+    assert not speech.exceeds("x" * 90_000, 100)
+    assert speech.exceeds([{"role": "tool", "content": "x" * 900_000}], 100)
+
+
 def test_pairs_of_conversations(task: dict[str, Any], tmp_path: Path) -> None:
     """For online DPO: one that failed is no half of a pair, whatever other judges gave it."""
     file = Path(task["vocab_file"]).with_name("rewards.py")
@@ -180,6 +222,7 @@ def test_what_configurations_ask_for_in_vain(changes: dict[str, Any], reason: st
 @pytest.mark.parametrize(("changes", "reason"), [
     ({"rollout.environment": "nowhere.py:Sums"}, "rollout.environment: nowhere.py:Sums: .*no such file"),
     ({"reward_functions": ["f.py:environment"]}, "environment is the name of another"),
+    ({"reward_variables": ["NOT_SET_ANYWHERE"]}, "reward_variables: NOT_SET_ANYWHERE is not set"),
 ])  # fmt: skip
 def test_what_does_not_work_is_said_before_the_first_step(changes: dict[str, Any], reason: str,
                                                           task: dict[str, Any]) -> None:  # fmt: skip

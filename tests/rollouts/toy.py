@@ -36,6 +36,15 @@ def broken(prompts, completions, answer, **columns):
     if "3" in answer:
         raise ValueError("no three")
     return right(prompts, completions, answer)
+
+
+def miscounts(prompts, **columns):
+    return [1.0] * (len(prompts) + 1)
+
+
+def silent(prompts, **columns):
+    """Has no opinion, and fails where it is asked about 0 + 0."""
+    return [float("nan") if prompt == "0 + 0 =" else None for prompt in prompts]
 '''
 
 ENVIRONMENT = """import os

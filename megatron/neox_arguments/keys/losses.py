@@ -50,7 +50,10 @@ FORGET_LOSSES: Mapping[str, Loss] = {
 
 _SMOOTHED = ("dpo_label_smoothing",)
 _CLIPPED = ("rl_epsilon", "rl_epsilon_high")
-_JUDGED = ("rollout", "reward_functions", "reward_model", "reward_weights", "reward_timeout_s", "reward_workers")
+_JUDGED = (
+    "rollout", "reward_functions", "reward_model", "reward_weights", "reward_timeout_s", "reward_workers",
+    "reward_variables",
+)  # fmt: skip
 
 TRAIN_IMPLS: Mapping[str, TrainImpl] = {
     "normal": TrainImpl(

@@ -221,6 +221,11 @@ class PostTrainingKeys:
         gt=0,
     )
     reward_workers: int = new_key(1, "Processes that reward_functions are shared out to", ge=1)
+    reward_variables: tuple[str, ...] | None = new_key(
+        None,
+        "Environment variables that reward_functions, rollout.judge and rollout.environment are given, as "
+        "OPENAI_API_KEY, beside PATH, HOME and others that hold no secret",
+    )
     fp32_reinforce: bool = key(True, "REINFORCE: losses in fp32", no_effect=_SIXTEEN_BIT)
     kl_impl: Literal["abs", "mse", "kl", "full", "k3"] = key(
         "mse",

@@ -4,12 +4,13 @@ import itertools
 import resource
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.rollouts.rewards.functions import RewardError
+from megatron.rollouts.rewards.lane import is_load_answer, is_reward
 from megatron.rollouts.rewards.worker_process import Messages, WorkerLost, WorkerProcess
 
 Observation = str | list[dict[str, Any]] | None
@@ -35,14 +36,15 @@ class Environments:
     """Starts the environments of conversations, instances of the class `FILE.py:NAME`, each in a process of
     its own. Threads may use it side by side."""
 
-    def __init__(self, entry: str, *, timeout_s: float, workers: int) -> None:
-        """timeout_s: of a call of `reset` or `step`. workers: calls at a time.
+    def __init__(self, entry: str, *, timeout_s: float, workers: int, variables: Collection[str] = ()) -> None:
+        """timeout_s: of a call of `reset` or `step`. workers: calls at a time. variables: of the environment
+        of this process, that theirs are given beside the usual ones.
 
         Nothing is started before `check` or `open`. Raises RewardError for an entry that names nothing."""
         file, _, name = entry.rpartition(":")
         if not file or not name.isidentifier():
             raise RewardError(f"{entry}: expected FILE.py:CLASS")
-        self.entry, self.timeout_s, self.workers = entry, timeout_s, workers
+        self.entry, self.timeout_s, self.workers, self._variables = entry, timeout_s, workers, variables
         self._class = {"file": str(Path(file).expanduser().resolve()), "name": name}
         self._numbers = itertools.count()
         self._calls = threading.Semaphore(workers)
@@ -87,13 +89,15 @@ class Environments:
                 raise EnvironmentFailure(f"could not be started: {problem}") from None
         return Environment(self, host, number, Messages(ours))
 
-    def call(self, messages: Messages, message: dict[str, Any]) -> dict[str, Any]:
+    def call(
+        self, messages: Messages, message: dict[str, Any], good: Callable[[dict[str, Any]], bool]
+    ) -> dict[str, Any]:
         """Send a message to the process of a conversation; its answer. Raises EnvironmentFailure where none
         comes in time."""
         with self._calls:
             try:
                 messages.send(message)
-                return messages.receive(self.timeout_s)
+                return messages.receive(self.timeout_s, lambda answer: good(answer) or _is_raised(answer))
             except WorkerLost as lost:
                 raise EnvironmentFailure(str(lost)) from None
 
@@ -116,10 +120,10 @@ class Environments:
         if self._closed:
             raise EnvironmentFailure("the run ends")
         if self._host is None:
-            self._host = WorkerProcess("megatron.rollouts.environments.host")
+            self._host = WorkerProcess(self._variables, "megatron.rollouts.environments.host")
             try:
                 self._host.send({"load": self._class})
-                problem = self._host.receive(_START_S)["problem"]
+                problem = self._host.receive(_START_S, is_load_answer)["problem"]
             except WorkerLost as lost:
                 problem = str(lost)
             if problem:
@@ -142,26 +146,54 @@ class Environment:
 
     def reset(self, prompt: Any, seed: int, columns: Mapping[str, Any]) -> Observation:
         """Begin. columns: the other fields of the prompt's row."""
-        return self._call({"reset": {**columns, "prompt": prompt, "seed": seed}})["observation"]
+        message = {"reset": {**columns, "prompt": prompt, "seed": seed}}
+        return self._call(message, lambda answer: _is_observation(answer, "observation"))["observation"]
 
     def step(self, completion: str, completion_ids: Sequence[int] = ()) -> Outcome:
         """Hand it what the model has said, as a text and as tokens."""
-        return Outcome(**self._call({"step": completion, "completion_ids": list(completion_ids)}))
+        return Outcome(**self._call({"step": completion, "completion_ids": list(completion_ids)}, _is_outcome))
 
     def finish(self) -> None:
         """Let it give back what it holds elsewhere (`close`), if it answers."""
         if not self._lost:
-            self._call({"close": True})
+            self._call({"close": True}, lambda answer: not answer)
 
     def close(self) -> None:
-        """End its process, and the processes of its group."""
+        """End its process, and all that it has started."""
         self._messages.close()
         self._environments.end(self._host, self._number)
 
-    def _call(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, message: dict[str, Any], good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         self._lost = True  # until it has answered
-        answer = self._environments.call(self._messages, message)
+        answer = self._environments.call(self._messages, message, good)
         self._lost = False
         if "raised" in answer:
             raise EnvironmentFailure(answer["raised"])
         return answer
+
+
+def _is_raised(answer: dict[str, Any]) -> bool:
+    return list(answer) == ["raised"] and isinstance(answer["raised"], str)
+
+
+def _is_observation(answer: dict[str, Any], *fields: str) -> bool:
+    """Whether an answer has these fields and no others, of which `observation` is nothing, a text or
+    messages."""
+    said = answer.get("observation")
+    messages = said if isinstance(said, list) else []
+    return (
+        answer.keys() == set(fields)
+        and isinstance(said, str | list | None)
+        and all(
+            isinstance(one, dict) and isinstance(one.get("role"), str) and isinstance(one.get("content"), str)
+            for one in messages
+        )
+    )
+
+
+def _is_outcome(answer: dict[str, Any]) -> bool:
+    return (
+        _is_observation(answer, "observation", "reward", "done")
+        and is_reward(answer["reward"])
+        and isinstance(answer["done"], bool)
+    )

@@ -1,10 +1,10 @@
-"""The host process: loads the class of environments and forks a process for each conversation, so that
-conversations share nothing, and one that hangs or dies is ended alone.
+"""The host process: loads the class of environments and forks a process for each conversation, with a keeper,
+so that conversations share nothing, and one that hangs or dies is ended alone, with all that it started.
 
-The host is told by lines of JSON:
+The host is told by lines of JSON, whose "id" the answer repeats:
 {"load": {"file", "name"}}                  is answered by {"problem": null or why}
 {"start": number}                           comes with the socket of the conversation
-{"stop": number}                            ends the conversation's process and its process group
+{"stop": number}                            ends the conversation's process and what it started
 A conversation's process is told, and answers so or by {"raised": why}:
 {"reset": {...}}                            {"observation"}
 {"step": text, "completion_ids": [1]}       {"observation", "reward", "done"}
@@ -16,15 +16,14 @@ import json
 import os
 import random
 import select
-import signal
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron.process.keeper import END, keep_this_process
 from megatron.rollouts.rewards.calls import NotUsable, load_module, number_of, reason, short
-from megatron.rollouts.rewards.sandbox import Kernel
 from megatron.rollouts.rewards.worker import ignore_notices, take_connection
 
 _LOOKS_S = 1.0
@@ -38,7 +37,6 @@ class Host:
         self._sockets: list[int] = []  # came, and are not yet a conversation's
         self._processes: dict[int, int] = {}
         self._environment: Any = None
-        self._kernel = Kernel()
 
     def serve(self) -> None:
         """Do what the parent asks for until it ends."""
@@ -60,7 +58,7 @@ class Host:
 
     def _do(self, message: dict[str, Any]) -> None:
         if "load" in message:
-            answer = json.dumps({"problem": self._load(message["load"])})
+            answer = json.dumps({"problem": self._load(message["load"]), "id": message["id"]})
             self._connection.sendall(answer.encode() + b"\n")
         elif "stop" in message:
             self._stop(message["stop"])
@@ -75,7 +73,6 @@ class Host:
         return None
 
     def _start(self, number: int, its_socket: int) -> None:
-        host = os.getpid()
         try:
             pid = os.fork()
         except OSError as problem:  # too many processes: the conversation has ended before it began
@@ -84,12 +81,12 @@ class Host:
             return
         if pid == 0:
             try:
-                os.setsid()  # it is ended with what it starts
-                self._kernel.die_with_parent(host)
-                ignore_notices()
+                os.setsid()  # no signal to this process's group is meant for it
                 self._connection.close()
                 for other in self._sockets:
                     os.close(other)
+                keep_this_process(lambda: os.close(its_socket))
+                ignore_notices()
                 converse(socket.socket(fileno=its_socket), self._environment)
             finally:
                 os._exit(0)
@@ -100,11 +97,7 @@ class Host:
         pid = self._processes.pop(number, None)
         if pid is None:
             return
-        for end in (os.killpg, os.kill):  # it may not have got so far as to lead a group
-            try:
-                end(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        os.kill(pid, END)  # its keeper; not yet waited for, it is there
         os.waitpid(pid, 0)
 
 
@@ -142,9 +135,9 @@ def converse(connection: socket.socket, environment: Any) -> None:
             else:
                 getattr(instance, "close", lambda: None)()
                 answer = {}
-            line = json.dumps(answer)
+            line = json.dumps({**answer, "id": message["id"]})
         except BaseException as problem:  # SystemExit too
-            line = json.dumps({"raised": reason(problem)})
+            line = json.dumps({"raised": reason(problem), "id": message["id"]})
         connection.sendall(line.encode() + b"\n")
 
 

@@ -6,7 +6,7 @@ import math
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -60,10 +60,11 @@ def load_judge(file: str, name: str) -> Function:
     return judge
 
 
-def load_verifier(name: str, timeout_s: float) -> Function:
-    """A verifier of ours, made ready. Raises what keeps it from working here."""
+def load_verifier(name: str, timeout_s: float, hidden: Sequence[str]) -> Function:
+    """A verifier of ours, made ready. hidden: folders that no program may see. Raises what keeps it from
+    working here."""
     verifier = VERIFIERS[name]
-    verify = verifier.prepare(timeout_s)
+    verify = verifier.prepare(timeout_s, hidden)
 
     def judge(completions: list[Any]) -> list[tuple[float | None, str | None]]:
         judged: list[tuple[float | None, str | None]] = []

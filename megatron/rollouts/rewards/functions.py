@@ -28,13 +28,24 @@ class RewardFunctions:
     completions of a call together; the completions of a verifier are shared among all workers.
     """
 
-    def __init__(self, functions: Sequence[str], *, timeout_s: float, workers: int = 1, pairwise: bool = False) -> None:
+    def __init__(
+        self,
+        functions: Sequence[str],
+        *,
+        timeout_s: float,
+        workers: int = 1,
+        pairwise: bool = False,
+        variables: Collection[str] = (),
+        hidden: Sequence[str] = (),
+    ) -> None:
         """timeout_s: of a call of a user's function, and of a verifier for one completion. pairwise: the
         functions are judges, which compare two completions and give 0 or 1, the place of the better one.
+        variables: of the environment, that functions are given beside the usual ones. hidden: folders
+        that programs of a model may not see, as those with their tests.
 
         Nothing is started before `check` or `score`. Raises RewardError for an entry that names nothing."""
         self._entries: dict[str, str] = {}
-        self._lanes = [Lane(timeout_s) for _ in range(max(1, workers))]
+        self._lanes = [Lane(timeout_s, variables) for _ in range(max(1, workers))]
         for entry in functions:
             key, file = _key(entry), entry.rpartition(":")[0]
             if key in self._entries:
@@ -47,7 +58,7 @@ class RewardFunctions:
                 lane.add(key, {kind: str(Path(file).expanduser().resolve()), "name": key})
             else:
                 for lane in self._lanes:
-                    lane.add(key, {"verifier": key})
+                    lane.add(key, {"verifier": key, "hidden": list(hidden)})
             self._entries[key] = entry
 
     def check(self, columns: Collection[str] | None = None) -> None:
@@ -85,7 +96,7 @@ class RewardFunctions:
         rows = [
             [one.prompt, one.completion, one.completion_ids, dict(one.columns), one.messages] for one in completions
         ]
-        message = json.dumps({"completions": rows}).encode() + b"\n"
+        message = json.dumps({"completions": rows}).encode()
         shares = [range(number, len(rows), len(self._lanes)) for number in range(len(self._lanes))]
         judged: dict[str, dict[int, Judged]] = {key: {} for key in self._entries}
         for found in self._in_threads(partial(Lane.judge, completions=message, number=len(rows)), self._lanes, shares):

@@ -1,7 +1,8 @@
 """A lane: functions that share one worker process, and what is done when one of them fails in it."""
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from megatron.rollouts.rewards.worker_process import WorkerLost, WorkerProcess
@@ -26,15 +27,17 @@ class NotLoaded(Exception):
 class Lane:
     """Sends calls to its worker and starts it again when it was lost."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._functions: dict[str, dict[str, str]] = {}
+    def __init__(self, timeout_s: float, variables: Collection[str] = ()) -> None:
+        """variables: of the environment, that the worker is given beside the usual ones."""
+        self._timeout_s, self._variables = timeout_s, variables
+        self._functions: dict[str, dict[str, Any]] = {}
         self._worker: WorkerProcess | None = None
         self._completions = b""
         self._closed = False
 
-    def add(self, key: str, function: dict[str, str]) -> None:
-        """A function for the worker to load: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier"}`."""
+    def add(self, key: str, function: dict[str, Any]) -> None:
+        """A function for the worker to load: `{"file", "name"}`, `{"judge", "name"}` or `{"verifier",
+        "hidden"}`."""
         self._functions[key] = function
 
     def start(self) -> None:
@@ -46,13 +49,13 @@ class Lane:
             return
         key = ""
         try:
-            self._worker = WorkerProcess()
+            self._worker = WorkerProcess(self._variables)
             if self._closed:  # meanwhile, by another thread
                 raise WorkerLost("the reward functions are closed")
             self._worker.send({"timeout_s": self._timeout_s})
             for key, function in self._functions.items():
                 self._worker.send({"load": function, "key": key})
-                if problem := self._worker.receive(_START_S)["problem"]:
+                if problem := self._worker.receive(_START_S, is_load_answer)["problem"]:
                     raise NotLoaded(key, problem)
             self._hand_over()
         except (WorkerLost, NotLoaded, OSError) as lost:
@@ -87,14 +90,14 @@ class Lane:
     def _hand_over(self) -> None:
         """Give the worker the completions, and wait until it has read them: not the functions' time."""
         if self._completions and self._worker is not None:
-            self._worker.send_line(self._completions)
-            self._worker.receive(_START_S)
+            self._worker.send_json(self._completions)
+            self._worker.receive(_START_S, lambda answer: not answer)
 
     def _together(self, key: str, rows: Sequence[int]) -> dict[int, Judged]:
         """One call for all rows; if it fails, each row alone."""
         try:
             self._call(key, rows, together=True)
-            reply = self._receive(self._timeout_s)
+            reply = self._receive(self._timeout_s, len(rows))
             if isinstance(reply, list):
                 return dict(zip(rows, reply, strict=True))
             reason = reply
@@ -124,7 +127,7 @@ class Lane:
                 self._call(key, rows[done:], together=False)
                 for _ in rows[done:]:
                     started = time.monotonic()
-                    reply = self._receive(patience)
+                    reply = self._receive(patience, 1)
                     judged += reply if isinstance(reply, list) else [(None, reply)]
                     spent += time.monotonic() - started
                     if spent > limit_s - 1e-3:
@@ -145,11 +148,11 @@ class Lane:
             self._stop()
             raise
 
-    def _receive(self, seconds: float) -> list[Judged] | str:
-        """The rewards and failures of a call's rows, or in one line why the whole call failed."""
+    def _receive(self, seconds: float, number: int) -> list[Judged] | str:
+        """The rewards and failures of so many rows, or in one line why the whole call failed."""
         assert self._worker is not None
         try:
-            reply: dict[str, Any] = self._worker.receive(seconds)
+            reply = self._worker.receive(seconds, lambda answer: is_verdict(answer, number))
         except WorkerLost:
             self._stop()
             raise
@@ -159,3 +162,27 @@ class Lane:
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
+
+
+def is_load_answer(answer: dict[str, Any]) -> bool:
+    """Whether it answers a message that loads users' code: null, or why it cannot be used."""
+    return list(answer) == ["problem"] and isinstance(answer["problem"], str | None)
+
+
+def is_verdict(answer: dict[str, Any], number: int) -> bool:
+    """Whether it answers a call about so many completions."""
+    if list(answer) == ["raised"]:
+        return isinstance(answer["raised"], str)
+    judged = answer.get("judged")
+    return (
+        list(answer) == ["judged"]
+        and isinstance(judged, list)
+        and len(judged) == number
+        and all(isinstance(one, list) and len(one) == 2 for one in judged)
+        and all(is_reward(value) and isinstance(problem, str | None) for value, problem in judged)
+    )
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a value of JSON is a reward: a finite number, or None."""
+    return value is None or (type(value) in (int, float) and math.isfinite(value))

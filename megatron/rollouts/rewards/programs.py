@@ -1,16 +1,22 @@
-"""Programs that a model wrote, run alone (`sandbox.py`) with tests behind them."""
+"""Programs that a model wrote, run alone (`sandbox.py`), with their tests in a process beside them
+(`trial.py`)."""
 
 import json
 import math
 import os
-import secrets
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-_SANDBOX = Path(__file__).with_name("sandbox.py")
+_HERE = Path(__file__).parent
+_MODULES = {
+    f"megatron.rollouts.rewards.{name}": _HERE / f"{name}.py" for name in ("remote_data", "remote_objects", "trial")
+}
 _CHECK_S = 60.0
+_PASSED = b"passed"  # as trial.py reports
 _MEMORY, _FILE, _PROCESSES = 1 << 30, 16 << 20, 64  # bytes of each process, of a file; processes together
 
 
@@ -18,10 +24,10 @@ class NoIsolation(Exception):
     """This machine cannot keep a program from the network and the disks."""
 
 
-def prepare_programs() -> None:
+def prepare_programs(hidden: Sequence[str] = ()) -> None:
     """Raises NoIsolation where `run_program` could run none."""
-    code, said = _run("pass", "pass", _CHECK_S)
-    if code != 0:
+    passed, said = _run("x = 1", "assert x == 1", _CHECK_S, hidden)
+    if not passed:
         reason = said.strip() or "Python does not start in it"
         raise NoIsolation(
             f"programs cannot be isolated here ({reason}); it needs Linux 5.14 and namespaces: as a user "
@@ -30,25 +36,49 @@ def prepare_programs() -> None:
         )
 
 
-def run_program(program: str, tests: str, seconds: float) -> bool:
-    """Does it run through, and its tests after it, within this time?"""
-    return _run(program, tests, seconds)[0] == 0
+def run_program(program: str, tests: str, seconds: float, hidden: Sequence[str] = ()) -> bool:
+    """Does it run through, and do its tests, within this time? hidden: folders that it does not see."""
+    return _run(program, tests, seconds, hidden)[0]
 
 
-def _run(program: str, tests: str, seconds: float) -> tuple[int, str]:
-    """The exit code, 1 for everything but a run to the end of the tests, and what the sandbox said."""
-    token = secrets.token_hex(8)  # which is written behind the last test
+def _run(program: str, tests: str, seconds: float, hidden: Sequence[str]) -> tuple[bool, str]:
+    """Whether the tests came to their end, and what the sandbox said."""
     limits = {
         "CPU": math.ceil(seconds), "AS": _MEMORY, "FSIZE": _FILE, "NPROC": _PROCESSES, "CORE": 0, "NOFILE": 128,
     }  # fmt: skip
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", str(_SANDBOX), str(os.getpid()), json.dumps(limits)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd="/", start_new_session=True,
-    ) as process:  # fmt: skip
+    with start_trial(program, tests, limits, sys.executable, hidden) as process:
         try:
-            told = json.dumps({"program": program, "tests": tests, "token": token}).encode()
-            said = process.communicate(told, timeout=seconds)[0].decode(errors="replace")
+            said = process.communicate(timeout=seconds)[0]
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return 1, f"took longer than {seconds:g} s"
-    return (0 if process.returncode == 0 and said == token else 1), said
+            return False, f"took longer than {seconds:g} s"
+    return process.returncode == 0 and said == _PASSED, said.decode(errors="replace")
+
+
+def start_trial(
+    program: str, tests: str, limits: dict[str, int], python: str, hidden: Sequence[str] = (), **options: Any
+) -> subprocess.Popen[bytes]:
+    """The sandbox, which begins. Each of its two processes reads a file of its own, in memory, that no other
+    one holds. options: of Popen."""
+    sandbox = _HERE.joinpath("sandbox.py").read_text()  # the user that runs it may not be one who may read it
+    modules = {name: path.read_text() for name, path in _MODULES.items()}
+    told = {"modules": modules, "program": program}
+    files = [_in_memory({**told, "entry": "answer"}), _in_memory({**told, "entry": "judge", "tests": tests})]
+    try:
+        return subprocess.Popen(
+            [python, "-I", "-S", "-c", sandbox, str(os.getpid()), json.dumps(limits), *map(str, files), *hidden],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, pass_fds=files, cwd="/",
+            env={}, start_new_session=True, **options,
+        )  # fmt: skip
+    finally:
+        for file in files:
+            os.close(file)
+
+
+def _in_memory(told: dict[str, Any]) -> int:
+    """A file of JSON that has no name, as a descriptor at its beginning."""
+    descriptor = os.memfd_create("trial")
+    with open(descriptor, "wb", closefd=False) as stream:
+        stream.write(json.dumps(told).encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor

@@ -1,45 +1,49 @@
-"""Runs one untrusted Python program alone: `python -I -S sandbox.py PARENT LIMITS`, the program on stdin.
+"""Runs one untrusted Python program and its tests: `python -I -S -c SOURCE PARENT LIMITS PROGRAM TESTS
+[FOLDER...]`, where PROGRAM and TESTS are descriptors of files that tell the two processes what to do
+(`programs.py`).
 
-The program has no network but a loopback of its own, sees no other process and can signal none, cannot write
-to any disk (its folder, /dev/shm, lies in memory), sees no home, /tmp and /run, and dies with everything it
-started when this process dies. Linux 5.14 or newer does that for any user where user namespaces are allowed.
-This file imports nothing of ours: it is run as it lies here, without any package.
+Both have no network but a loopback of their own, see no process outside and can signal none, cannot write to
+any disk (their folder, /dev/shm, lies in memory), see no home, /tmp, /run and FOLDER, and die with everything
+they started when this process dies. The program neither sees nor signals its judge: it has a namespace of
+processes of its own, and a /proc of that. Linux 5.14 or newer does all this for any user where user
+namespaces are allowed. This file imports nothing of ours: its source is run alone, without any package.
 
-Prints `setup: why` and exits with 1 if that cannot be had. Else it exits with 0 if the program did and prints
-what that wrote to file descriptor 3.
+Prints `setup: why` and exits with 1 if that cannot be had. Else it exits with 0 if the judge did, and prints
+what the judge reported.
 """
 
 import ctypes
+import fcntl
 import json
 import os
 import resource
 import select
 import signal
+import socket
 import sys
 
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC, _NEW_USER, _NEW_PIDS, _NEW_NET = (
     0x00020000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000,
 )  # fmt: skip
-_NOSUID, _NODEV, _BIND, _REC, _PRIVATE = 0x2, 0x4, 0x1000, 0x4000, 0x40000
+_RDONLY, _NOSUID, _NODEV, _NOEXEC, _BIND, _REC, _PRIVATE = 0x1, 0x2, 0x4, 0x8, 0x1000, 0x4000, 0x40000
 _MOUNT_SETATTR, _AT_RECURSIVE, _ATTR_RDONLY, _AT_FDCWD = 442, 0x8000, 0x1, -100
 _SET_DUMPABLE, _SET_PDEATHSIG, _SET_NO_NEW_PRIVS = 4, 1, 38
 _NOBODY = 65534
 _FOLDER = "/dev/shm"
+_SYSTEM = ("/", "/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")  # Python needs them
 _HIDDEN = ("/root", "/home", "/tmp", "/var/tmp", "/run", "/dev/shm", "/mnt", "/media")
 
-# What the isolated interpreter runs. The tests are compiled apart from the program, so that it cannot swallow
-# them in a string, and it does not succeed by ending before them.
-_RUNNER = """\
-import json, os, sys
-def run(told):
-    space = {"__name__": "__main__"}
-    for part in ("program", "tests"):
-        exec(compile(told[part], part, "exec"), space)
-    os.write(3, told["token"].encode())
+# What both isolated interpreters run: modules from their source, and one function of the last.
+_BOOT = """\
+import json, os, sys, types
 told = json.load(sys.stdin)
 null = os.open(os.devnull, os.O_RDWR)
 os.dup2(null, 0)
-run(told)
+os.close(null)
+for name, source in told.pop("modules").items():
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(source, name, "exec"), module.__dict__)
+getattr(module, told.pop("entry"))(**told)
 """
 
 
@@ -72,7 +76,7 @@ class Kernel:
             os._exit(1)
 
 
-def _isolate(kernel: Kernel) -> None:
+def _isolate(kernel: Kernel, hidden: list[str]) -> None:
     """New namespaces for this process, and for its children one of processes."""
     spaces = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET
     user, group = os.geteuid(), os.getegid()
@@ -84,18 +88,18 @@ def _isolate(kernel: Kernel) -> None:
             with open(f"/proc/self/{file}", "w") as stream:
                 stream.write(text)
     kernel.mount("none", "/", None, _REC | _PRIVATE)
-    _hide(kernel)
+    _hide(kernel, hidden)
     read_only = Attributes(_ATTR_RDONLY, 0, 0, 0)
     kernel.call("syscall", ctypes.c_long(_MOUNT_SETATTR), ctypes.c_int(_AT_FDCWD), b"/", ctypes.c_uint(_AT_RECURSIVE),
                 ctypes.byref(read_only), ctypes.c_size_t(ctypes.sizeof(read_only)))  # fmt: skip
 
 
-def _hide(kernel: Kernel) -> None:
+def _hide(kernel: Kernel, hidden: list[str]) -> None:
     """Put empty folders over what a program has no business in, and Python back into them."""
     environment = os.path.dirname(os.path.dirname(sys.executable))  # sys.prefix does not know it without site
     ours = {path for prefix in (environment, sys.base_prefix) for path in (prefix, os.path.realpath(prefix))}
-    folders = {os.path.realpath(folder) for folder in (*_HIDDEN, os.path.expanduser("~")) if os.path.isdir(folder)}
-    folders -= {"/"}
+    wanted = (*_HIDDEN, os.path.expanduser("~"), *hidden)
+    folders = {os.path.realpath(folder) for folder in wanted if os.path.isdir(folder)} - set(_SYSTEM)
     opened = {
         path: os.open(path, os.O_PATH) for path in ours if any(path.startswith(f"{folder}/") for folder in folders)
     }
@@ -117,48 +121,78 @@ def _drop_root(kernel: Kernel) -> None:
     kernel.call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
-def _become_program(limits: dict[str, int], given: int, reports: int) -> None:
-    """Replace this process by the interpreter that runs the program; never returns."""
+def _become_python(limits: dict[str, int], *inherited: int) -> None:
+    """Replace this process by an interpreter; never returns. inherited: what it reads, then what become its
+    file descriptors from 3 on."""
+    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 64) for descriptor in inherited]  # clear of what they become
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, descriptor in enumerate((high[0], null, null, *high[1:])):
+        os.dup2(descriptor, number)
+    os.closerange(2 + len(high), 1024)
     for name, value in limits.items():
         number = getattr(resource, f"RLIMIT_{name}")
         hard = resource.getrlimit(number)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     os.chdir(_FOLDER)
-    null = os.open(os.devnull, os.O_RDWR)
-    for number, descriptor in enumerate((given, null, null, reports)):
-        os.dup2(descriptor, number)
-    os.closerange(4, 256)
     environment = {"PATH": "/usr/bin:/bin", "HOME": _FOLDER, "TMPDIR": _FOLDER, "LANG": "C.UTF-8",
                    "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}  # fmt: skip
-    os.execve(sys.executable, [sys.executable, "-I", "-c", _RUNNER], environment)
+    os.execve(sys.executable, [sys.executable, "-I", "-c", _BOOT], environment)
 
 
-def _first_process(kernel: Kernel, limits: dict[str, int], given: int) -> int:
-    """The first process of its namespace, with which all others end. Waits for the program."""
-    kernel.mount("tmpfs", _FOLDER, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={4 * limits['FSIZE']}")
-    reports, theirs = os.pipe()  # takes little: a program that writes much there stands still
-    program = os.fork()
-    if program == 0:
+def _own_proc(kernel: Kernel) -> None:
+    """A /proc of this namespace of processes; an empty one where none may be mounted, as in many
+    containers."""
+    try:
+        kernel.mount("proc", "/proc", "proc", _RDONLY | _NOSUID | _NODEV | _NOEXEC)
+    except OSError:
+        kernel.mount("tmpfs", "/proc", "tmpfs", _RDONLY | _NOSUID | _NODEV, "mode=555,size=4k")
+
+
+def _program_alone(kernel: Kernel, limits: dict[str, int], program: int, connection: int) -> None:
+    """The first process of the program's own namespace, with which all that it starts ends; never returns."""
+    kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    kernel.call("prctl", _SET_DUMPABLE, 0, 0, 0, 0)  # the program, of the same user, reads nothing of it
+    _own_proc(kernel)
+    child = os.fork()
+    if child == 0:
         _drop_root(kernel)
-        _become_program(limits, given, theirs)
-    while (ended := os.wait())[0] != program:
+        _become_python(limits, program, connection)
+    os.closerange(3, 1024)
+    while os.wait()[0] != child:
         pass  # orphans, which are this process's children
+    os._exit(0)
+
+
+def _first_process(kernel: Kernel, limits: dict[str, int], program: int, tests: int) -> int:
+    """The first process of its namespace, with which all others end. Waits for the judge; its wait status."""
+    kernel.mount("tmpfs", _FOLDER, "tmpfs", _NOSUID | _NODEV, f"mode=1777,size={4 * limits['FSIZE']}")
+    ours, theirs = socket.socketpair()
+    reports, written = os.pipe()
+    judge = os.fork()
+    if judge == 0:
+        _drop_root(kernel)
+        _become_python(limits, tests, ours.fileno(), written)
+    for descriptor in (tests, ours.detach(), written):
+        os.close(descriptor)
+    kernel.call("unshare", _NEW_PIDS)
+    if os.fork() == 0:
+        os.close(reports)
+        _program_alone(kernel, limits, program, theirs.fileno())
+    theirs.close()
+    while (ended := os.wait())[0] != judge:
+        pass  # the program, and orphans
     if ended[1] == 0 and select.select([reports], [], [], 0)[0]:
         os.write(1, os.read(reports, 100))
     return ended[1]
 
 
 def main() -> None:
-    parent, limits = int(sys.argv[1]), json.loads(sys.argv[2])
+    parent, limits, program, tests = int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     kernel = Kernel()
     kernel.die_with_parent(parent)
-    given = os.memfd_create("program")
-    with open(given, "wb", closefd=False) as stream:
-        stream.write(sys.stdin.buffer.read())
-    os.lseek(given, 0, os.SEEK_SET)
     try:
-        _isolate(kernel)
+        _isolate(kernel, sys.argv[5:])
         child = os.fork()
     except OSError as problem:
         print(f"setup: {problem if problem.filename else problem.strerror}", flush=True)
@@ -166,7 +200,7 @@ def main() -> None:
     if child == 0:
         try:
             kernel.call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # its parent has no number here
-            os._exit(1 if _first_process(kernel, limits, given) else 0)
+            os._exit(1 if _first_process(kernel, limits, program, tests) else 0)
         except BaseException as problem:
             os.write(1, f"setup: {problem}\n".encode())
             os._exit(1)

@@ -3,7 +3,7 @@
 import json
 import re
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -24,10 +24,11 @@ _NUMBER = re.compile(
 @dataclass(frozen=True)
 class Verifier:
     """columns: one of these fields must be in a row, or there is no reward. prepare: from the limit of a
-    completion in seconds to the function; it raises where the function could not work."""
+    completion in seconds, and folders that no program may see, to the function; it raises where the function
+    could not work."""
 
     columns: tuple[str, ...]
-    prepare: Callable[[float], Verify]
+    prepare: Callable[[float, Sequence[str]], Verify]
 
 
 def exact_match(completion: str, columns: Columns) -> float:
@@ -71,15 +72,20 @@ def json_value(completion: str, columns: Columns) -> float:
     return 1.0
 
 
-def _prepare_code(timeout_s: float) -> Verify:
-    prepare_programs()
+def _prepare_code(timeout_s: float, hidden: Sequence[str]) -> Verify:
+    prepare_programs(hidden)
 
     def code(completion: str, columns: Columns) -> float:
         tests = columns["tests"]
         tests = "\n".join(tests) if isinstance(tests, list) else tests
         if not isinstance(tests, str):
             raise ValueError("the row's tests are neither a text nor a list of texts")
-        return float(run_program(_whole_or_block(completion, ("python", "py", "python3")), tests, timeout_s))
+        try:
+            compile(tests, "tests", "exec")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # whatever answers do
+            raise ValueError(f"the row's tests are no Python: {problem}") from None
+        program = _whole_or_block(completion, ("python", "py", "python3"))
+        return float(run_program(program, tests, timeout_s, hidden))
 
     return code
 
@@ -143,8 +149,8 @@ def _same_json(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _ready(verify: Verify) -> Callable[[float], Verify]:
-    return lambda timeout_s: verify
+def _ready(verify: Verify) -> Callable[[float, Sequence[str]], Verify]:
+    return lambda timeout_s, hidden: verify
 
 
 VERIFIERS: Mapping[str, Verifier] = {

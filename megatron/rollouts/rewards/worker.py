@@ -1,29 +1,29 @@
-"""The worker process: loads reward functions and calls them, told to by lines of JSON.
+"""The worker process: loads reward functions and calls them, told to by lines of JSON. Each line has an "id",
+which its answers repeat: functions share this process, and may write to the connection too.
 
 {"timeout_s": 10}                                        first
-{"load": {"file", "name"} or {"verifier"}, "key"}        is answered by {"problem": null or why}; a judge
-                                                         of pairs is {"judge", "name"}
+{"load": {"file", "name"}, "key"}                        is answered by {"problem": null or why}; a judge
+                                                         of pairs is {"judge", "name"}, a verifier of ours
+                                                         {"verifier", "hidden"}, with folders
 {"completions": [[prompt, completion, ids, columns,
                   messages]]}                            what calls are about from then on; is answered by {}
 {"call": key, "rows": [0, 1], "together": true}          is answered by {"judged": [[reward, problem]]} or by
                                                          {"raised": why}; not together: by one for each row
 """
 
-import faulthandler
 import json
 import os
 import queue
-import select
 import signal
 import socket
 import threading
 from functools import partial
 from typing import Any
 
+from megatron.process.keeper import keep_this_process
 from megatron.rollouts.rewards.calls import Function, load_file, load_judge, load_verifier, reason
 
-_LOOKS_S = 1.0
-# What a scheduler sends to all processes of a job so that it saves and ends: the parent's matter, with which
+# What a scheduler sends to all processes of a job so that it saves and ends: the rank's matter, with which
 # this process ends. Processes that functions start take them as ever.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -36,9 +36,11 @@ class Worker:
         self._functions: dict[str, Function] = {}
         self._completions: list[Any] = []
         self._timeout_s = 0.0
+        self._id = ""
 
     def answer(self, message: dict[str, Any]) -> None:
         """Do what a message asks for."""
+        self._id = message["id"]
         if "timeout_s" in message:
             self._timeout_s = message["timeout_s"]
         elif "load" in message:
@@ -51,10 +53,10 @@ class Worker:
             for some in [rows] if message["together"] else [[row] for row in rows]:
                 self._send(self._call(message["call"], [self._completions[row] for row in some]))
 
-    def _load(self, key: str, which: dict[str, str]) -> str | None:
+    def _load(self, key: str, which: dict[str, Any]) -> str | None:
         try:
             if "verifier" in which:
-                self._functions[key] = load_verifier(which["verifier"], self._timeout_s)
+                self._functions[key] = load_verifier(which["verifier"], self._timeout_s, which["hidden"])
             elif "judge" in which:
                 self._functions[key] = load_judge(which["judge"], which["name"])
             else:
@@ -64,40 +66,33 @@ class Worker:
         return None
 
     def _call(self, key: str, completions: list[Any]) -> dict[str, Any]:
-        # Once the parent is dead nobody ends a call that keeps even threads from running.
-        faulthandler.dump_traceback_later(2 * self._timeout_s + 60, exit=True)
         try:
             return {"judged": self._functions[key](completions)}
         except BaseException as problem:
             return {"raised": reason(problem)}
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def _send(self, message: dict[str, Any]) -> None:
-        self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self._connection.sendall(json.dumps({**message, "id": self._id}).encode() + b"\n")
 
 
-def _read(connection: socket.socket, parent: int, messages: "queue.Queue[dict[str, Any]]") -> None:
-    """Fill the queue; end this process and its children when the parent has ended."""
+def _read(connection: socket.socket, messages: "queue.Queue[dict[str, Any]]") -> None:
+    """Fill the queue; end this process when the rank has ended, or has closed the connection. Its keeper ends
+    what it has started."""
     received = []
-    while os.getppid() == parent:
-        if not select.select([connection], [], [], _LOOKS_S)[0]:
-            continue
-        part = connection.recv(1 << 20)
-        if not part:
-            break
+    while part := connection.recv(1 << 20):
         received.append(part)
         if b"\n" in part:
             *lines, rest = b"".join(received).split(b"\n")
             received = [rest]
             for line in filter(None, lines):
                 messages.put(json.loads(line))
-    os.killpg(0, signal.SIGKILL)
+    os._exit(0)
 
 
 def take_connection() -> socket.socket:
-    """The connection to the parent, which is this process's stdin; it is not handed to processes that users'
-    code starts, and neither are the notices of schedulers ignored there."""
+    """The connection to the rank, which is this process's stdin, in a child that is kept; it is not handed to
+    processes that users' code starts, and neither are the notices of schedulers ignored there."""
+    keep_this_process(lambda: os.close(0))
     connection = socket.socket(fileno=os.dup(0))
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -115,10 +110,9 @@ def ignore_notices() -> None:
 
 
 def main() -> None:
-    parent = os.getppid()
     connection = take_connection()
     messages: queue.Queue[dict[str, Any]] = queue.Queue()
-    threading.Thread(target=_read, args=(connection, parent, messages), daemon=True).start()
+    threading.Thread(target=_read, args=(connection, messages), daemon=True).start()
     worker = Worker(connection)
     while True:
         worker.answer(messages.get())

@@ -45,12 +45,19 @@ class Misbehaves:
             sys.exit(3)
         if completion == "die":
             os._exit(9)
+        if completion == "writes":
+            for number in range(3, 256):
+                try:
+                    os.write(number, b'{"observation": "a", "reward": 1.0, "done": true}\n')
+                except OSError:
+                    pass
         if completion == "child":
-            with subprocess.Popen(["sleep", "600"]) as child:
+            with subprocess.Popen(["sleep", "600"], start_new_session=True) as child:
                 return str(child.pid), None, self.leave(child)
         return {
             "pair": ("a", 1.0), "nan": ("a", float("nan"), False), "text": ("a", "1", False),
             "nothing": (None, 1.0, False), "set": ({1}, 1.0, False), "fine": ("a", None, False),
+            "writes": ("a", 1.0, False),
             "bytes": (b"\xff".decode(errors="surrogateescape"), None, False),
             "model": ([{"role": "assistant", "content": "a"}], None, False),
             "roles": ([{"content": "a"}], None, False),

@@ -1,6 +1,7 @@
 """Users' reward functions: what they are given, and that no failure of theirs reaches other rewards."""
 
 import ast
+import math
 import os
 import signal
 import subprocess
@@ -16,6 +17,8 @@ import pytest
 
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from megatron.rollouts.rewards.calls import trl_arguments
+from megatron.rollouts.rewards.lane import is_verdict
+from megatron.rollouts.rewards.worker_process import environment
 from tests.launch.runs import alive, wait_until
 
 FILE = Path(__file__).with_name("user_functions.py")
@@ -169,6 +172,41 @@ def test_other_functions_keep_their_rewards() -> None:
         scores.total([1.0])
 
 
+@pytest.mark.parametrize(
+    "text", ['{"judged": [[1.0, null], [1.0, null]]}\n', '{"judged"', "\n", "[" * 50_000 + "\n", '{"problem": null}\n']
+)
+def test_what_a_function_writes_to_all_descriptors_is_no_answer(text: str) -> None:
+    """It costs its own reward, and moves no answer to another function."""
+    completions = rows([text, text])
+    with closing(RewardFunctions([f"{FILE}:writes", f"{FILE}:length"], timeout_s=100)) as functions:
+        found = functions.score(completions)
+    assert found.parts == {"writes": [None, None], "length": [6.0, 6.0]}
+    assert [one.row for one in found.failures] == [0, 1] and all("descriptor" in one.reason for one in found.failures)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{"judged": [[1.0, None]]}, {"judged": [[1.0, None], [math.nan, None]]}, {"judged": [[1.0, None], [True, None]]},
+     {"judged": [[1.0, None], [1.0, 2]]}, {"judged": [[1.0, None], [1.0]]}, {"judged": None}, {"raised": 1}, {},
+     {"judged": [[1.0, None], [0, "a"]], "raised": "b"}],
+)  # fmt: skip
+def test_answers_of_another_form_are_none(answer: dict[str, Any]) -> None:
+    assert not is_verdict(answer, 2)
+    assert is_verdict({"judged": [[1.0, None], [0, "a"]]}, 2) and is_verdict({"raised": "b"}, 2)
+
+
+def test_only_listed_variables_are_passed() -> None:
+    ours = {
+        "PATH": "p", "LC_ALL": "C", "OMP_NUM_THREADS": "1", "HF_HOME": "h", "HTTPS_PROXY": "http://proxy:1",
+        "https_proxy": "http://me:secret@proxy:1", "HF_TOKEN": "t", "WANDB_API_KEY": "t", "NEOX_SERVE_TOKEN": "t",
+        "AWS_SECRET_ACCESS_KEY": "t", "OPENAI_API_KEY": "t", "RANK": "0", "MASTER_ADDR": "a", "SLURM_PROCID": "0",
+    }  # fmt: skip
+    passed = environment(ours, ["OPENAI_API_KEY"])
+    own = {"CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONUNBUFFERED"}
+    listed = {"PATH", "LC_ALL", "OMP_NUM_THREADS", "HF_HOME", "HTTPS_PROXY", "OPENAI_API_KEY"}
+    assert passed.keys() == listed | own and passed["CUDA_VISIBLE_DEVICES"] == ""
+
+
 def test_thousand_completions_are_one_call(score: Score) -> None:
     completions = [Completion("p" * 1000, "c" * 2000, list(range(1000)), {}) for _ in range(1000)]
     found = score("together", completions)
@@ -179,6 +217,8 @@ def test_thousand_completions_are_one_call(score: Score) -> None:
 def test_workers_are_small_and_know_no_rank(score: Score, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "NEOX_SERVE_TOKEN", "MY_PASSWORD"):
+        monkeypatch.setenv(name, "hidden")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found = score("environment", rows([1]))
     assert found.failures == [] and found.parts == {"environment": [0.0]}  # 1.0: torch is imported
@@ -215,10 +255,11 @@ functions.score([Completion("p", "c", [], {{}})])
     streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with subprocess.Popen([sys.executable, "-c", script], text=True, **streams) as parent:
         assert parent.stdout is not None
-        worker = int(parent.stdout.readline().split()[1])
+        workers = [int(word) for word in parent.stdout.readline().split()[1:]]
+        assert len(workers) == 2
         parent.send_signal(number)
         assert parent.wait(timeout=200) != 0
-        wait_until(lambda: not alive(worker))
+        wait_until(lambda: not any(map(alive, workers)))
 
 
 @pytest.mark.parametrize(("entry", "message"), [

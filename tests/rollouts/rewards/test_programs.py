@@ -1,7 +1,6 @@
 """Programs that a model wrote: what they can reach, and that nothing of them is left."""
 
 import ctypes
-import json
 import os
 import pwd
 import socket
@@ -16,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardFunctions
-from megatron.rollouts.rewards import programs as programs_module
-from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program
+from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
+from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program, start_trial
 from tests.launch.runs import wait_until
 
 FORKS = """
@@ -40,6 +38,21 @@ try:
             written += file.write(bytes(10 << 20))
 except OSError:
     pass
+"""
+
+# What other processes were started with, and hold.
+READS_PROC = """
+import os
+numbers = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+found = []
+for number in numbers:
+    for name in ("environ", "cmdline", "mem", "fd/5", "fd/6", "fd/7"):
+        try:
+            with open(f"/proc/{number}/{name}", "rb") as file:
+                if number != os.getpid() and b"SECRET" + b"_KEY" in file.read(1 << 20):
+                    found.append((number, name))
+        except OSError:
+            pass
 """
 
 
@@ -100,20 +113,36 @@ def test_what_is_forbidden_is_refused(program: str, problem: str) -> None:
     assert not Path("/etc/rewards_test").exists()
 
 
-@pytest.mark.parametrize(("program", "tests"), [
-    (FORKS, "assert 1 < count < 100, count"),
-    (WRITES, "assert written < 70 << 20, written"),
-    ("import os, sys", "assert sys.stdin.read() == '' and os.getcwd() == os.environ['HOME'] == '/dev/shm'"),
-    ("import os", "assert os.environ.keys().isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})"),
-    ("import os", "assert not os.path.exists('{home}/.profile') and not os.path.exists('{tmp}')"),
-    ("import os", "assert os.getpid() < 10 and os.getuid() != 0"),
-    ("import numpy", "assert numpy.ones(3).sum() == 3"),
-    ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
-    ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
-], ids=["forks", "files", "folder", "environment", "home", "process", "numpy", "writes", "mount"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("program", "tests"),
+    [
+        (FORKS, "assert 1 < count < 100, count"),
+        (WRITES, "assert written < 70 << 20, written"),
+        (
+            "import os, sys\nseen = [sys.stdin.read(), os.getcwd(), os.environ['HOME']]",
+            "assert seen == ['', '/dev/shm', '/dev/shm']",
+        ),
+        (
+            "import os\nseen = set(os.environ)",
+            "assert seen.isdisjoint({'SECRET_KEY', 'PYTHONPATH', 'CUDA_VISIBLE_DEVICES'})",
+        ),
+        (
+            "import os\nfound = [os.path.exists(name) for name in ('{home}/.profile', '{tmp}')]",
+            "assert not any(found)",
+        ),
+        ("import os\nseen = os.getpid(), os.getuid()", "assert 1 < seen[0] < 10 and seen[1] != 0"),
+        (READS_PROC, "assert found == [] and (numbers == [] or max(numbers) < 10), (found, numbers)"),
+        ("import numpy\nx = numpy.ones(3)", "assert x.sum() == 3"),
+        ("open('a', 'w').write('b')", "assert open('a').read() == 'b'"),
+        ("import ctypes\nlibc = ctypes.CDLL(None)", "assert libc.mount(b'none', b'/', None, 0x1020, None) != 0"),
+    ],
+    ids=["forks", "files", "folder", "environment", "home", "process", "proc", "numpy", "writes", "mount"],
+)
 def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_KEY", "1")
-    tests = tests.replace("{home}", pwd.getpwuid(os.getuid()).pw_dir).replace("{tmp}", str(tmp_path))
+    names = {"{home}": pwd.getpwuid(os.getuid()).pw_dir, "{tmp}": str(tmp_path)}
+    for name, value in names.items():
+        program = program.replace(name, value)
     assert run_program(program, tests, 20)
 
 
@@ -127,6 +156,14 @@ def test_what_a_program_sees(program: str, tests: str, tmp_path: Path, monkeypat
 def test_nothing_is_left_of_what_does_not_end(program: str) -> None:
     with all_end():
         assert not run_program(program, "pass", 1.2)
+
+
+def test_folders_of_the_run_are_hidden() -> None:
+    """Those that hold Python, or are of the system, stay as far as Python needs them."""
+    program = "import os, numpy\nseen = os.listdir('/usr/share')"
+    assert run_program(program, "assert seen != []", 20)
+    hidden = ["/usr/share", "/usr", "/", str(Path(sys.prefix).parent)]
+    assert run_program(program, "assert seen == []", 20, hidden)
 
 
 def test_children_of_a_program_end_with_it() -> None:
@@ -148,12 +185,19 @@ def test_closing_ends_the_program_that_runs() -> None:
 
 
 def test_code_takes_the_last_block_and_tests_as_text_or_list() -> None:
-    rows = [("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"), ("x = 2", None), ("x = 2", 5),
-            ("x = 2", ["assert x == 2", "assert x < 3"]), ("```python\nx = 1\n```", "assert x == 2")]  # fmt: skip
+    rows = [
+        ("```python\nx = 1\n```\nbetter:\n```python\nx = 2\n```", "assert x == 2"),
+        ("x = 2", ["assert x == 2", "assert x < 3"]),
+        ("```python\nx = 1\n```", "assert x == 2"),
+        ("x = 2", None),
+        ("x = 2", 5),
+        ("x = 2", ["assert x == 2", "assert x =="]),
+    ]
     with closing(RewardFunctions(["code"], timeout_s=100, workers=2)) as functions:
         found = functions.score([Completion("p", text, [], {"tests": tests}) for text, tests in rows])
-    assert found.parts == {"code": [1.0, None, None, 1.0, 0.0]}
-    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(2, "ValueError")]
+    assert found.parts == {"code": [1.0, 1.0, 0.0, None, None, None]}
+    assert [(one.row, one.reason.partition(":")[0]) for one in found.failures] == [(4, "ValueError"), (5, "ValueError")]
+    assert "line 2" in found.failures[1].reason
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes a capability away from root")
@@ -171,19 +215,19 @@ def test_where_programs_cannot_be_isolated_code_is_refused() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a user already")
-def test_users_need_no_root() -> None:
+def test_users_need_no_root(monkeypatch: pytest.MonkeyPatch) -> None:
     python = "/usr/bin/python3"
     if not os.access(python, os.X_OK):
         pytest.skip(f"needs {python}, which all users may run")
-    source = Path(programs_module.__file__).with_name("sandbox.py").read_text()
-    tests = "import os\nassert os.getuid() == 65534 and os.getpid() < 10 and os.listdir('/tmp') == []\nopen('a', 'w')"
-    limits = json.dumps({"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 64})
-    for last, passes in (("", True), ("\nopen('/var/tmp/x', 'w')", False)):
-        done = subprocess.run([python, "-I", "-S", "-c", source, str(os.getpid()), limits], user=65534, group=65534,
-                              extra_groups=[],
-                              input=json.dumps({"program": "", "tests": tests + last, "token": "passed"}),
-                              capture_output=True, text=True, timeout=600, cwd="/")  # fmt: skip
-        assert (done.stdout == "passed") is passes, done
+    monkeypatch.setenv("SECRET_KEY", "1")
+    limits = {"CPU": 20, "AS": 1 << 30, "FSIZE": 1 << 20, "NPROC": 64, "CORE": 0, "NOFILE": 128}
+    seen = "import os\nseen = os.getuid(), os.getpid() < 10, os.listdir('/tmp')\nopen('a', 'w')\n"
+    tests = "assert seen == (65534, True, []) and found == [], (seen, found)"
+    for last, passes in (("", b"passed"), ("\nopen('/var/tmp/x', 'w')", b"")):
+        with start_trial(
+            seen + READS_PROC + last, tests, limits, python, user=65534, group=65534, extra_groups=[]
+        ) as process:
+            assert process.communicate(timeout=600)[0] == passes
 
 
 def descendants() -> set[tuple[int, str]]:

@@ -4,6 +4,7 @@ import math
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -65,13 +66,25 @@ def slow(completions, **kwargs):
 def environment(completions, **kwargs):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RUN_ID")
     assert not [name for name in names if name in os.environ] and os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not [name for name, value in os.environ.items() if "hidden" in value]
     return [float("torch" in sys.modules) for _ in completions]
 
 
+def writes(completions, value, **kwargs):
+    """Writes what the first row's column says to every descriptor there is."""
+    for number in range(3, 256):
+        try:
+            os.write(number, value[0].encode())
+        except OSError:
+            pass
+    return [1.0] * len(completions)
+
+
 def process(completions, **kwargs):
-    """The worker's number, and that of a process it left behind."""
+    """The worker's number, and that of a process it left behind, which is nobody's by then."""
     if (child := os.fork()) == 0:
-        time.sleep(60)
+        os.setsid()
+        time.sleep(600)
     return [os.getpid(), child]
 
 
@@ -86,8 +99,10 @@ def pool(completions, **kwargs):
 
 
 def spins(completions, **kwargs):
-    """Does not let go of the interpreter's lock for long, as long as any test waits."""
-    print(f"worker {os.getpid()}", flush=True)
+    """Does not let go of the interpreter's lock for long, as long as any test waits, with a process in a
+    session of its own."""
+    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    print(f"worker {os.getpid()} {child.pid}", flush=True)
     end = time.monotonic() + 300
     while time.monotonic() < end:
         pass
