@@ -3,13 +3,17 @@ are."""
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError
 
 DEFAULT_PORT = 29500
+_GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # of numbers in a node list
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
 _MPI = (
     (
@@ -96,11 +100,29 @@ def port_of(value: int | str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: `n[003-007,9],m1` -> `n003`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
-    if match is None:
-        raise LaunchError(f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR")
-    return "".join(part for part in match.groups() if part)
+    """First host of a Slurm node list, by Slurm's own answer where there is one: `n[003-007],m1` -> `n003`.
+
+    Raises LaunchError for what is none.
+    """
+    if "[" in nodelist and shutil.which("scontrol") is not None:
+        words = ["scontrol", "show", "hostnames", nodelist.strip()]  # it expands the text, and asks no daemon
+        with suppress(OSError, subprocess.SubprocessError):
+            hosts = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+            if hosts:
+                return hosts[0]
+    return first_of_list(nodelist)
+
+
+def first_of_list(nodelist: str) -> str:
+    """First host of a node list, in the grammar of Slurm and python-hostlist: commas between hosts, any
+    number of groups `[1-3,7]` in each. Raises LaunchError for what is none."""
+    first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
+    host = _GROUP.sub(r"\1", first[0]) if first is not None else "["
+    if "[" in host:
+        raise LaunchError(
+            f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR to its first host"
+        )
+    return host
 
 
 def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
