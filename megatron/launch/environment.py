@@ -42,6 +42,8 @@ class ProcessInfo:
     master_addr: str
     master_port: int
     starter: str  # "torchrun", "operator" (of Kubernetes), "slurm", "mpi" or "alone"
+    # Whether all ranks are known to be on this machine; the same on each of them
+    on_one_machine: bool = field(default=False, compare=False)
 
     def variables(self) -> dict[str, str]:
         """The variables torch.distributed's env:// reads, for starters that set others."""
@@ -74,7 +76,7 @@ def process_info(
     elif mpi_names := next((names for names in _MPI if names[0] in env), None):
         info = _from_mpi(env, mpi_names, master_addr, master_port)
     else:
-        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
+        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), "alone", True)
     if not 0 <= info.rank < info.world_size:
         raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
     if not 0 <= info.local_rank < info.local_world_size:
@@ -135,9 +137,10 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    here = world == 1 or ("LOCAL_WORLD_SIZE" in env and local_world == world)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
         raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "torchrun", here)
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -146,14 +149,14 @@ def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> P
     tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_world = max(int(tasks_here.group()) if tasks_here else 1, local_rank + 1)
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    one_node = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)) == 1
     if addr is None:
-        one_node = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)) == 1
         addr = "127.0.0.1" if one_node or not hosts else first_host(hosts)
     if port is None:
         # Jobs that share a node must not share a port.
         port = DEFAULT_PORT + _number(env, "SLURM_JOB_ID", 0) % 1000
     rank = _number(env, "SLURM_PROCID")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "slurm", one_node)
 
 
 def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None) -> ProcessInfo:
@@ -163,7 +166,8 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, 
         raise LaunchError(
             "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
         )
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="mpi")
+    here = world == 1 or (names[3] in env and local_world == world)
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "mpi", here)
 
 
 def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> tuple[str, int]:
