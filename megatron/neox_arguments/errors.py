@@ -4,6 +4,7 @@ problems."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.frozen import thaw
 
 
@@ -12,6 +13,10 @@ class UserError(Exception):
 
     It is declared here so that a command can name it before it imports the packages that raise it, and torch.
     """
+
+    def __str__(self) -> str:
+        """The message. Libraries put whole addresses into theirs, signatures included: those go."""
+        return without_secrets(super().__str__())
 
     def error_lines(self, command: str) -> str:
         """The message as `command` prints it: `train.py: error: ...`, one line for each problem."""
