@@ -18,6 +18,7 @@ import yaml
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
+from megatron.process.run_files import Problems
 from tests.operations.hub.conftest import ROOT
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
 from tests.operations.hub.test_upload import assert_no_token, assert_sent_once
@@ -49,7 +50,7 @@ def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp
     keys = {"train_iters": 400, "checkpoint_factor": 100, "log_interval": 20, "async_save": async_save}
     run = start_run(tmp_path, environment, **keys, hub_strategy="all_checkpoints", ephemeral_save_interval=150)
     metrics, deadline = tmp_path / "save" / "logs" / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() or not any(row["iteration"] == 400 for _, row in read_metrics(metrics)):
+    while not metrics.exists() or not any(row["iteration"] == 400 for row in read_metrics(metrics, Problems())):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
         time.sleep(0.1)
     while not hub.waiting:
