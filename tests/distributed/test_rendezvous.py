@@ -171,8 +171,9 @@ def test_where_a_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     """At loopback for one machine; else at the one address that the name has here, if it has one."""
     names = {"debian": ["127.0.1.1"], "service": ["203.0.113.9"]}
 
-    def resolve(host: str, *rest: object, **more: object) -> list[tuple[object, ...]]:
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (address, 0)) for address in names.get(host, [host])]
+    def resolve(host: str, port: int | None, *rest: object, **more: object) -> list[tuple[object, ...]]:
+        places = [(address, port or 0) for address in names.get(host, [host])]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     assert store.listening_address("service", on_one_machine=True) == "127.0.0.1"
