@@ -196,10 +196,10 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
             raise PipelineError(f"{folder}: its file system takes no locks ({problem.strerror})") from None
     try:
         own_job = os.environ.get("SLURM_JOB_ID")
-        holder = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
+        ours = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
         try:
             os.ftruncate(file.fileno(), 0)
-            os.write(file.fileno(), holder.encode())
+            os.write(file.fileno(), ours.encode())
         except OSError as problem:  # the lock holds without it
             say(f"warning: {folder / LOCK}: does not say who holds it ({problem.strerror})")
         yield file
