@@ -173,11 +173,11 @@ SUMMARY_SHAPE: Shape = {
     "best": whole({"metric": text, "value": number, "iteration": count}), "training_seconds": seconds,
     "wall_clock_seconds": seconds, "tokens_per_sec": number, "world_size": count,
     "parameters": whole({"total": count, "trainable": count, "trainable_share": number}), "skipped_steps": count,
-    "precision": text, "objective": text, "layout": each(count), "effective_batch": each(number),
+    "precision": text, "objective": text, "layout": each(tree), "effective_batch": each(number),
     "start_weights": text, "versions": each(text), "git_hash": text,
 }  # fmt: skip
 MANIFEST_SHAPE: Shape = {
-    "iteration": count, "consumed_samples": count, "layout": each(count), "tokenizer": text, "versions": each(text),
+    "iteration": count, "consumed_samples": count, "layout": each(tree), "tokenizer": text, "versions": each(text),
     "created": text, "validation_loss": number, "engine": text, "config": each(anything),
     "data": each(anything),
 }  # fmt: skip
