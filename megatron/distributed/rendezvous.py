@@ -19,6 +19,7 @@ from megatron.distributed.store import (
     host_store,
     listening_address,
     reach_store,
+    says_everywhere,
     wait_for_arrivals,
     wait_until,
 )
@@ -188,10 +189,7 @@ class Rendezvous:
         process = self._process
         address = listening_address(self._met_at, process.on_one_machine)
         if address == EVERYWHERE:
-            self._logger.info(
-                f"the store of this run listens on every interface: MASTER_ADDR {self._met_at} is not one address "
-                "of this machine (docs/launch.md, What a neighbour can do)"
-            )
+            self._logger.info(says_everywhere(self._met_at))
         try:
             return host_store(address, process.master_port, self._timeout_s, multi_tenant=True)
         except RuntimeError as problem:

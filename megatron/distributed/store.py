@@ -67,6 +67,14 @@ def listening_address(host: str, on_one_machine: bool) -> str:
     return found.pop() if len(found) == 1 else EVERYWHERE
 
 
+def says_everywhere(host: str) -> str:
+    """What is said of a store that listens EVERYWHERE. host: that `listening_address` was asked for."""
+    return (
+        f"the store of this run listens on every interface: MASTER_ADDR {host} is not one address of this machine "
+        "(docs/launch.md, What a neighbour can do)"
+    )
+
+
 def connect_store(address: str, port: int, connect_s: float, timeout_s: float) -> "TCPStore":
     """One attempt to reach the store that another process keeps at `address:port`.
 

@@ -8,11 +8,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from megatron.distributed.store import (
+    EVERYWHERE,
     StoreUnreachable,
     claim,
     host_store,
     listening_address,
     reach_store,
+    says_everywhere,
     wait_for_arrivals,
 )
 from megatron.launch.devices import free_port
@@ -181,6 +183,8 @@ class LauncherRendezvous:
         port = self._run.master_port or 0
         try:
             address = listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
+            if address == EVERYWHERE:
+                say(f"deepy.py: {says_everywhere(self._run.master_addr)}")
             return host_store(address, port, STORE_S)
         except RuntimeError as problem:
             raise LaunchError(
