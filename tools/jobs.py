@@ -13,8 +13,8 @@
 Crashed is a job with traceback, exception or error: in the last 100 lines of its log, or that Slurm calls
 failed; stale one that has written nothing for 600 s. docs/jobs.md says how all verdicts are found.
 
-Exit codes: 3 of list when a job is crashed or stale; 4 of submit when a person has to look, with a report; 1 for
-what is refused, 2 for a wrong command line.
+Exit codes: 3 of list when a job is crashed, stale or unknown; 4 of submit when a person has to look, with a report;
+1 for what is refused, 2 for a wrong command line.
 """  # noqa: W505 (lines to copy)
 
 import argparse
@@ -31,7 +31,7 @@ from megatron.launch.environment import LaunchError  # noqa: E402
 from megatron.launch.site import site_variables  # noqa: E402
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.operations.jobs.overview import Choice, Row, overview  # noqa: E402
-from megatron.operations.jobs.scheduler import Slurm  # noqa: E402
+from megatron.operations.jobs.scheduler import ANSWERS_S, PATIENT_S, Slurm  # noqa: E402
 
 CRASHED_OR_STALE = 3
 
@@ -80,6 +80,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     showing.add_argument("--rank", type=int, metavar="R", help="what this rank wrote")
     cancelling = commands.add_parser("cancel", help="end jobs: scancel; of a local run: save, then end")
     cancelling.add_argument("ids", nargs="+", metavar="ID", help="numbers of jobs, or folders of runs")
+    for command in (listing, watching, submitting, showing, cancelling):
+        limit = PATIENT_S if command is submitting else ANSWERS_S
+        command.add_argument(
+            "--answers-within", type=_pause, default=limit, metavar="S",
+            help=f"seconds that a command of Slurm may take; a silent sacct is then done without ({limit:g})",
+        )  # fmt: skip
     words, options = _split(argv)
     parsed = parser.parse_args(words)
     if options and parsed.command != "submit":
@@ -219,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = {"list": list_jobs, "watch": watch_jobs, "submit": submit_run, "logs": show_log, "cancel": cancel_jobs}
     try:
         site = site_variables()
-        return commands[options.command](options, Slurm(site, _say), site)
+        return commands[options.command](options, Slurm(site, _say, answers_s=options.answers_within), site)
     except (UserError, OSError) as problem:
         lines = str(problem).splitlines() or [type(problem).__name__]
         sys.stderr.write("".join(f"jobs.py: error: {line}\n" for line in lines))

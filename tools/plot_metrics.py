@@ -2,13 +2,14 @@
 too, and say where validation and unlearning began and ended."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.operations.loss_plot import plot, summary  # noqa: E402
+from megatron.process.metrics_file import read_metrics  # noqa: E402
+from megatron.process.run_files import Problems, Unfit, number, read_object, whole  # noqa: E402
 
 
 def main() -> int:
@@ -18,11 +19,14 @@ def main() -> int:
     parser.add_argument("--stats", type=Path, help="stats.json of tools/quickstart_data.py, for the unigram entropy")
     options = parser.parse_args()
     try:
-        rows = [json.loads(line) for line in options.metrics.read_text(encoding="utf-8").splitlines()]
-        entropy = json.loads(options.stats.read_text())["validation_unigram_entropy"] if options.stats else None
-    except (OSError, ValueError, KeyError) as problem:
+        rows = list(read_metrics(options.metrics, problems := Problems()))
+        key = "validation_unigram_entropy"
+        entropy = whole({key: number})(read_object(options.stats))[key] if options.stats else None
+    except (OSError, ValueError, Unfit) as problem:
         sys.stderr.write(f"plot_metrics.py: {problem}\n")
         return 1
+    for line in problems.lines():
+        sys.stderr.write(f"plot_metrics.py: warning: {line}\n")
     output = options.output or options.metrics.with_name("loss.png")
     plot(rows, entropy, output)
     print(f"{summary(rows, entropy)}; plot: {output}")

@@ -34,11 +34,17 @@ def temporary(path: str | Path) -> Path:
 
 
 def write_json(path: str | Path, content: Any) -> None:
-    """Write a JSON value into a file, which appears whole and durable, in the place of an earlier one."""
+    """Write a JSON value into a file, which appears whole and durable, in the place of an earlier one. Raises
+    OSError with the file's name, and leaves the earlier one, where the disk is full."""
     unfinished = temporary(path)
-    unfinished.write_text(json.dumps(content, indent=1) + "\n")
-    sync(unfinished)
-    os.replace(unfinished, path)
+    try:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        sync(unfinished)
+        os.replace(unfinished, path)
+    except OSError as problem:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise OSError(problem.errno, problem.strerror, str(path)) from None
 
 
 def sha256(path: str | Path) -> str:

@@ -12,10 +12,14 @@ from typing import Any, NoReturn, Protocol
 import torch.distributed as dist
 
 from megatron.distributed.store import (
+    EVERYWHERE,
+    LOOPBACK,
     StoreUnreachable,
     claim,
     host_store,
+    listening_address,
     reach_store,
+    says_everywhere,
     wait_for_arrivals,
     wait_until,
 )
@@ -47,6 +51,8 @@ class Process(Protocol):
     def master_addr(self) -> str: ...
     @property
     def master_port(self) -> int: ...
+    @property
+    def on_one_machine(self) -> bool: ...
 
 
 class Rendezvous:
@@ -60,12 +66,13 @@ class Rendezvous:
     def __init__(self, process: Process, timeout_s: float, logger: logging.Logger) -> None:
         self.host = socket.gethostname()
         self._process, self._timeout_s, self._logger = process, timeout_s, logger
-        self._address = f"{process.master_addr}:{process.master_port}"
+        # torchrun's own process has it, not rank 0
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self._met_at = LOOPBACK if process.on_one_machine and not agent else process.master_addr
+        self._address = f"{self._met_at}:{process.master_port}"
         # Between two looks; all ranks ask one process
         self._pause_s = max(0.004, process.world_size / 10_000)
         self._messages = 0  # of rank 0, sent or read so far
-        # torchrun's own process has it, not rank 0
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._is_host = process.rank == 0 and not agent
         store = self._host_store() if self._is_host else self._reach_store()
         # An agent's store outlives a start; the next one must not find what this one left.
@@ -180,8 +187,11 @@ class Rendezvous:
 
     def _host_store(self) -> dist.Store:
         process = self._process
+        address = listening_address(self._met_at, process.on_one_machine)
+        if address == EVERYWHERE:
+            self._logger.info(says_everywhere(self._met_at))
         try:
-            return host_store(process.master_addr, process.master_port, self._timeout_s, multi_tenant=True)
+            return host_store(address, process.master_port, self._timeout_s, multi_tenant=True)
         except RuntimeError as problem:
             if "EADDRINUSE" in str(problem):
                 raise StartError(
@@ -191,9 +201,10 @@ class Rendezvous:
             raise self._no_answer(str(problem).splitlines()[0]) from None
 
     def _reach_store(self) -> dist.Store:
-        address, port = self._process.master_addr, self._process.master_port
         try:
-            return reach_store(address, port, self._timeout_s, _STORE_S, pause_s=self._pause_s)
+            return reach_store(
+                self._met_at, self._process.master_port, self._timeout_s, _STORE_S, pause_s=self._pause_s
+            )
         except StoreUnreachable as problem:
             raise self._no_answer(str(problem)) from None
 

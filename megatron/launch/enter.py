@@ -29,19 +29,22 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     elif not any(name in os.environ for name in _ALLOCATOR):
         # Blocks of any sizes share memory, of which less lies unused between them. Torch reads it once.
         os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-    interface = _gloo_interface(info)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for name, interface in _interfaces(info).items():
+        os.environ.setdefault(name, interface)
     return info
 
 
-def _gloo_interface(process: ProcessInfo) -> str | None:
-    """The network interface for gloo, which runs on GPUs too have for what is no tensor of theirs; None where
-    gloo finds it.
+def _interfaces(process: ProcessInfo) -> dict[str, str]:
+    """The variables that name the network interfaces at which gloo and NCCL listen.
 
-    Left alone it asks the resolver for this machine's name, which laptops and containers often cannot answer,
-    and which Debian answers with 127.0.1.1: no address that another machine reaches.
+    Where all ranks are here that is loopback, which no other machine reaches. Else NCCL finds the fabric, and
+    gloo, which runs on GPUs too have for what is no tensor of theirs, is given the way to rank 0: left alone
+    it asks the resolver for this machine's name, which laptops and containers often cannot answer, and which
+    Debian answers with 127.0.1.1: no address that another machine reaches.
     """
-    if process.world_size == 1 or sys.platform != "linux":
-        return None
-    return "lo" if process.local_world_size == process.world_size else interface_to(process.master_addr)
+    if sys.platform != "linux":
+        return {}
+    if process.on_one_machine:
+        return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    interface = interface_to(process.master_addr)
+    return {"GLOO_SOCKET_IFNAME": interface} if interface is not None else {}

@@ -3,13 +3,17 @@ are."""
 
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.neox_arguments.errors import UserError
 
 DEFAULT_PORT = 29500
+_GROUP = re.compile(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]")  # of numbers in a node list
 # Rank, world, rank and ranks on this machine: OpenMPI, MVAPICH, and what Hydra (MPICH, Intel MPI) sets.
 _MPI = (
     (
@@ -38,6 +42,8 @@ class ProcessInfo:
     master_addr: str
     master_port: int
     starter: str  # "torchrun", "operator" (of Kubernetes), "slurm", "mpi" or "alone"
+    # Whether all ranks are known to be on this machine; the same on each of them
+    on_one_machine: bool = field(default=False, compare=False)
 
     def variables(self) -> dict[str, str]:
         """The variables torch.distributed's env:// reads, for starters that set others."""
@@ -70,7 +76,7 @@ def process_info(
     elif mpi_names := next((names for names in _MPI if names[0] in env), None):
         info = _from_mpi(env, mpi_names, master_addr, master_port)
     else:
-        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), starter="alone")
+        info = ProcessInfo(0, 1, 0, 1, *_rendezvous(env, master_addr, master_port), "alone", True)
     if not 0 <= info.rank < info.world_size:
         raise LaunchError(f"rank {info.rank} is outside a world of {info.world_size} ({info.starter} environment)")
     if not 0 <= info.local_rank < info.local_world_size:
@@ -96,11 +102,29 @@ def port_of(value: int | str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """First host of a Slurm node list: `n[003-007,9],m1` -> `n003`."""
-    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist.strip())
-    if match is None:
-        raise LaunchError(f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR")
-    return "".join(part for part in match.groups() if part)
+    """First host of a Slurm node list, by Slurm's own answer where there is one: `n[003-007],m1` -> `n003`.
+
+    Raises LaunchError for what is none.
+    """
+    if "[" in nodelist and shutil.which("scontrol") is not None:
+        words = ["scontrol", "show", "hostnames", nodelist.strip()]  # it expands the text, and asks no daemon
+        with suppress(OSError, subprocess.SubprocessError):
+            hosts = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+            if hosts:
+                return hosts[0]
+    return first_of_list(nodelist)
+
+
+def first_of_list(nodelist: str) -> str:
+    """First host of a node list, in the grammar of Slurm and python-hostlist: commas between hosts, any
+    number of groups `[1-3,7]` in each. Raises LaunchError for what is none."""
+    first = re.match(r"(?:[^\[\],\s]|\[[^\[\]]*\])+(?=,|$)", nodelist.strip())
+    host = _GROUP.sub(r"\1", first[0]) if first is not None else "["
+    if "[" in host:
+        raise LaunchError(
+            f"cannot read the node list {nodelist!r} of SLURM_JOB_NODELIST; set MASTER_ADDR to its first host"
+        )
+    return host
 
 
 def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -113,9 +137,10 @@ def _from_torchrun(env: Mapping[str, str], addr: str | None, port: int | None) -
         return ProcessInfo(rank, world, 0, 1, *_rendezvous(env, addr, port), starter="operator")
     local_rank = _number(env, "LOCAL_RANK", rank if world == 1 else None)
     local_world = _number(env, "LOCAL_WORLD_SIZE", local_rank + 1)
+    here = world == 1 or ("LOCAL_WORLD_SIZE" in env and local_world == world)
     if "MASTER_ADDR" not in env and addr is None and world > 1:
         raise LaunchError("WORLD_SIZE is set but MASTER_ADDR is not; set it to the address of rank 0's machine")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="torchrun")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "torchrun", here)
 
 
 def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> ProcessInfo:
@@ -124,14 +149,14 @@ def _from_slurm(env: Mapping[str, str], addr: str | None, port: int | None) -> P
     tasks_here = re.match(r"\d+", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
     local_world = max(int(tasks_here.group()) if tasks_here else 1, local_rank + 1)
     hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+    one_node = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)) == 1
     if addr is None:
-        one_node = _number(env, "SLURM_STEP_NUM_NODES", _number(env, "SLURM_NNODES", 1)) == 1
         addr = "127.0.0.1" if one_node or not hosts else first_host(hosts)
     if port is None:
         # Jobs that share a node must not share a port.
         port = DEFAULT_PORT + _number(env, "SLURM_JOB_ID", 0) % 1000
     rank = _number(env, "SLURM_PROCID")
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="slurm")
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "slurm", one_node)
 
 
 def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, port: int | None) -> ProcessInfo:
@@ -141,7 +166,8 @@ def _from_mpi(env: Mapping[str, str], names: tuple[str, ...], addr: str | None, 
         raise LaunchError(
             "mpirun started ranks on several machines; pass the address of rank 0's machine: mpirun -x MASTER_ADDR=..."
         )
-    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), starter="mpi")
+    here = world == 1 or (names[3] in env and local_world == world)
+    return ProcessInfo(rank, world, local_rank, local_world, *_rendezvous(env, addr, port), "mpi", here)
 
 
 def _rendezvous(env: Mapping[str, str], addr: str | None, port: int | None) -> tuple[str, int]:

@@ -7,7 +7,16 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from megatron.distributed.store import StoreUnreachable, claim, host_store, reach_store, wait_for_arrivals
+from megatron.distributed.store import (
+    EVERYWHERE,
+    StoreUnreachable,
+    claim,
+    host_store,
+    listening_address,
+    reach_store,
+    says_everywhere,
+    wait_for_arrivals,
+)
 from megatron.launch.devices import free_port
 from megatron.launch.environment import LaunchError
 from megatron.launch.heartbeat import Heartbeat
@@ -173,7 +182,10 @@ class LauncherRendezvous:
     def _host_store(self) -> "TCPStore":
         port = self._run.master_port or 0
         try:
-            return host_store("127.0.0.1", port, STORE_S)
+            address = listening_address(self._run.master_addr, on_one_machine=len(self._run.nodes) == 1)
+            if address == EVERYWHERE:
+                say(f"deepy.py: {says_everywhere(self._run.master_addr)}")
+            return host_store(address, port, STORE_S)
         except RuntimeError as problem:
             raise LaunchError(
                 f"master_port: port {port} cannot be used ({str(problem).splitlines()[0]}); set another on all machines"

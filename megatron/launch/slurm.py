@@ -4,7 +4,6 @@ Ranks that srun starts itself (`srun --ntasks-per-node=4 python train.py ...`) n
 `process_info`.
 """
 
-import json
 import re
 import shlex
 import shutil
@@ -20,7 +19,8 @@ from megatron.launch.environment import DEFAULT_PORT, LaunchError, install_root,
 from megatron.launch.hosts import Node
 from megatron.launch.run import Run
 from megatron.launch.site import sbatch_line
-from megatron.process import say
+from megatron.process import run_files, say
+from megatron.process.run_files import Problems
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -148,14 +148,17 @@ def for_requeued_start(run: Run, env: Mapping[str, str]) -> Run:
 
 
 def read_status(args: "NeoXArgs") -> dict[str, Any]:
-    """What the run's status.json holds; empty before there is one."""
-    path = Path(args.save_dir or "") / "status.json"
+    """What the run's status.json holds; empty before there is one, and, which is said, where it cannot be
+    read."""
     for _ in range(3):  # another node may have written it a moment ago
-        try:
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            time.sleep(0.3)
-    return {}
+        problems = Problems()
+        status = run_files.read_status(Path(args.save_dir or ""), problems)
+        if status:
+            break
+        time.sleep(0.3)
+    for line in problems.lines():
+        say(f"deepy.py: warning: {line}")
+    return status
 
 
 def job_exit_code(

@@ -5,6 +5,7 @@ import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.frozen import thaw
 
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
@@ -25,6 +26,10 @@ class UserError(Exception):
 
     It is declared here so that a command can name it before it imports the packages that raise it, and torch.
     """
+
+    def __str__(self) -> str:
+        """The message. Libraries put whole addresses into theirs, signatures included: those go."""
+        return without_secrets(super().__str__())
 
     def error_lines(self, command: str) -> str:
         """The message as `command` prints it: `train.py: error: ...`, one line for each problem."""

@@ -18,7 +18,7 @@ def ordinary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
     """The consumed tokens and the values of the rows of a metrics file that have the metric `name`."""
-    chosen = [row for row in rows if name in row]
+    chosen = [row for row in rows if name in row and "consumed_tokens" in row]
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 
 

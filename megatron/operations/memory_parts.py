@@ -1,14 +1,16 @@
 """What a run wrote of the peak of its memory by part (`profile_memory`), as a table and as a picture."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
 from megatron.process.metrics_file import MEMORY_FILE
+from megatron.process.run_files import Unfit, count, each, list_of, number, read_object, text, whole
 
 _MOST_BARS = 16  # of ranks in a picture
+_RANK = {"rank": count, "peak": count, "parts": each(number)}
+_TIMELINE = {"rank": count, "moments": list_of(number), "parts": each(list_of(number))}
 _KEYS = {"iteration", "device", "compile", "ranks", "timeline"}
 
 
@@ -38,11 +40,17 @@ def _iteration(run: RunFolder) -> int:
 def read_memory(file: Path) -> dict[str, Any]:
     """The content of a `memory_parts.json`. Raises RunFolderError where it is none."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_object(file)
     except (OSError, ValueError) as problem:
         raise RunFolderError(f"{file}: {problem}") from problem
-    if not isinstance(found, dict) or not found.keys() >= _KEYS or not found["ranks"]:
-        raise RunFolderError(f"{file}: is none of the files that profile_memory writes")
+    try:
+        if not found.keys() >= _KEYS or not found["ranks"]:
+            raise Unfit(f"an object with {', '.join(sorted(_KEYS))}")
+        found["ranks"] = list_of(whole(_RANK))(found["ranks"])
+        found["timeline"] = whole(_TIMELINE)(found["timeline"])
+        found |= whole({"iteration": count, "device": text})(found)
+    except Unfit as expected:
+        raise RunFolderError(f"{file}: is none of the files that profile_memory writes: not {expected}") from None
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.optional_packages import import_optional
-from megatron.operations.run_folder import RunFolder, RunFolderError
+from megatron.operations.run_folder import RunFolder
 from megatron.process.metrics_file import POSITION
 
 Answer = tuple[int, str, bytes]
@@ -76,10 +76,7 @@ class Monitoring(Callback):
         `doing` in words, and `metrics`, the newest values by name; null for what is no finite number."""
         saved: dict[str, Any] = {}
         if self._run is not None and self._args.save_dir is not None:
-            try:
-                saved = RunFolder(Path(self._args.save_dir), Path()).status()
-            except RunFolderError:
-                pass  # of a disk that fails; what is known without it is still worth an answer
+            saved = RunFolder(Path(self._args.save_dir), Path()).status()
         metrics = {name: value if math.isfinite(value) else None for name, value in self.values().items()}
         return {**saved, "status": self._state, **self._place(), "metrics": metrics}
 

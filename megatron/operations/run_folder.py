@@ -1,15 +1,15 @@
 """What a training run leaves in its folders, read without torch: status.json and training_summary.json in
 `save`, metrics.jsonl and the resolved arguments of every start in its log folder."""
 
-import json
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments import NeoXArgs, UserError
-from megatron.process.metrics_file import METRICS_FILE, read_metrics
+from megatron.process.metrics_file import METRICS_FILE, read_last_metrics, read_metrics
+from megatron.process.run_files import STATUS, SUMMARY, SUMMARY_SHAPE, Problems, read_fields, read_object, read_status
 
-STATUS, SUMMARY = "status.json", "training_summary.json"
 _SCORES = "eval_tasks/"
 _ARGS_FILES = "neox_args.train.*.json"  # one a start, `megatron.launch.plan` names them
 
@@ -21,10 +21,12 @@ class RunFolderError(UserError):
 @dataclass(frozen=True)
 class RunFolder:
     """The folders of one run. save: of its checkpoints, None where it has none or they are in a bucket; logs:
-    `log_dir`, else `<save>/logs`."""
+    `log_dir`, else `<save>/logs`. problems: what its files held that could not be used, of all that was read
+    of this object; whoever shows the run shows them too."""
 
     save: Path | None
     logs: Path
+    problems: Problems = field(default_factory=Problems, compare=False, repr=False)
 
     @property
     def metrics_file(self) -> Path:
@@ -33,19 +35,33 @@ class RunFolder:
 
     def status(self) -> dict[str, Any]:
         """status.json: `status` (running, finished, stopped, failed), `reason`, `iteration`, `train_iters`,
-        `run_id`, `time` of the last change; {} before there is one."""
-        return _read_object(self.save / STATUS) if self.save is not None else {}
+        `run_id`, `time` of the last change; {} before there is one, and where it cannot be read."""
+        return read_status(self.save, self.problems) if self.save is not None else {}
 
     def summary(self) -> dict[str, Any]:
-        """training_summary.json, which is written at the end of every start; {} before there is one."""
-        return _read_object(self.save / SUMMARY) if self.save is not None else {}
+        """training_summary.json, which is written at the end of every start; {} before there is one, and
+        where it cannot be read."""
+        return read_fields(self.save / SUMMARY, SUMMARY_SHAPE, self.problems) if self.save is not None else {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order of their steps, names and values as they were logged; [] before
-        there is a file."""
+        """The rows of metrics.jsonl in order of their steps, names and numbers as they were logged; [] before
+        there is a file, and where it cannot be read."""
         try:
-            return [row for _, row in read_metrics(self.metrics_file)]
+            return list(read_metrics(self.metrics_file, self.problems))
         except FileNotFoundError:
+            return []
+        except OSError as problem:
+            self.problems.note(self.metrics_file, "", f"cannot be read ({problem.strerror})")
+            return []
+
+    def last_rows(self, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
+        """The rows in the last `size` bytes of metrics.jsonl, which may have gigabytes; [] as of `rows`."""
+        try:
+            return read_last_metrics(self.metrics_file, size, self.problems)
+        except FileNotFoundError:
+            return []
+        except OSError as problem:
+            self.problems.note(self.metrics_file, "", f"cannot be read ({problem.strerror})")
             return []
 
     def scores(self) -> dict[str, float]:
@@ -63,9 +79,10 @@ class RunFolder:
         one (`train.py` started without deepy.py), or this version cannot read it."""
         for path in reversed(self.args_files()):
             try:
+                read_object(path)  # refuses what is no file, and nested too deeply
                 return NeoXArgs.from_json(path.read_text(encoding="utf-8"))
-            except (UserError, ValueError, KeyError):
-                continue
+            except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+                self.problems.note(path, "", f"no configuration of this version ({type(problem).__name__})")
         return None
 
 
@@ -79,9 +96,9 @@ def open_run(path: str | Path) -> RunFolder:
         path = path.parent
     if not path.is_dir():
         raise RunFolderError(f"{path}: no such folder; name the `save` of a run, or its log folder")
-    if (path / STATUS).is_file():
-        logged = _read_object(path / STATUS).get("log_dir")
-        return RunFolder(path, Path(logged) if isinstance(logged, str) and Path(logged).is_dir() else path / "logs")
+    if (path / STATUS).exists():
+        logged = read_status(path, Problems()).get("log_dir")
+        return RunFolder(path, Path(logged) if logged and os.path.isdir(logged) else path / "logs")
     if (path / "logs" / METRICS_FILE).is_file():
         return RunFolder(path, path / "logs")
     if (path / METRICS_FILE).is_file():
@@ -89,26 +106,6 @@ def open_run(path: str | Path) -> RunFolder:
     raise RunFolderError(
         f"{path}: holds no run: neither {STATUS} nor {METRICS_FILE}; name the `save` of a run, or its log folder"
     )
-
-
-def last_rows(metrics_file: Path, size: int = 4 * 1024 * 1024) -> list[dict[str, Any]]:
-    """The rows in the last `size` bytes of a metrics.jsonl, which may have gigabytes; [] where there is
-    none."""
-    try:
-        with metrics_file.open("rb") as file:
-            end = file.seek(0, 2)
-            file.seek(max(0, end - size))
-            lines = file.read(size).split(b"\n")
-    except OSError:
-        return []
-    rows = []
-    for line in lines if end <= size else lines[1:]:
-        try:
-            row = json.loads(line)
-        except ValueError:  # a line that is being written, or that a run was killed in
-            continue
-        rows += [row] if isinstance(row, dict) and isinstance(row.get("iteration"), int) else []
-    return rows
 
 
 def experiment_of(save: str | Path, checkpoint_dir: str | Path | None = None) -> str:
@@ -129,16 +126,3 @@ def _save_of(logs: Path) -> Path | None:
     args = RunFolder(None, logs).args()
     save = Path(args.save_dir).absolute() if args is not None and args.save_dir is not None else None
     return save if save is not None and save.is_dir() else None
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where there is no file. Raises RunFolderError for other text."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as problem:
-        raise RunFolderError(f"{path}: cannot be read ({problem})") from None
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{path}: holds no object of JSON")
-    return value

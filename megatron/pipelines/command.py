@@ -115,6 +115,12 @@ def main(argv: Sequence[str]) -> int:
     except UserError as problem:
         sys.stderr.write(problem.error_lines(_COMMAND))
         return problem.code if isinstance(problem, StageFailed) else 1
+    except OSError as problem:  # of whatever file, which a full disk, a quota or rights keep from us
+        if isinstance(problem, BrokenPipeError) or problem.filename is None:
+            raise
+        why = f"{problem.filename}: {problem.strerror}; make room or give the right there, then `resume` goes on"
+        sys.stderr.write(PipelineError(why).error_lines(_COMMAND))
+        return 1
 
 
 def _say(line: str) -> None:

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.frozen import freeze
 from megatron.neox_arguments.keys.declaration import REQUIRED, new_key
@@ -48,7 +50,7 @@ class Source:
         """The place that the source comes from, as messages and the page show it."""
         if self.hub is not None:
             return f"hub {self.hub}" + (f" at {self.revision}" if self.revision else "")
-        return self.url or self.path or ""
+        return without_secrets(self.url or self.path or "")
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def _check_source(path: str, source: Source, names: set[str], problems: ErrorCol
     names.add(source.name)
     if source.url is not None and source.sha256 is None:
         problems.add(f"{path}.sha256", f"{source.name}: an address needs the SHA-256 of what is to be there")
+    if "@" in urlsplit(source.url or "").netloc:
+        problems.add(f"{path}.url", f"{source.name}: no user or password is sent; remove it, or presign the address")
     if source.sha256 is not None and not _SHA256.fullmatch(source.sha256):
         problems.add(f"{path}.sha256", "expected 64 hexadecimal digits in small letters")
     for key in ("revision", "files"):

@@ -11,6 +11,12 @@ class PipelineError(UserError):
     """A pipeline that cannot go on; the message names the file or stage and what to do."""
 
 
+def cannot_write(path: object, problem: OSError) -> PipelineError:
+    """The error of a file that a full or read-only disk does not take."""
+    why = problem.strerror or problem
+    return PipelineError(f"{path}: cannot be written ({why}); make room there, then `resume` goes on from here")
+
+
 class StageFailed(PipelineError):
     """A command of a stage ended badly, or was stopped; `code` is the exit code of the pipeline."""
 

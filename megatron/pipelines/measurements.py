@@ -1,6 +1,5 @@
 """What is known of a stage's result: the rows of its metrics.jsonl, and the scores of its evaluation."""
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from megatron.pipelines.errors import PipelineError
 from megatron.process.metrics_file import METRICS_FILE, read_metrics
+from megatron.process.run_files import Problems, Unfit, each, number, read_object
 
 SCORES = "scores.json"
 _OF_TASKS = "eval_tasks/"
@@ -121,13 +121,15 @@ def read_measurements(logs: Path, scores: Path | None = None, iteration: int | N
     by_step: dict[int, dict[str, Any]] = {}
     file = logs / METRICS_FILE
     if file.is_file():
-        for _, row in read_metrics(file):  # a step that was logged twice, before and after a restart, counts once
+        # A value that is no number is dropped: a gate on it finds it missing. A step that was logged twice,
+        # before and after a restart, counts once.
+        for row in read_metrics(file, Problems()):
             by_step[row["iteration"]] = {**by_step.get(row["iteration"], {}), **row}
     found: dict[str, float] = {}
     if scores is not None and scores.is_file():
         try:
-            found = {str(name): float(value) for name, value in json.loads(scores.read_text()).items()}
-        except (OSError, ValueError, AttributeError, TypeError) as problem:
+            found = {name: float(value) for name, value in each(number)(read_object(scores)).items()}
+        except (OSError, ValueError, Unfit) as problem:
             raise PipelineError(
                 f"{scores}: cannot be read ({problem}); remove it, and resume evaluates again"
             ) from None
@@ -139,7 +141,7 @@ def scores_of_results(file: Path) -> dict[str, float]:
     """The scores in a file of eval.py, as a run's metrics name them: `eval_tasks/<task>_<metric>`, with the
     filter behind it unless it is lm-eval's `none`."""
     scores = {}
-    for task, values in json.loads(file.read_text(encoding="utf-8")).get("results", {}).items():
+    for task, values in read_object(file).get("results", {}).items():
         for name, value in values.items():
             metric, comma, kind = name.partition(",")
             if comma and _is_number(value):

@@ -6,7 +6,6 @@ the stage's own files, loads like any folder of checkpoints, and stays as it is 
 stage's own folder.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from megatron.pipelines.digests import weights_digest
 from megatron.pipelines.errors import PipelineError
 from megatron.pipelines.measurements import SCORES, Measurements, read_measurements
 from megatron.process.metrics_file import METRICS_FILE
+from megatron.process.run_files import read_object
 
 VERDICT = "verdict.json"
 _PROMOTED = ".promoted"
@@ -97,9 +97,8 @@ def iteration_of(checkpoint: Path) -> int:
 def promoted_verdict(final: Path) -> dict[str, Any]:
     """The verdict by which weights were promoted; {} where there are none."""
     try:
-        value = json.loads((final / VERDICT).read_text(encoding="utf-8"))
+        return read_object(final / VERDICT)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as problem:
         raise PipelineError(f"{final / VERDICT}: cannot be read ({problem})") from None
-    return dict(value)

@@ -3,7 +3,9 @@
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+from megatron.data.files import sha256
 from megatron.neox_arguments import NeoXArgs, require_lm_eval
 from megatron.neox_arguments.errors import ConfigError, UserError
 from megatron.pipelines.definition import Pipeline, Stage
@@ -117,8 +119,12 @@ def _run(
     processes: Processes,
     display: Display,
 ) -> int:
+    begun_with = _digest(pipeline.file)
     for stage in stages:
         say, options = display.of_stage(stage.name), options_of(stage)
+        if (now := _digest(pipeline.file)) != begun_with:
+            say(f"warning: {pipeline.file}: edited since this began; the next `run` reads it, this one goes on without")
+            begun_with = now
         work = StageWork(pipeline, stage, options, gates.get(stage.name), state, say)
         try:
             inputs = work.inputs()
@@ -144,6 +150,14 @@ def _run(
                 say(f"error: {line}")
             return FAILED
     return 0
+
+
+def _digest(file: Path) -> str | None:
+    """SHA-256 of a file; None where it cannot be read."""
+    try:
+        return sha256(file)
+    except OSError:
+        return None
 
 
 def dry_run(pipeline: Pipeline, stages: Sequence[Stage], options_of: OptionsOf, say: Callable[[str], None]) -> None:

@@ -9,15 +9,16 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megatron.data.files import sha256, sync, temporary, write_json
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.pipelines.definition import Source
 from megatron.pipelines.digests import digest, file_digests, files_of
-from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.errors import PipelineError, cannot_write
 
 RAW, NOTES = Path("data/raw"), Path("data/raw/sources.json")
 _TIMEOUT_S = 30.0  # without an answer
@@ -46,7 +47,9 @@ def read_notes(folder: Path) -> dict[str, Fetched]:
     """What data/raw holds by name, as it was noted."""
     try:
         notes = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-        return {name: Fetched(**note) for name, note in notes.items()}
+        fetched = {name: Fetched(**note) for name, note in notes.items()}
+        # Earlier versions noted whole addresses; `fetch_sources` writes these anew.
+        return {name: replace(note, origin=without_secrets(note.origin)) for name, note in fetched.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as problem:
@@ -90,6 +93,8 @@ def pending_sources(folder: Path, sources: tuple[Source, ...]) -> list[str]:
 def _identity(folder: Path, source: Source) -> dict[str, Any]:
     """What a source is asked for as. A path counts by what is there now."""
     identity = {key: value for key, value in asdict(source).items() if value is not None and key != "license"}
+    if source.url is not None:  # a signature is made anew each time; the content is known by its SHA-256
+        identity["url"] = source.origin
     if source.path is not None:
         place = _place(folder, source)
         if not files_of(folder, str(place)):
@@ -141,7 +146,10 @@ def _set_aside(target: Path) -> None:
 
 def _fetch(folder: Path, source: Source, say: Callable[[str], None]) -> Fetched:
     target = folder / RAW / source.name
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise cannot_write(target.parent, problem) from None
     revision = None
     identity = _identity(folder, source)
     if source.url is not None:
@@ -176,7 +184,9 @@ def _link(place: Path, target: Path) -> None:
 
 def download(url: str, target: Path, expected: str, say: Callable[[str], None], pause_s: float = 2.0) -> None:
     """Download one file, which appears when it is whole and has its SHA-256. What an interrupted download
-    left in `.NAME.part` is gone on with, where the server can. Raises PipelineError."""
+    left in `.NAME.part` is gone on with, where the server can. Messages show the address without its
+    signature. Raises PipelineError."""
+    shown = without_secrets(url)
     part = target.with_name(f".{target.name}.part")
     for attempt in range(1, _TRIES + 1):
         try:
@@ -184,27 +194,30 @@ def download(url: str, target: Path, expected: str, say: Callable[[str], None], 
             break
         except urllib.error.HTTPError as problem:
             if problem.code < 500 and problem.code != 429:
-                raise PipelineError(f"{url}: {problem.code} {problem.reason}") from None
+                raise PipelineError(f"{shown}: {problem.code} {problem.reason}") from None
             reason: object = problem
         except (OSError, http.client.HTTPException, ValueError) as problem:
             reason = getattr(problem, "reason", None) or problem
         if attempt == _TRIES:
             raise PipelineError(
-                f"{url}: cannot be had ({reason}); put the file at {target} by other means, or run again: what has "
+                f"{shown}: cannot be had ({reason}); put the file at {target} by other means, or run again: what has "
                 "come is kept"
             )
-        say(f"{url}: {reason}; tried again in {pause_s * attempt:.0f} s")
+        say(f"{shown}: {reason}; tried again in {pause_s * attempt:.0f} s")
         time.sleep(pause_s * attempt)
     found = sha256(part)
     if found != expected:
         part.unlink()
-        raise PipelineError(f"{url}: has SHA-256 {found}, not {expected}; what came is deleted")
-    sync(part)
-    os.replace(part, target)
+        raise PipelineError(f"{shown}: has SHA-256 {found}, not {expected}; what came is deleted")
+    try:
+        sync(part)
+        os.replace(part, target)
+    except OSError as problem:
+        raise cannot_write(target, problem) from None
 
 
 def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
-    have = part.stat().st_size if part.is_file() else 0
+    have, shown = part.stat().st_size if part.is_file() else 0, without_secrets(url)
     request = urllib.request.Request(url, headers={"Range": f"bytes={have}-"} if have else {})
     try:
         answer = urllib.request.urlopen(request, timeout=_TIMEOUT_S)
@@ -220,16 +233,26 @@ def _receive(url: str, part: Path, say: Callable[[str], None]) -> None:
         goes_on = have and getattr(answer, "status", None) == 206
         size = int(answer.headers.get("Content-Length") or -1)
         whole = size + have if goes_on and size >= 0 else size
-        say(f"{url}: {whole / 1e6:,.1f} MB" + (f", of which {have / 1e6:,.1f} MB are there" if goes_on else ""))
+        say(f"{shown}: {whole / 1e6:,.1f} MB" + (f", of which {have / 1e6:,.1f} MB are there" if goes_on else ""))
         said = time.monotonic()
-        with part.open("ab" if goes_on else "wb") as file:
+        with part.open("ab" if goes_on else "wb", buffering=0) as file:
             while piece := answer.read(_PIECE):
-                file.write(piece)
+                _write(file, piece, part)
                 if time.monotonic() - said > _SAY_EVERY_S:
-                    say(f"{url}: {file.tell() / 1e6:,.1f} MB of {whole / 1e6:,.1f} MB")
+                    say(f"{shown}: {file.tell() / 1e6:,.1f} MB of {whole / 1e6:,.1f} MB")
                     said = time.monotonic()
             if whole >= 0 and file.tell() != whole:
                 raise OSError(f"cut off after {file.tell()} of {whole} bytes")
+
+
+def _write(file: BinaryIO, piece: bytes, part: Path) -> None:
+    """Add to a file. What its disk does not take is no broken connection, which would be tried again."""
+    rest = memoryview(piece)
+    try:
+        while rest:
+            rest = rest[file.write(rest) :]
+    except OSError as problem:
+        raise cannot_write(part, problem) from None
 
 
 def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
@@ -246,7 +269,7 @@ def _fetch_hub(source: Source, target: Path, say: Callable[[str], None]) -> str:
             allow_patterns=list(source.files) if source.files is not None else None,
         )  # fmt: skip
     except Exception as problem:  # of huggingface_hub, httpx and requests, which have no common base
-        text = " ".join(str(problem).split())[:300]
+        text = without_secrets(" ".join(str(problem).split()))[:300]
         raise PipelineError(
             f"{source.name}: {source.hub} cannot be had ({text}); is the name right, HF_TOKEN set, HF_HUB_OFFLINE not?"
         ) from None

@@ -12,8 +12,9 @@ from typing import Any
 
 from megatron.data.files import write_json
 from megatron.launch import install_root
+from megatron.neox_arguments.errors import UserError
 from megatron.operations.jobs.joblog import last_lines
-from megatron.operations.run_folder import STATUS, RunFolder
+from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.definition import Pipeline, Stage
 from megatron.pipelines.digests import (
     changes,
@@ -33,7 +34,8 @@ from megatron.pipelines.processes import Processes
 from megatron.pipelines.promotion import promote, promoted_verdict, promoted_weights
 from megatron.pipelines.sources import fetch_sources, pending_sources
 from megatron.pipelines.state import DONE, FAILED, PROMOTED, REFUSED, RUNNING, STOPPED, State
-from megatron.pipelines.verdicts import find_override, has_moved, judge_stage, logs_of, requirements_digest
+from megatron.pipelines.verdicts import find_override, gates_of, has_moved, judge_stage, logs_of, requirements_digest
+from megatron.process.run_files import STATUS
 
 _REQUEUE = 124  # exit code of deepy.py in a job of Slurm: stopped, saved, not finished
 _SHOWN = 15  # lines of the end of a log
@@ -146,10 +148,13 @@ class StageWork:
         except StageFailed as problem:
             record = self.state[name]
             status = record.status if record.status == REFUSED else STOPPED if processes.stopped is not None else FAILED
-            self.state.update(
-                name, status=status, reason=str(problem).splitlines()[0].removeprefix(f"{name}: "), ended=time.time(),
-                seconds=before + time.time() - began,
-            )  # fmt: skip
+            reason = str(problem).splitlines()[0].removeprefix(f"{name}: ")
+            try:
+                self.state.update(
+                    name, status=status, reason=reason, ended=time.time(), seconds=before + time.time() - began
+                )
+            except PipelineError as full:  # often why the stage failed, which is told too
+                self.say(f"error: {full}")
             raise
         self.state.update(name, reason="", ended=time.time(), seconds=before + time.time() - began)
 
@@ -191,9 +196,11 @@ class StageWork:
         self._begin(self.inputs())
         if not self.has_weights():
             self._deepy(processes, train_words(self.pipeline, stage, self.options))
-            status = RunFolder(save, save / "logs").status()
+            run = RunFolder(save, save / "logs")
+            status = run.status()
             if status.get("status") != "finished":
                 said = f"stopped at iteration {status.get('iteration')}; resume goes on"
+                said = "; ".join([said, *run.problems.lines()])
                 raise StageFailed(f"{stage.name}: {said}", processes.exit_code)
             if stage.merge_adapters:
                 save = self._merge(processes)
@@ -312,6 +319,7 @@ class StageWork:
         """Judge the result, and promote it where the gate passes or a person has overridden this verdict.
         Raises StageFailed with the gate's exit code."""
         stage, folder = self.stage, self.pipeline.folder
+        self._say_of_an_edited_gate()
         if self.gate is None:
             self.say("no gate: promoted as it is")
             return self._promote(None)
@@ -332,6 +340,15 @@ class StageWork:
             f"`override {stage.name} --reason ...`",
             verdict["exit_code"],
         )
+
+    def _say_of_an_edited_gate(self) -> None:
+        """A gate counts as it was when the pipeline began: it may be half written by now."""
+        edited = f"warning: {self.pipeline.gates}: edited since this began; its gate is as it was then"
+        try:
+            if requirements_digest(gates_of(self.pipeline).get(self.stage.name)) != requirements_digest(self.gate):
+                self.say(f"{edited}: the next `run` judges by the new one")
+        except UserError as problem:
+            self.say(f"{edited}, and the new one is refused: {str(problem).splitlines()[0]}")
 
     def _promote(self, verdict: Mapping[str, Any] | None) -> None:
         stage, folder, record = self.stage, self.pipeline.folder, self.state[self.stage.name]
@@ -364,7 +381,7 @@ class StageWork:
         self._command(processes, [sys.executable, *words])
 
     def _command(self, processes: Processes, command: list[str], is_shell: bool = False) -> None:
-        code = processes.run(self.stage.name, command, self.log, with_children=is_shell)
+        code = processes.run(self.stage.name, command, self.log, self.say, with_children=is_shell)
         if code == _REQUEUE or (code and processes.stopped is not None):
             if is_shell and processes.stopped == signal.SIGUSR1:
                 # Queued again it would begin from its beginning, for ever.

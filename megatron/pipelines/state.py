@@ -1,5 +1,6 @@
 """pipeline_state.json: what has been done in a pipeline, and the lock by which one process works in it."""
 
+import errno
 import fcntl
 import getpass
 import json
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron.data.files import sync, write_json
-from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.errors import PipelineError, cannot_write
 
 STATE, OVERRIDES, LOCK = "pipeline_state.json", "overrides.jsonl", ".pipeline.lock"
 _VERSION = 1
@@ -92,10 +93,13 @@ class State:
         return self._stages[stage]
 
     def write(self) -> None:
-        """Replace the file by what is in memory."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        """Replace the file by what is in memory. Raises PipelineError where the disk does not take it."""
         stages = {name: asdict(record) for name, record in self._stages.items()}
-        write_json(self._path, {"version": _VERSION, "file": self.file, "stages": stages})
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._path, {"version": _VERSION, "file": self.file, "stages": stages})
+        except OSError as problem:
+            raise cannot_write(self._path, problem) from None
 
 
 @dataclass(frozen=True)
@@ -138,10 +142,17 @@ def add_override(folder: Path, verdict: Mapping[str, Any], reason: str) -> Overr
         verdict["stage"], reason, f"{user}@{socket.gethostname()}", time.time(), verdict["weights_sha256"],
         verdict["requirements"], baseline, verdict["file"],
     )  # fmt: skip
-    with (folder / OVERRIDES).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(asdict(override)) + "\n")
-        file.flush()
-    sync(folder / OVERRIDES)
+    path = folder / OVERRIDES
+    line = (json.dumps(asdict(override)) + "\n").encode()
+    try:
+        with path.open("ab", buffering=0) as file:
+            begun = file.tell()
+            if file.write(line) != len(line):
+                file.truncate(begun)  # half a line would be an override that nobody can read
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(path)
+    except OSError as problem:
+        raise cannot_write(path, problem) from None
     return override
 
 
@@ -151,7 +162,10 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
 
     The lock ends when all of them have. A pipeline that was killed leaves commands behind that are told to
     save and end: they are waited for. Raises PipelineError where another pipeline goes on."""
-    file = (folder / LOCK).open("a+", encoding="utf-8")
+    try:
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    except OSError as problem:
+        raise cannot_write(folder / LOCK, problem) from None
     in_job = os.environ.get("SLURM_JOB_ID") is not None
     begun, said = time.monotonic(), False
     while True:
@@ -181,11 +195,13 @@ def locked(folder: Path, say: Callable[[str], None]) -> Iterator[IO[str]]:
             file.close()
             raise PipelineError(f"{folder}: its file system takes no locks ({problem.strerror})") from None
     try:
-        file.seek(0)
-        file.truncate()
         own_job = os.environ.get("SLURM_JOB_ID")
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n")
-        file.flush()
+        ours = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "job": own_job}) + "\n"
+        try:
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), ours.encode())
+        except OSError as problem:  # the lock holds without it
+            say(f"warning: {folder / LOCK}: does not say who holds it ({problem.strerror})")
         yield file
     finally:
         file.close()

@@ -12,11 +12,22 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.operations.jobs.table import console, duration
-from megatron.operations.run_folder import RunFolder, RunFolderError, last_rows
+from megatron.operations.run_folder import RunFolder
 from megatron.pipelines.definition import Pipeline, Stage
-from megatron.pipelines.state import DONE, FAILED, PROMOTED, REFUSED, RUNNING, Override, State, read_overrides
+from megatron.pipelines.errors import PipelineError
+from megatron.pipelines.promotion import promoted_verdict
+from megatron.pipelines.state import (
+    DONE,
+    FAILED,
+    PROMOTED,
+    REFUSED,
+    RUNNING,
+    Override,
+    StageRecord,
+    State,
+    read_overrides,
+)
 from megatron.pipelines.verdicts import read_verdict
-from megatron.process.metrics_file import METRICS_FILE
 
 _COLOURS = {
     FAILED: "bold red",
@@ -80,18 +91,18 @@ class Display:
 def progress_of(pipeline: Pipeline, stage: Stage) -> str:
     """`iteration 120/300, train/lm_loss 4.2`, "" where a stage has none."""
     save = pipeline.save(stage.name)
-    try:
-        status = RunFolder(save, save / "logs").status()
-    except RunFolderError:
-        return ""
-    rows = last_rows(save / "logs" / METRICS_FILE, _TAIL)
+    folder = RunFolder(save, save / "logs")
+    status, rows = folder.status(), folder.last_rows(_TAIL)
+    unread = [f"not used: {line}" for line in folder.problems.lines()]
     if not rows or not status:
-        return f"iteration 0/{status['train_iters']}" if status.get("train_iters") else ""
+        shown = [f"iteration 0/{status['train_iters']}"] if status.get("train_iters") else []
+        return ", ".join([*shown, *unread])
     values: dict[str, Any] = {}
     for row in rows:
         values |= {name: row[name] for name in _SHOWN if name in row}
     shown = [f"iteration {rows[-1]['iteration']}/{status.get('train_iters')}"]
-    return ", ".join([*shown, *(f"{name} {values[name]:.4g}" for name in _SHOWN if name in values)])
+    shown += [f"{name} {values[name]:.4g}" for name in _SHOWN if name in values]
+    return ", ".join([*shown, *unread])
 
 
 def rows_of(pipeline: Pipeline, state: State, works: bool) -> list[dict[str, str]]:
@@ -120,11 +131,26 @@ def gate_words(pipeline: Pipeline, stage: Stage, state: State) -> str:
     record = state[stage.name]
     if record.verdict is None:
         return "none" if record.promoted and stage.kind == "train" else ""
-    verdict = read_verdict(pipeline.folder, record.verdict)
+    try:
+        verdict = read_verdict(pipeline.folder, record.verdict)
+    except PipelineError:  # logs may be removed; what was promoted by it keeps a copy
+        return _gate_without_file(pipeline, stage, record)
     if verdict["weights_sha256"] != record.weights.get("sha256"):
         return ""  # of an earlier attempt
     is_overridden = record.promoted.get("override") and record.promoted["sha256"] == verdict["weights_sha256"]
     return f"{verdict['result']} ({Path(record.verdict).stem})" + (", overridden" if is_overridden else "")
+
+
+def _gate_without_file(pipeline: Pipeline, stage: Stage, record: StageRecord) -> str:
+    """What is known of a verdict whose file is gone or damaged."""
+    name = Path(record.verdict or "").name
+    try:
+        kept = promoted_verdict(pipeline.final(stage.name))
+    except PipelineError:
+        kept = {}
+    if kept.get("file") == record.verdict and kept.get("weights_sha256") == record.weights.get("sha256"):
+        return f"{kept.get('result')} ({Path(name).stem}, whose file is gone)"
+    return f"unknown ({name} is gone or damaged; `gate {stage.name}` judges again)"
 
 
 def notes_of(pipeline: Pipeline, stage: Stage, state: State, overrides: Sequence[Override]) -> list[str]:

@@ -1,6 +1,5 @@
 """Verdicts of gates: judged, written with every number, and what a person has overridden."""
 
-import json
 import math
 import re
 import time
@@ -18,8 +17,14 @@ from megatron.pipelines.measurements import read_measurements
 from megatron.pipelines.promotion import iteration_of, promoted_measurements, promoted_weights
 from megatron.pipelines.state import Override, StageRecord, read_overrides
 from megatron.process.metrics_file import METRICS_FILE
+from megatron.process.run_files import Shape, Unfit, list_of, read_object, seconds, text, whole
 
 FOLDER = Path("logs/verdicts")
+_SHAPE: Shape = {
+    "stage": text, "result": text, "time": seconds, "weights_sha256": text, "requirements": text,
+    "lines": list_of(text), "file": text,
+}  # fmt: skip
+"""What every reader of a verdict needs."""
 
 
 def gates_of(pipeline: Pipeline) -> dict[str, Gate]:
@@ -70,8 +75,11 @@ def read_verdicts(folder: Path, stage: str) -> list[dict[str, Any]]:
 def read_verdict(folder: Path, file: str) -> dict[str, Any]:
     """A verdict, by its `file`. Raises PipelineError for one that cannot be read."""
     try:
-        return dict(json.loads((folder / file).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as problem:
+        verdict = read_object(folder / file)
+        return {**verdict, **whole(_SHAPE)(verdict)}
+    except FileNotFoundError:
+        raise PipelineError(f"{folder / file}: is not there any more; `gate` judges again") from None
+    except (OSError, ValueError, Unfit) as problem:
         raise PipelineError(f"{folder / file}: cannot be read ({problem}); move it away, and judge again") from None
 
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.objectives.advantages import HISTORY, deviation, groups_without_signal
 from megatron.objectives.preference import DIFFERENCE
-from megatron.process.metrics_file import ROLLOUTS_FILE, JsonlLogger, read_metrics_backwards
+from megatron.process import run_files
+from megatron.process.metrics_file import ROLLOUTS_FILE, JsonlLogger, read_lines_backwards
 from megatron.rollouts.answers import Answer
 from megatron.rollouts.generation import Generation
 from megatron.rollouts.rewards import Scores
@@ -48,8 +50,15 @@ class RolloutRecord(Callback):
             if run.iteration > 0 and averaged and not path.is_file():
                 raise DataError(f"{path}: missing; rl_loss_type reinforce goes on with the rewards that it held")
             self._file = JsonlLogger(path, run.iteration, run_id)
-            backwards = (row.get("reward") for _, row in read_metrics_backwards(path))
-            return list(itertools.islice((reward for reward in backwards if reward is not None), HISTORY))[::-1]
+            problems = run_files.Problems()
+            lines = read_lines_backwards(path, problems)
+            shape = {"reward": run_files.number}
+            rows = (run_files.fields_of(row, shape, partial(problems.note, path)) for _, row in lines)
+            backwards = (row["reward"] for row in rows if row.get("reward") is not None)
+            found = list(itertools.islice(backwards, HISTORY))[::-1]
+            for line in problems.lines():
+                run.logger.warning(line)
+            return found
 
         self.history: list[float] = on_rank_zero(run.groups, open_file)
         self._answering = "waiting" if rollout_servers(run.args) else "sampling"  # what the ranks do meanwhile

@@ -3,6 +3,7 @@
 import hmac
 import http.server
 import json
+import re
 import secrets
 import shutil
 import socket
@@ -14,6 +15,7 @@ from urllib.parse import urlsplit
 
 from megatron.generation.weight_updates import WeightUpdate
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.rollouts.server_calls import ServerError
 
 
@@ -27,9 +29,12 @@ class WeightServer:
         port = args.weight_server_port
         self._versions: dict[str, WeightUpdate] = {}
         self._secret = secrets.token_urlsafe(24)
+        # Servers on this machine alone: nobody else need reach it.
+        here = all(re.fullmatch(r"127(\.\d+){3}", urlsplit(server).hostname or "") for server in rollout_servers(args))
         try:
             self._server = _Listener(
-                ("", port if isinstance(port, int) else port[0]), _handler(self._secret, self._versions)
+                ("127.0.0.1" if here else "", port if isinstance(port, int) else port[0]),
+                _handler(self._secret, self._versions),
             )
         except (OSError, OverflowError) as problem:  # the latter: no port has this number
             reason = problem.strerror if isinstance(problem, OSError) else problem
@@ -67,10 +72,11 @@ class WeightServer:
 
 
 class _Listener(http.server.ThreadingHTTPServer):
-    """Listens to IPv6 and IPv4 alike, where the machine has both."""
+    """Listens at an address of IPv4; without one to IPv6 and IPv4 alike, where the machine has both."""
 
     def __init__(self, place: tuple[str, int], handler: type[http.server.BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        both = not place[0] and socket.has_dualstack_ipv6()
+        self.address_family = socket.AF_INET6 if both else socket.AF_INET
         super().__init__(place, handler)
 
     def server_bind(self) -> None:

@@ -159,3 +159,22 @@ def test_who_waits_is_reminded_and_each_arrival_gives_the_next_its_time(monkeypa
         )
         assert come == in_time and clock[0] == (300.0 if come else 51.0)
     assert reminders == [31.0 * i for i in range(1, 10)] + [31.0]
+
+
+def test_where_a_store_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At loopback for one machine; else at the one address that the name has here, if it has one."""
+    names = {"debian": ["127.0.1.1"], "service": ["203.0.113.9"]}
+
+    def resolve(host: str, port: int | None, *rest: object, **more: object) -> list[tuple[object, ...]]:
+        places = [(address, port or 0) for address in names.get(host, [host])]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", place) for place in places]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert store.listening_address("service", on_one_machine=True) == "127.0.0.1"
+    assert store.listening_address("127.0.0.2", on_one_machine=False) == "127.0.0.2", "as it was given"
+    for host in ("debian", "service"):
+        assert store.listening_address(host, on_one_machine=False) == store.EVERYWHERE
+    kept = store.host_store("127.0.0.2", 0, 5.0)
+    store.connect_store("127.0.0.2", kept.port, 5.0, 5.0)
+    with pytest.raises(ConnectionRefusedError):
+        store.connect_store("127.0.0.1", kept.port, 5.0, 5.0)

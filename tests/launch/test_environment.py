@@ -8,7 +8,7 @@ import pytest
 
 from megatron.launch import enter, process_info
 from megatron.launch.devices import interface_to
-from megatron.launch.environment import LaunchError, ProcessInfo, first_host
+from megatron.launch.environment import LaunchError, ProcessInfo, first_host, first_of_list
 from megatron.neox_arguments import NeoXArgs
 from tests.model.stages import small
 from tests.training.runs import BASE
@@ -79,9 +79,27 @@ def test_what_is_missing_or_contradictory_is_named(env, message):
     ("nid[3,9]", "nid3"),
     ("rack[1-2]-gpu,login", "rack1-gpu"),
     ("node-12.cluster.org", "node-12.cluster.org"),
+    ("foo-[10-11]-[01-02]", "foo-10-01"),
+    ("r1i[0-1]n[0-1],r2i0n0", "r1i0n0"),
+    ("rack[0-63]_blade[0-41]", "rack0_blade0"),  # of slurm.conf's manual
+    ("c[01,03]s[2]n[007-009].site", "c01s2n007.site"),
 ])  # fmt: skip
 def test_first_host(nodes, first):
-    assert first_host(nodes) == first
+    assert first_of_list(nodes) == first_host(nodes) == first
+
+
+@pytest.mark.parametrize("nodes", ["", ",n1", "n[1-2", "n1-2]", "n[]", "n[a-c]", "bgl[000x133]", "n[[1-2]]", "n1 n2"])
+def test_what_is_no_node_list(nodes):
+    with pytest.raises(LaunchError, match=r"SLURM_JOB_NODELIST.*MASTER_ADDR"):
+        first_of_list(nodes)
+
+
+def test_slurms_own_answer_comes_first(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text('#!/bin/sh\ntest "$3" = "bgl[000x133]" && printf "bgl000\nbgl001\n"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert first_host("bgl[000x133]") == "bgl000"
+    assert first_host("n[3-4]") == "n3", "where it fails"
 
 
 def test_entering_sets_what_torch_reads(monkeypatch):
@@ -116,7 +134,6 @@ def test_gloo_takes_the_interface_that_leads_to_the_other_ranks(monkeypatch: pyt
         enter(small(distributed_backend="nccl"))
         return os.environ.get("GLOO_SOCKET_IFNAME")
 
-    assert interface(1, 1) is None
-    assert interface(4, 4) == "lo"
+    assert interface(1, 1) == interface(4, 4) == "lo"
     assert interface(8, 4) == interface_to(here) is not None
     assert interface(8, 4, "hsn0") == "hsn0"

@@ -4,9 +4,11 @@ import os
 import pty
 import re
 import signal
+import socket
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import Any
@@ -261,3 +263,48 @@ def test_a_lost_reader_does_not_end_the_run(launch: Launch, tmp_path: Path) -> N
 def test_a_taken_port_is_refused(tmp_path: Path) -> None:
     with taken_port() as port, pytest.raises(LaunchError, match=f"master_port: port {port}"):
         run_local(Run("local", ("true",), (Node("here", 2),), tmp_path, None, tmp_path, master_port=port))
+
+
+LISTENING = """
+import logging
+from datetime import timedelta
+import torch.distributed as dist
+from megatron.distributed.rendezvous import Rendezvous
+from megatron.launch.enter import enter
+from megatron.neox_arguments import NeoXArgs
+place = enter(NeoXArgs.from_dict({"num_layers": 2, "hidden-size": 8, "num_attention_heads": 2, "seq_length": 8,
+    "max_position_embeddings": 8, "train_batch_size": 8, "distributed_backend": "gloo"}))
+rendezvous = Rendezvous(place, 60.0, logging.getLogger("x"))
+rendezvous.arrive({})
+if rank == 0:
+    store = rendezvous.release(timedelta(seconds=60))
+else:
+    rendezvous.answer_until_released(lambda question: None)
+    store = rendezvous.release(timedelta(seconds=60))
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+dist.barrier()
+inodes = {os.readlink(link)[8:-1] for link in Path("/proc/self/fd").iterdir()
+          if link.exists() or link.is_symlink() and os.readlink(link).startswith("socket:")}
+for file in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+    for line in Path(file).read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:  # it listens, and is ours
+            print("listens at", fields[1].partition(":")[0])
+dist.barrier()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_on_one_machine_listens_on_loopback_alone(launch: Launch, tmp_path: Path) -> None:
+    """As `ss -ltn` shows it, although MASTER_ADDR is another address of this machine, where it has one."""
+    address = "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards, suppress(OSError):
+        towards.connect(("192.0.2.1", 9))  # sends nothing
+        address = towards.getsockname()[0]
+    code, _, err = ended(launch(f"os.environ['MASTER_ADDR'] = {address!r}\n{LISTENING}"))
+    assert code == 0, err
+    listening = [
+        re.findall(r"listens at (\w+)", (tmp_path / "logs" / f"rank_{rank}.log").read_text()) for rank in (0, 1)
+    ]
+    assert len(listening[0]) >= 2 and listening[1], "the store and gloo"
+    assert {place for places in listening for place in places} == {"0100007F"}, "127.0.0.1"

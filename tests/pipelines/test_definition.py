@@ -35,6 +35,7 @@ REFUSED = [
     (f"stages: {{a: {SOURCE}{{name: x, license: MIT}}]}}}}", "expected one of path, url and hub, got none"),
     (f"stages: {{a: {SOURCE}{{name: x, license: MIT, path: y, hub: a/b}}]}}}}", "path and hub"),
     (f"stages: {{a: {SOURCE}{{name: x, license: MIT, url: 'http://a/x'}}]}}}}", "needs the SHA-256"),
+    (f"stages: {{a: {SOURCE}{{name: x, license: MIT, url: 'http://a:b@c/x'}}]}}}}", "x: no user or password is sent"),
     (f"stages: {{a: {SOURCE}{{name: x, license: MIT, url: 'http://a/x', sha256: AB}}]}}}}", "64 hexadecimal digits"),
     (f"stages: {{a: {SOURCE}{{name: ../x, license: MIT, path: y}}]}}}}", "a name below data/raw"),
     (f"stages: {{a: {SOURCE}{{name: x, license: MIT, path: y, revision: v1}}]}}}}", "says nothing without hub"),

@@ -5,7 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 from megatron.pipelines import sources
 from megatron.pipelines.definition import Source
 from megatron.pipelines.errors import PipelineError
-from megatron.pipelines.sources import fetch_sources
+from megatron.pipelines.sources import fetch_sources, pending_sources, read_notes
 from tests.launch.runs import ROOT, environment, serving
 
 BODY = bytes(range(256)) * 4000  # 1 MB
@@ -192,3 +192,23 @@ def test_the_hub(tmp_path, server):
     asked = len(server.asked)
     again = run()
     assert again.stdout == done.stdout and "there already" in again.stderr and len(server.asked) == asked
+
+
+def test_no_signature_of_an_address_is_kept_or_told(tmp_path, server):
+    """Another one, made an hour later, asks for nothing new; what an earlier version kept goes."""
+    plain, notes, told = of_url(server), tmp_path / "data/raw/sources.json", []
+    for number in (1, 2):
+        signed = replace(plain, url=f"{plain.url}?X-Amz-Signature=s1gned{number}&X-Amz-Expires=3600")
+        told += [signed.origin, *fetch(tmp_path, signed)[1]]
+        assert plain.url in notes.read_text() and "s1gned" not in notes.read_text()
+    assert len(server.asked) == 1 and not pending_sources(tmp_path, (signed,))
+    notes.write_text(notes.read_text().replace('/x.bin"', '/x.bin?X-Amz-Signature=s1gned0"'))
+    assert "s1gned" not in read_notes(tmp_path)["x.bin"].origin, "as the page shows it"
+    told += fetch(tmp_path, signed)[1]
+    assert "s1gned" not in notes.read_text() and len(server.asked) == 1
+    for name, digest in (("/x.bin", "0" * 64), ("/y", DIGEST)):
+        absent = replace(plain, name="y", sha256=digest, url=f"{server.url}{name}?X-Amz-Signature=s1gned3")
+        with pytest.raises(PipelineError) as raised:
+            fetch(tmp_path, absent)
+        told.append(str(raised.value))
+    assert len(told) >= 7 and "s1gned" not in "\n".join(told)

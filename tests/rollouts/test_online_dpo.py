@@ -12,6 +12,7 @@ from megatron.data import rows_per_sample
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.objectives.preference import DIFFERENCE
 from megatron.operations.report.rollout_rows import read_rollouts
+from megatron.process.run_files import Problems
 from megatron.rollouts.judging import compare
 from megatron.rollouts.rewards import Completion, Failure, RewardError, RewardFunctions, Scores
 from tests.marks import with_more
@@ -119,7 +120,7 @@ def test_a_run_that_is_killed_goes_on_bit_for_bit(task: dict[str, Any], tmp_path
     kept = json.loads((tmp_path / "run" / "logs" / "generations" / "1.json").read_text())
     assert kept["old_logprobs"] is None, "nothing reads them"
     assert rows_per_sample(NeoXArgs.from_dict(values)) == 2
-    shown = read_rollouts(tmp_path / "run" / "logs")[0]
+    shown = read_rollouts(tmp_path / "run" / "logs", Problems())[0]
     assert shown.best is not None and shown.worst is not None
     assert (shown.best.reward, shown.mean, shown.worst.reward) == (1.0, 0.5, 0.0)
 

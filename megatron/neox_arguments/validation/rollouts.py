@@ -2,6 +2,7 @@
 
 import re
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.keys.sections import Rollout
@@ -185,6 +186,12 @@ def _servers(args: ResolvedArgs, problems: ErrorCollector) -> None:
     for address in servers:
         if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
             problems.add("rollout.servers", f"{address}: expected http://HOST:PORT")
+        elif without_secrets(address) != address:
+            problems.add(
+                "rollout.servers",
+                f"{address}: a user, password or query is sent to no server, and would stand in logs and checkpoints; "
+                "remove it, and set the server's token in NEOX_SERVE_TOKEN",
+            )
     ours = f"; remove it, or rollout.servers ({args.origin('rollout.servers')})"
     if args.rollout["exact"]:
         problems.add("rollout.exact", f"samples by the forward pass of training{ours}")

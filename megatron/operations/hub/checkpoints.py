@@ -1,15 +1,13 @@
 """The checkpoints of an experiment, found without torch."""
 
 import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.neox_arguments import UserError
 from megatron.operations.hub.errors import HubError
-from megatron.operations.run_folder import STATUS
+from megatron.process.run_files import Problems, read_status
 
 MANIFEST, EPHEMERAL = "manifest.json", "ephemeral"  # of `megatron.checkpointing`, whose import takes seconds
 _TAG = re.compile(r"global_step(\d+)")
@@ -54,7 +52,7 @@ def _step(path: Path) -> int | None:
 def last_step(checkpoint: Path) -> int | None:
     """`train_iters` of the run that wrote a checkpoint: as status.json says, else as the checkpoint was
     configured (GPT-NeoX's have their files in `configs`); None where neither is known."""
-    known: Any = _object(checkpoint.parent / STATUS).get("train_iters")
+    known: int | None = read_status(checkpoint.parent, Problems()).get("train_iters")
     if known is None and checkpoint.is_dir():
         from megatron.checkpointing.saved_config import checkpoint_args
 
@@ -62,7 +60,7 @@ def last_step(checkpoint: Path) -> int | None:
             known = checkpoint_args(checkpoint).train_iters
         except UserError:
             return None
-    return known if isinstance(known, int) else None
+    return known
 
 
 def identity(checkpoint: Path) -> str:
@@ -74,11 +72,3 @@ def identity(checkpoint: Path) -> str:
     files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
     facts = [(str(path.relative_to(checkpoint)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}

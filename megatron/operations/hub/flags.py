@@ -37,7 +37,7 @@ def add_patience_flags(parser: argparse.ArgumentParser) -> None:
         help=f"of 429, 5xx and broken connections ({usual.max_retries})",
     )  # fmt: skip
     for name, value in (("min", usual.min_wait_s), ("max", usual.max_wait_s)):
-        words = "waits grow from here" if name == "min" else "to here"
+        words = "waits grow from here" if name == "min" else "to here, also where the Hub says longer"
         parser.add_argument(
             f"--retry-{name}-wait", type=float, default=value, metavar="SECONDS", help=f"{words} ({value:.0f})"
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.operations.hub.errors import HubError
 
@@ -28,8 +29,8 @@ _SECONDS = 600.0  # in which a byte must have gone or come
 
 @dataclass(frozen=True)
 class Patience:
-    """How often what failed in passing is tried again, and the seconds in between: twice as many each time,
-    from `min_wait_s` to `max_wait_s`; those that the Hub itself names (Retry-After) before these."""
+    """How often what failed in passing is tried again, and the seconds in between: those that the Hub itself
+    names (Retry-After), else twice as many each time from `min_wait_s` on; never more than `max_wait_s`."""
 
     max_retries: int = 20
     min_wait_s: float = 120.0
@@ -80,7 +81,7 @@ def _retry_after(headers: Any) -> float | None:
             return float(value)
         try:
             return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
-        except ValueError:
+        except (ValueError, TypeError, OverflowError):
             return None
     match = re.search(r";\s*r=0\b.*?;\s*t=(\d+)", headers.get("RateLimit") or "")
     return float(match[1]) if match else None
@@ -93,16 +94,21 @@ def call(patience: Patience, what: str, function: Callable[[], Result], say: Say
     say: told why and how long is waited. Raises HubError for what stays, and for what would not change.
     """
     tenacity = import_optional("tenacity", HubError("tenacity is not installed: pip install 'neox[hf]'"))
+    longest = patience.max_wait_s
     by_clock = tenacity.wait_exponential(multiplier=patience.min_wait_s, max=patience.max_wait_s)
 
     def wait(state: "RetryCallState") -> float:
         busy = _busy(state)
-        return by_clock(state) if busy is None or busy.retry_after is None else busy.retry_after
+        return by_clock(state) if busy is None or busy.retry_after is None else min(busy.retry_after, longest)
 
     def tell(state: "RetryCallState") -> None:
         assert state.outcome is not None and state.next_action is not None
         busy, reason = _busy(state), one_line(_cause(state.outcome.exception()))
-        asked = ", as the Hub says" if busy is not None and busy.retry_after is not None else ""
+        asked = ""
+        if busy is not None and busy.retry_after is not None:
+            asked = ", as the Hub says"
+            if busy.retry_after > longest:
+                asked = f" (--retry-max-wait), although the Hub says {busy.retry_after:.0f} s"
         say(
             f"{what}: {reason}; tried again in {state.next_action.sleep:.0f} s{asked} "
             f"({state.attempt_number} of {patience.max_retries})"
@@ -180,10 +186,9 @@ def _advice(problem: BaseException, patience: Patience) -> str:
 
 
 def one_line(problem: BaseException) -> str:
-    """What an exception says, in a line, without the token and without what follows `?` in addresses, which
-    may be signatures."""
+    """What an exception says, in a line, without the token and the secrets of addresses."""
     text = " ".join(str(problem).split()) or type(problem).__name__
-    return hide_token(re.sub(r"(https?://[^\s?'\"]+)\?[^\s'\"]*", r"\1", text))
+    return hide_token(without_secrets(text))
 
 
 def hide_token(text: str) -> str:

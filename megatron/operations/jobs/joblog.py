@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.process.run_files import open_file, text
+
 LAST_LINES = 100
 CRASH = re.compile(r"traceback|exception|error:", re.IGNORECASE)
 ITERATION = re.compile(
-    rb"iteration +(\d+)/ *(\d+) \|(?:.*?elapsed time per iteration \(ms\): ([\d.]+))?.*?lm_loss: (\S+)"
+    rb"iteration +(\d{1,18})/ *(\d{1,18}) \|(?:.*?elapsed time per iteration \(ms\): (\d{1,15}(?:\.\d+)?)\b)?"
+    rb".*?lm_loss: (\S+)"
 )
 # slurmstepd's, of a job that is queued again and goes on
 _REQUEUED = re.compile(r"^slurmstepd: error: \*\*\* .* DUE TO JOB REQUEUE \*\*\*")
@@ -89,7 +92,7 @@ def last_lines(path: Path, count: int = LAST_LINES) -> list[str]:
 
 def follow(path: Path, goes_on: Callable[[], bool], pause_s: float = 1.0, ask_every_s: float = 10.0) -> Iterator[str]:
     """What is written to a file from now on, until `goes_on`, which is asked that often, says no."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         file.seek(0, 2)
         asked, ended = time.monotonic(), False
         while True:
@@ -105,7 +108,7 @@ def follow(path: Path, goes_on: Callable[[], bool], pause_s: float = 1.0, ask_ev
 
 def error_lines(lines: list[str]) -> tuple[str, ...]:
     """The last three that speak of a failure."""
-    found = [line.strip()[:_WIDTH] for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
+    found = [text(line.strip()[:_WIDTH]) for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
     return tuple(found[-_SHOWN:])
 
 
@@ -143,12 +146,12 @@ def _argument(head: bytes, name: str) -> str | None:
 
 
 def _head(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return file.read(_HEAD)
 
 
 def _tail(path: Path, size: int) -> bytes:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         end = file.seek(0, 2)
         file.seek(max(0, end - size))
         return file.read(size)
@@ -156,7 +159,7 @@ def _tail(path: Path, size: int) -> bytes:
 
 def _backwards(path: Path, block: int = 64 * 1024) -> Iterator[bytes]:
     """The blocks of a file, the last one first; each time twice as long."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         end = file.seek(0, 2)
         while end > 0:
             start = max(0, end - block)

@@ -15,8 +15,9 @@ from typing import Any
 
 from megatron.launch.environment import LaunchError
 from megatron.operations.jobs.scheduler import Job
-from megatron.operations.jobs.verdict import GONE
-from megatron.operations.run_folder import STATUS, RunFolderError, open_run
+from megatron.operations.jobs.verdict import GONE, UNREADABLE
+from megatron.operations.run_folder import RunFolder, RunFolderError, open_run
+from megatron.process.run_files import STATUS
 
 _DEPTH = ("*", "*/*")  # of the folders of runs below that of checkpoints
 _FLOCK = "hhqqi4x"  # struct flock of Linux
@@ -27,10 +28,11 @@ def find_runs(root: Path, since_s: float) -> list[Job]:
     seconds, the oldest first; those that Slurm started are left to it."""
     recent, runs = time.time() - since_s, []
     for path in sorted({path for depth in _DEPTH for path in root.glob(f"{depth}/{STATUS}")}):
-        with suppress(RunFolderError, OSError):
-            status = open_run(path.parent).status()
+        with suppress(RunFolderError, OSError):  # it was removed a moment ago
+            folder = open_run(path.parent)
+            status = folder.status()
             if status.get("job") is None:
-                run = _job(path.parent, status)
+                run = _job(path.parent, folder, status)
                 # Of one on another machine, which may have died unseen, the last word is all that is known.
                 if (run.is_active and is_here(status)) or _written(run, path) >= recent:
                     runs.append(run)
@@ -40,9 +42,9 @@ def find_runs(root: Path, since_s: float) -> list[Job]:
 def local_run(folder: Path) -> Job:
     """The run that a folder holds. Raises RunFolderError where it holds none."""
     run = open_run(folder)
-    if run.save is None or not (run.save / STATUS).is_file():
+    if run.save is None or not (run.save / STATUS).exists():
         raise RunFolderError(f"{folder}: there is no {STATUS}, which a run writes into `save` before its first step")
-    return _job(run.save, run.status())
+    return _job(run.save, run, run.status())
 
 
 def stop(run: Job) -> None:
@@ -53,8 +55,12 @@ def stop(run: Job) -> None:
     if not run.is_active or not is_here(status):
         where = f"on host {status.get('host')}" if run.is_active else f"it has ended ({status.get('status')})"
         raise LaunchError(f"{run.id}: cannot be stopped from here: {where}")
-    pid = status["launcher_pid"] if launcher_is_alive(status) else status["pid"]
-    os.kill(int(pid), signal.SIGTERM)
+    # The number in the file may be another program's by now; who holds the lock trains there.
+    holder = lock_holder(run.save) or 0
+    pid = status["launcher_pid"] if launcher_is_alive(status) else holder if holder > 0 else status.get("pid")
+    if pid is None:
+        raise LaunchError(f"{run.id}: cannot be stopped: {run.save / STATUS} does not say by which process it runs")
+    os.kill(pid, signal.SIGTERM)
 
 
 def is_here(status: Mapping[str, Any]) -> bool:
@@ -77,8 +83,8 @@ def lock_holder(save: Path) -> int | None:
 def launcher_is_alive(status: Mapping[str, Any]) -> bool:
     """Whether the deepy.py that started a run of this machine is there: it may start the ranks again."""
     try:
-        words = Path(f"/proc/{int(status.get('launcher_pid') or 0)}/cmdline").read_bytes()
-    except (OSError, ValueError, TypeError):
+        words = Path(f"/proc/{status.get('launcher_pid') or 0}/cmdline").read_bytes()
+    except OSError:
         return False
     return b"deepy.py" in words
 
@@ -88,8 +94,8 @@ def _written(run: Job, status: Path) -> float:
     return max(path.stat().st_mtime for path in (status, run.log) if path is not None and path.exists())
 
 
-def _job(save: Path, status: Mapping[str, Any]) -> Job:
-    run, shown = open_run(save), os.path.relpath(save)
+def _job(save: Path, run: RunFolder, status: Mapping[str, Any]) -> Job:
+    shown = os.path.relpath(save)
     log = run.logs / "rank_0.log"
     at = _seconds(status)
     state = _state(save, status)
@@ -103,13 +109,15 @@ def _job(save: Path, status: Mapping[str, Any]) -> Job:
 def _state(save: Path, status: Mapping[str, Any]) -> str:
     """The word that Slurm would have. Of a run of another machine nothing is known but its own last word."""
     said = status.get("status")
+    if said is None:  # the file cannot be read, or does not say it: whether it ended well is not known
+        return "RUNNING" if lock_holder(save) is not None else UNREADABLE
     if is_here(status):
         alive = lock_holder(save) is not None
         if launcher_is_alive(status) and said in ("running", "failed"):
             return "RUNNING"
         if said == "running" and not alive:
             return GONE
-    return {"running": "RUNNING", "failed": "FAILED"}.get(str(said), "COMPLETED")
+    return {"running": "RUNNING", "failed": "FAILED"}.get(said, "COMPLETED")
 
 
 def user_name(number: int) -> str:

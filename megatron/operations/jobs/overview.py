@@ -16,9 +16,10 @@ from megatron.operations.jobs.joblog import LogFacts, Progress, read_log
 from megatron.operations.jobs.local_runs import find_runs, local_run, user_name
 from megatron.operations.jobs.scheduler import Job, Slurm
 from megatron.operations.jobs.verdict import EVALUATING, NEEDS_A_PERSON, SAVING, TRAINING, Verdict, judge
-from megatron.operations.run_folder import RunFolder, RunFolderError, experiment_of, last_rows, open_run
+from megatron.operations.run_folder import RunFolder, RunFolderError, experiment_of, open_run
 
 _SCORES = "eval_tasks/"
+_NEVER_S = 1e10  # 300 years
 _NUMBER = r"\d+(_\d+)?"  # of a job, and of one of an array
 _UNDER_WAY = (TRAINING, SAVING, EVALUATING)
 
@@ -41,7 +42,8 @@ class Choice:
 class Row:
     """A job and what it is doing. tokens_per_s, model_flops (of each GPU, in a second), utilization: of its
     last logged step; eta_s: seconds until its last iteration at the speed of the last lines; scores: of its
-    last evaluation. save, logs: the folders of its run; device: of rank 0."""
+    last evaluation. save, logs: the folders of its run; device: of rank 0. problems: what its files hold that
+    cannot be used."""
 
     job: Job
     verdict: Verdict
@@ -55,10 +57,11 @@ class Row:
     save: Path | None = None
     logs: Path | None = None
     device: str | None = None
+    problems: tuple[str, ...] = ()
 
     @property
     def needs_a_person(self) -> bool:
-        """Whether it has crashed or writes nothing any more."""
+        """Whether it has crashed, writes nothing any more, or has ended nobody knows how."""
         return self.verdict.kind in NEEDS_A_PERSON
 
     def as_dict(self) -> dict[str, Any]:
@@ -69,9 +72,10 @@ class Row:
             "verdict": verdict.kind, "detail": verdict.detail or None, "silent_s": verdict.silent_s,
             "error_lines": list(verdict.error_lines), "iteration": done.iteration if done else None,
             "total": done.total if done else None,
-            "loss": done.loss if done and done.loss == done.loss else None,
-            "tokens_per_s": self.tokens_per_s, "utilization": self.utilization, "eta_s": self.eta_s,
-            "scores": dict(self.scores), "nodes": job.nodes, "node_list": job.node_list or None,
+            "loss": _finite(done.loss) if done else None,
+            "tokens_per_s": _finite(self.tokens_per_s), "utilization": _finite(self.utilization), "eta_s": self.eta_s,
+            "scores": {name: _finite(value) for name, value in self.scores.items()},
+            "problems": list(self.problems), "nodes": job.nodes, "node_list": job.node_list or None,
             "submitted": job.submitted, "started": job.started, "ended": job.ended,
             "log": str(job.log) if job.log is not None else None,
             "save": str(self.save) if self.save is not None else None, "local": job.local,
@@ -94,6 +98,11 @@ def row_of(job: Job, site: Mapping[str, str]) -> Row:
     now = time.time()
     log = read_log(job.log) if job.log is not None else None
     run = _run_folder(job, log)
+    row = _row_of(job, log, run, site, now)
+    return replace(row, problems=tuple(run.problems.lines())) if run is not None else row
+
+
+def _row_of(job: Job, log: LogFacts | None, run: RunFolder | None, site: Mapping[str, str], now: float) -> Row:
     status = _status(job, run)
     verdict = judge(job, log, status, now)
     save = job.save or (run.save if run is not None else None)
@@ -105,7 +114,7 @@ def row_of(job: Job, site: Mapping[str, str]) -> Row:
         row = replace(row, experiment=experiment_of(named, _checkpoints(site, job.work_dir)))
     if run is None or (done is None and not job.local):
         return replace(row, eta_s=_eta(done, verdict))
-    metrics = last_rows(run.metrics_file)
+    metrics = run.last_rows()
     done = row.progress or _progress(metrics, status)
     if done is not None:  # a later job may train there by now
         metrics = [one for one in metrics if one["iteration"] <= done.iteration]
@@ -177,28 +186,29 @@ def _run_folder(job: Job, log: LogFacts | None) -> RunFolder | None:
 
 def _status(job: Job, run: RunFolder | None) -> Mapping[str, Any]:
     """status.json, if it speaks of this job: another may train in that folder by now."""
-    try:
-        status = run.status() if run is not None else {}
-    except RunFolderError:
-        return {}
+    status = run.status() if run is not None else {}
     return status if job.local or status.get("job") == job.id else {}
 
 
 def _progress(metrics: Sequence[Mapping[str, Any]], status: Mapping[str, Any]) -> Progress | None:
     """Of a run whose output is in no log that is known."""
     total = status.get("train_iters")
-    last = next((one for one in reversed(metrics) if isinstance(one.get("train/lm_loss", ""), float | None)), None)
-    if last is None or not isinstance(total, int):
+    last = next((one for one in reversed(metrics) if "train/lm_loss" in one), None)
+    if last is None or total is None:
         return None
-    loss, seconds = last["train/lm_loss"], last.get("runtime/iteration_time")
-    loss, seconds = math.nan if loss is None else loss, seconds if isinstance(seconds, float) else None
-    return Progress(last["iteration"], total, loss, seconds)
+    return Progress(last["iteration"], total, last["train/lm_loss"], last.get("runtime/iteration_time"))
 
 
 def _eta(done: Progress | None, verdict: Verdict) -> float | None:
     if done is None or not done.seconds or verdict.kind not in _UNDER_WAY:
         return None
-    return (done.total - done.iteration) * done.seconds
+    seconds = (done.total - done.iteration) * done.seconds
+    return seconds if seconds < _NEVER_S else None
+
+
+def _finite(value: float | None) -> float | None:
+    """A number that JSON has a form for."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _path(job: Job, text: str) -> Path:

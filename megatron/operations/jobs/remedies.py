@@ -1,7 +1,6 @@
 """What is done about a failure before the same run is submitted again. Nothing here changes a configuration
 file."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from megatron.operations.jobs.failures import FOLDER, LOCK, PORT, Failure, bad_n
 from megatron.operations.jobs.local_runs import is_here, lock_holder
 from megatron.operations.jobs.overview import Row
 from megatron.operations.jobs.scheduler import Slurm
+from megatron.process.run_files import Unfit, process_number, read_object, text, whole
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -72,7 +72,7 @@ def free_lock(
     host, number = holder.get("host", "another machine"), holder.get("job")
     unknown = f"{save}: whether the lock is stale cannot be seen from here"
     if is_here(holder):
-        if alive(int(holder["pid"])):
+        if alive(holder["pid"]):
             text = f"{save}: the lock is not stale: process {holder['pid']} of this machine holds it"
             return Remedy(text, helps=False)
         whose = "the process of this machine that had it is gone"
@@ -92,9 +92,9 @@ def free_lock(
 def _holder(save: Path) -> Mapping[str, Any]:
     """Who took the lock last, as it wrote into it: host, pid, job; {} where that cannot be read."""
     try:
-        holder = json.loads((save / ".lock").read_text(encoding="utf-8"))
-        return holder if isinstance(int(holder["pid"]), int) and isinstance(holder["host"], str) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        held = read_object(save / ".lock")
+        return {"job": held.get("job"), **whole({"pid": process_number, "host": text})(held)}
+    except (OSError, ValueError, Unfit):
         return {}
 
 

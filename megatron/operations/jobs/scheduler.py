@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from megatron.launch.environment import LaunchError
+from megatron.process.run_files import open_file
 
 BATCH_FILE = "pretrain_neox.sbatch"
 PENDING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
@@ -24,7 +26,14 @@ _GOES_ON = re.compile(rb"^The log goes on in (.+)$", re.MULTILINE)  # slurm/job.
 _FIELDS = "JobID,JobName,User,State,ExitCode,Submit,Start,End,NNodes,NodeList,WorkDir,SubmitLine"
 _EPOCH = {"SLURM_TIME_FORMAT": "%s"}  # seconds since 1970
 _SEPARATOR = "\x1f"
-_ANSWERS_S = 120.0
+ANSWERS_S = 15.0
+"""How long a table waits for a command of Slurm; where sacct is silent the queue may answer all the same."""
+PATIENT_S = 120.0
+"""How long `submit` does, which has a job to see through."""
+
+
+class SilentError(LaunchError):
+    """A command of Slurm that does not answer."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +82,14 @@ class Slurm:
     sacct. site: variables of the site file. has_answered: whether it ever did."""
 
     def __init__(
-        self, site: Mapping[str, str], say: Callable[[str], None], env: Mapping[str, str] = os.environ
+        self,
+        site: Mapping[str, str],
+        say: Callable[[str], None],
+        env: Mapping[str, str] = os.environ,
+        answers_s: float = ANSWERS_S,
     ) -> None:
-        self._site, self._say, self._env = site, say, dict(env)
+        """answers_s: how long each command of Slurm may take."""
+        self._site, self._say, self._env, self._answers_s = site, say, dict(env), answers_s
         self._has_accounting = True
         self.has_answered = False
         self._is_left_out = False
@@ -124,6 +138,8 @@ class Slurm:
             done = self._run(*command)
         except FileNotFoundError:
             reason = "there is no sacct"
+        except SilentError:
+            reason = f"does not answer within {self._answers_s:g} s (--answers-within)"
         else:
             if not done.returncode:
                 rows = [line.split(_SEPARATOR) for line in done.stdout.splitlines()]
@@ -181,19 +197,25 @@ class Slurm:
         return replace(job, log=goes_on_in(log))
 
     def _run(self, *command: str) -> "subprocess.CompletedProcess[str]":
-        try:
-            return subprocess.run(
-                command, env={**self._env, **_EPOCH}, capture_output=True, text=True, errors="replace",
-                timeout=_ANSWERS_S,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"{shlex.join(command)}: Slurm does not answer within {_ANSWERS_S:.0f} s") from None
+        with subprocess.Popen(
+            command, env={**self._env, **_EPOCH}, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                out, err = process.communicate(timeout=self._answers_s)
+            except BaseException as problem:
+                os.killpg(process.pid, signal.SIGKILL)  # with what a wrapper has started, which holds the pipes
+                if isinstance(problem, subprocess.TimeoutExpired):
+                    why = f"Slurm does not answer within {self._answers_s:g} s (--answers-within)"
+                    raise SilentError(f"{shlex.join(command)}: {why}") from None
+                raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def goes_on_in(log: Path) -> Path:
     """The file in which the log of a site's job goes on, which its first lines name; else the log itself."""
     try:
-        with log.open("rb") as file:
+        with open_file(log) as file:
             found = _GOES_ON.search(file.read(4096))
     except OSError:
         return log
@@ -217,7 +239,7 @@ def of_scontrol(text: str) -> Job:
     return Job(
         number, line("JobName"), field("UserId").partition("(")[0], field("JobState"),
         _time(field("SubmitTime")), _time(field("StartTime")), _time(field("EndTime")), field("ExitCode"),
-        int(re.match(r"\d+", field("NumNodes") or "1")[0]),  # type: ignore[index]
+        _nodes(field("NumNodes")),
         field("NodeList"), Path(line("WorkDir")), line("Command"), Path(log) if log else None, field("Reason"),
     )  # fmt: skip
 
@@ -229,13 +251,19 @@ def _of_sacct(row: Sequence[str]) -> Job | None:
         return None
     word = (state.split() or ["UNKNOWN"])[0]  # `CANCELLED by 1000`
     return Job(
-        number, name, user, word, _time(submitted), _time(started), _time(ended), code, int(nodes or 1),
+        number, name, user, word, _time(submitted), _time(started), _time(ended), code, _nodes(nodes),
         node_list, Path(work_dir), command,
     )  # fmt: skip
 
 
 def _time(text: str) -> float | None:
-    return float(text) if text.isdecimal() else None
+    return float(text) if re.fullmatch(r"[0-9]{1,10}", text) else None
+
+
+def _nodes(text: str) -> int:
+    """A number of nodes, or of a job that waits the least of a range: `2-4`."""
+    found = re.match(r"[0-9]{1,9}", text)
+    return int(found[0]) if found is not None else 1
 
 
 def _asked_for(job: Job) -> list[Path]:

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron.operations.jobs.overview import Row
-from megatron.operations.jobs.verdict import CRASHED, FINISHED, STALE
+from megatron.operations.jobs.verdict import CRASHED, FINISHED, STALE, UNKNOWN
 
-_COLOURS = {CRASHED: "bold red", STALE: "bold yellow", FINISHED: "green", "pending": "dim"}
+_COLOURS = {CRASHED: "bold red", STALE: "bold yellow", UNKNOWN: "bold yellow", FINISHED: "green", "pending": "dim"}
 _UNBOUNDED = 10_000  # columns of what is no terminal
 
 
@@ -74,4 +74,5 @@ def _notes(rows: Sequence[Row]) -> list[str]:
             lines += [f"    {line}" for line in verdict.error_lines]
         elif verdict.detail:
             lines.append(f"{row.job.id}: {verdict.kind}: {verdict.detail}")
+        lines += [f"{row.job.id}: {line}" for line in row.problems]
     return lines

@@ -10,12 +10,14 @@ from megatron.operations.jobs.scheduler import PENDING, SUSPENDED, Job
 
 STALE_S = 600.0
 PENDING_, STARTING, TRAINING, EVALUATING, SAVING = "pending", "starting", "training", "evaluating", "saving"
-STALE, CRASHED, FINISHED, STOPPED, CANCELLED, RUNNING = (
-    "STALE", "CRASHED", "FINISHED", "STOPPED", "CANCELLED", "running"
+STALE, CRASHED, UNKNOWN, FINISHED, STOPPED, CANCELLED, RUNNING = (
+    "STALE", "CRASHED", "UNKNOWN", "FINISHED", "STOPPED", "CANCELLED", "running"
 )  # fmt: skip
-NEEDS_A_PERSON = frozenset({STALE, CRASHED})
+NEEDS_A_PERSON = frozenset({STALE, CRASHED, UNKNOWN})
 GONE = "GONE"
 """The state of a run of this machine whose processes have ended without a word."""
+UNREADABLE = "UNREADABLE"
+"""The state of a run of this machine that does not run, and whose status.json does not say how it ended."""
 _EVALUATES = ("evaluating", "computing the", "answering demo_prompts")
 
 
@@ -76,6 +78,8 @@ def _of_ended(job: Job, log: LogFacts | None, status: Mapping[str, Any]) -> Verd
         if status.get("status") == "stopped":
             return Verdict(STOPPED, str(status.get("reason") or ""))
         return Verdict(FINISHED)
+    if job.state == UNREADABLE:
+        return Verdict(UNKNOWN, "its status.json does not say how it ended", log.error_lines if log else ())
     if job.state in ("CANCELLED", "REVOKED"):
         return Verdict(CANCELLED)
     if job.state == "PREEMPTED":

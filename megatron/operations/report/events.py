@@ -15,6 +15,7 @@ Kind = Literal["start", "restart", "save", "spike", "skipped", "stop"]
 # A spike is a loss so many standard deviations above the mean of the last ones, once some are known: the
 # rule of skip_step_above_sigma, at its usual value.
 SIGMA, WINDOW, LEAST = 6.0, 128, 32
+_LARGEST = 1e100  # losses beyond have no square
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _columns(series: Series | None) -> tuple[list[float], list[float]]:
 def _saves(run: Run) -> Iterator[Event]:
     for checkpoint in run.checkpoints:
         loss = checkpoint.manifest.get("validation_loss")
-        more = f", validation loss {loss:.4f}" if isinstance(loss, int | float) else ""
+        more = f", validation loss {loss:.4f}" if loss is not None else ""
         when = local_time(checkpoint.manifest.get("created"))
         yield Event(checkpoint.iteration, "save", f"global_step{checkpoint.iteration}{more}", when)
 
@@ -83,7 +84,7 @@ def _spikes(losses: Series | None) -> Iterator[Event]:
     window: deque[float] = deque(maxlen=WINDOW)
     total = squares = 0.0
     for iteration, loss in zip(*_columns(losses), strict=True):
-        if not math.isfinite(loss):
+        if not abs(loss) < _LARGEST:  # NaN too
             continue
         if len(window) >= LEAST:
             mean = total / len(window)

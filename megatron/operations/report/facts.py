@@ -85,7 +85,7 @@ def data_facts(run: Run) -> Facts:
     if not run.checkpoints:
         return facts
     manifest = run.checkpoints[-1].manifest
-    data = manifest.get("data") or {}
+    data = manifest["data"]
     for name, digest in (data.get("files") or {}).items():
         _add(facts, f"files of {name}", _digest(digest))
     laid_out = (data.get("laid_out") or {}).items()
@@ -167,7 +167,7 @@ def _leaves(entry: Mapping[str, Any], before: str) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{before}{name}.")
         else:
-            text = value[:16] if "sha256" in name else f"{value:,}" if isinstance(value, int | float) else value
+            text = f"{value:,}" if isinstance(value, int | float) else value[:16] if "sha256" in name else value
             yield f"{before}{_words(name)} {text}"
 
 

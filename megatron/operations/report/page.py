@@ -130,7 +130,7 @@ def _section(run: Run, events: Sequence[Event]) -> dict[str, Any]:
         "name": run.name, "rows": run.rows, "summary": summary_facts(run), "model": model_facts(run),
         "data": data_facts(run), "has_args": run.args is not None, "config": chosen, "defaults": defaults,
         "events": _listed(events), "unlisted": max(0, len(events) - LISTED), "answers": run.answers,
-        "answers_at": run.answers_at, "rollouts": run.rollouts,
+        "answers_at": run.answers_at, "rollouts": run.rollouts, "problems": run.problems,
     }  # fmt: skip
 
 

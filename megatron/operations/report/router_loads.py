@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.process.metrics_file import LOAD_FILE, read_metrics
+from megatron.process.metrics_file import LOAD_FILE, read_lines
+from megatron.process.run_files import Problems, Unfit, count, list_of
 
 COLUMNS = 400  # of a map at most
 FEWEST = 20
@@ -43,20 +44,23 @@ class LoadMap:
     idle: tuple[int, ...]
 
 
-def read_load(logs: Path) -> RouterLoad | None:
+def read_load(logs: Path, problems: Problems) -> RouterLoad | None:
     """The load in a run's log folder; None where there is none. Lines that do not fit the last one's layers
-    and experts are passed over."""
+    and experts are passed over; those that hold no load are noted too."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, NDArray[np.float32]]]] = {}
     last = None
     path = logs / LOAD_FILE
-    for _, row in read_metrics(path) if path.is_file() else ():
+    for _, row in read_lines(path, problems) if path.is_file() else ():
         try:
-            layers, load = tuple(int(layer) for layer in row["layers"]), np.asarray(row["load"], np.float32)
-        except (KeyError, TypeError, ValueError):
+            layers, load = tuple(list_of(count)(row["layers"])), np.asarray(row["load"], np.float32)
+        except (KeyError, TypeError, ValueError, OverflowError, Unfit) as problem:
+            problems.note(path, "", f"a line holds no load ({type(problem).__name__}: {problem}); passed over")
             continue
-        if load.ndim == 2 and load.size and len(layers) == len(load):
+        if load.ndim == 2 and load.size and len(layers) == len(load) and np.isfinite(load).all() and load.min() >= 0:
             last = layers, load.shape
             found.setdefault(last, []).append((row["iteration"], load))
+        else:
+            problems.note(path, "load", "no finite numbers by layer and expert; passed over")
     if last is None:
         return None
     lines = dict(found[last])  # of each iteration the last

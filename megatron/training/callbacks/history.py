@@ -17,13 +17,14 @@ from megatron.distributed import on_rank_zero
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.process.metrics_file import METRICS_FILE, POSITION, read_metrics
+from megatron.process.run_files import SUMMARY, Problems
 from megatron.training.callbacks.best_model import FOLDER, read_best
 from megatron.training.callbacks.status import note_failure, note_phases, write_ending, write_status
 from megatron.training.metrics.loggers import log_directory
 from megatron.training.nonfinite_guard import NonFiniteError
 from megatron.training.run import Training
 
-HISTORY, SUMMARY = "training_history.json", "training_summary.json"
+HISTORY = "training_history.json"
 # Of metrics.jsonl; norms of single parameters stay there.
 _KINDS = ("train/", "validation/", "test/", "eval_tasks/", "runtime/", "device/")
 _FINAL = ("train/lm_loss", "validation/lm_loss", "test/lm_loss")
@@ -78,7 +79,7 @@ def training_time(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """(seconds, tokens) of the logged steps of all starts, without validation and saving."""
     seconds, tokens, before = 0.0, 0.0, 0
     for row in rows:
-        if "runtime/iteration_time" in row:
+        if "runtime/iteration_time" in row and "runtime/tokens_per_sec" in row:
             step_seconds = row["runtime/iteration_time"] * (row["iteration"] - before)
             tokens += step_seconds * row["runtime/tokens_per_sec"]
             seconds, before = seconds + step_seconds, row["iteration"]
@@ -108,7 +109,10 @@ def _write(training: Training, metadata: Mapping[str, Any], status: str, reason:
     folder, run_id = log_directory(training.args), training.checkpointer.run_id
     assert folder is not None and training.args.save_dir is not None
     file = folder / METRICS_FILE
-    rows = [row for _, row in read_metrics(file) if row.get("run_id") == run_id] if file.is_file() else []
+    problems = Problems()
+    rows = [row for row in read_metrics(file, problems) if row.get("run_id") == run_id] if file.is_file() else []
+    for line in problems.lines():
+        training.logger.warning(line)
     ending = {"status": status, "reason": reason, "run_id": run_id, "wall_clock_seconds": wall_clock}
     contents = {
         HISTORY: history(rows, metadata["trainable_share"]), SUMMARY: {**ending, **_summary(training, metadata, rows)}

@@ -10,10 +10,10 @@ import torch
 
 from megatron.checkpointing import CheckpointError, replace_file
 from megatron.distributed import on_rank_zero
+from megatron.process.run_files import STATUS
 from megatron.training.metrics.loggers import log_directory
 from megatron.training.run import Training
 
-STATUS = "status.json"
 _TRAINING = "training"
 
 

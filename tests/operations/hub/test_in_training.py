@@ -17,6 +17,7 @@ import yaml
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.operations.hub.in_training import PushToHub, hub_repository
 from megatron.process.metrics_file import read_metrics
+from megatron.process.run_files import Problems
 from tests.launch.runs import BOTH, ROOT, wait_until
 from tests.marks import with_more
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub
@@ -44,7 +45,11 @@ def test_steps_go_on_while_the_hub_hangs(hub: LoopbackHub, environment: Env, tmp
     keys = {"train_iters": 400, "checkpoint_factor": 100, "log_interval": 20, "async_save": async_save}
     run = start_run(tmp_path, environment, **keys, hub_strategy="all_checkpoints", ephemeral_save_interval=150)
     metrics, deadline = tmp_path / "save" / "logs" / "metrics.jsonl", time.monotonic() + 300
-    while not (metrics.exists() and hub.waiting) or all(row["iteration"] != 400 for _, row in read_metrics(metrics)):
+
+    def steps() -> set[int]:
+        return {row["iteration"] for row in read_metrics(metrics, Problems())} if metrics.exists() else set()
+
+    while not (hub.waiting and 400 in steps()):
         assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0]
         time.sleep(0.1)
     assert not hub.repos, "nothing has been answered"

@@ -53,6 +53,17 @@ def test_the_hub_says_when(ask: Ask, hub: LoopbackHub, waits: list[float]) -> No
     assert waits[0] == 7.0 and 0 < waits[1] <= 90, "not the 120 s of its own"
 
 
+@pytest.mark.parametrize(
+    "said", ["31536000", "9" * 400, email.utils.formatdate(time.time() + 4e8), "Fri, 31 Dec 9999 23:59:59 -2359"]
+)
+def test_no_answer_is_slept_for_longer_than_asked_for(
+    ask: Ask, hub: LoopbackHub, waits: list[float], said: str
+) -> None:
+    hub.fail("GET .*/refs", 429, retry_after=said)
+    assert "in 50 s (--retry-max-wait), although the Hub says" in ask(Patience(3, 10.0, 50.0))[0]
+    assert waits == [50.0]
+
+
 def test_after_the_last_try_it_says_how_to_go_on(ask: Ask, hub: LoopbackHub) -> None:
     hub.fail("GET .*/refs", 429, times=3)
     with pytest.raises(HubError, match="429 .* 2 tries"):

@@ -11,6 +11,7 @@ from megatron.operations.report import write_report
 from megatron.operations.report.heat_map import palette
 from megatron.operations.report.rollout_rows import SHOWN, read_rollouts
 from megatron.operations.report.router_loads import CODES, LoadMap, RouterLoad, code_of, encode, maps_of, read_load
+from megatron.process.run_files import Problems
 from tests.operations.report.pages import figures, rows_of, titles, write_run
 from tests.pool import run_ranks
 from tests.rollouts.toy import whole_run, write_task
@@ -106,14 +107,14 @@ def test_a_page_of_many_layers_and_experts_is_light(tmp_path: Path) -> None:
 
 
 def test_what_is_no_line_is_passed_over(tmp_path: Path) -> None:
-    assert read_load(tmp_path) is None
+    assert read_load(tmp_path, Problems()) is None
     file = tmp_path / "router_load.jsonl"
     file.write_text('{"iteration": 1}\n{"iteration": 2, "layers": [2], "load": [[1], [2]]}\n')
-    assert read_load(tmp_path) is None
+    assert read_load(tmp_path, Problems()) is None
     given = (([2], [[1.0, 1.0]]), ([2, 3], [[1.0], [1.0]]), ([2], [[2.0, 0.0]]), ([2], [["a", 0.0]]))
     rows = [{"iteration": i, "layers": layers, "load": load} for i, (layers, load) in enumerate(given, 1)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 5, "lay')
-    load = read_load(tmp_path)
+    load = read_load(tmp_path, Problems())
     assert load.iterations.tolist() == [1, 3]
     assert load.load.tolist() == [[[1.0, 1.0]], [[2.0, 0.0]]]
 
@@ -137,7 +138,7 @@ def test_a_page_shows_rewards_and_answers(tmp_path: Path) -> None:
     assert wanted <= set(titles(page))
     lines = [json.loads(line) for line in (tmp_path / "run/logs/rollouts.jsonl").read_text().splitlines()]
     first = [line for line in lines if line["iteration"] == 1]
-    shown = read_rollouts(tmp_path / "run/logs")
+    shown = read_rollouts(tmp_path / "run/logs", Problems())
     assert [generation.iteration for generation in shown] == [1, 2, 3, 4]
     best, worst, rewards = shown[0].best, shown[0].worst, [line["reward"] for line in first]
     assert (best.reward, worst.reward) == (max(rewards), min(rewards))
@@ -152,9 +153,9 @@ def test_few_generations_of_many_and_damaged_lines(tmp_path: Path) -> None:
 
     text = "\n".join(line(i, None if i == 1 else i / 10) for i in range(1, 102) for _ in range(2))
     (tmp_path / "rollouts.jsonl").write_text(text + "\n" + '{"iteration": 7, "rew')
-    shown = read_rollouts(tmp_path)
+    shown = read_rollouts(tmp_path, Problems())
     assert len(shown) == SHOWN and shown[0].iteration == 1 and shown[-1].iteration == 101
     assert shown[0].best is None and shown[0].mean is None and shown[0].answers == 2
     best = shown[-1].best
     assert (best.prompt, best.rewards) == ("user: <b>", "right 10.1")
-    assert read_rollouts(tmp_path / "nothing") == []
+    assert read_rollouts(tmp_path / "nothing", Problems()) == []

@@ -79,6 +79,7 @@ def test_a_run_that_failed_has_written_its_page(failed: Path) -> None:
     text = page.read_text()
     assert "model.yml:" in text and "max_restarts" in text and "Once &lt;b&gt;upon&lt;/b&gt;" in text
     assert "idx sha256" in text and "(not asked)" in text and "27,8" not in text
+    assert "could not be used" not in text, "whatever our own files say is of its kind"
 
 
 @pytest.mark.more
@@ -93,6 +94,7 @@ def test_a_run_that_goes_on_and_finishes_writes_it_anew(failed: Path) -> None:
     starts = [event for event in events if event[1] == "restart"]
     assert starts == [("5", "restart", "started again, goes on after its row of iteration 5")]
     assert "(not asked)" not in page.read_text(), "answered before and after"
+    assert "could not be used" not in page.read_text()
 
 
 @pytest.mark.product

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.rollouts.rewards import Completion, RewardFunctions, Scores
+from megatron.rollouts.rewards import Completion, RewardFunctions
 from megatron.rollouts.rewards.programs import NoIsolation, prepare_programs, run_program, start_trial
 from tests.launch.runs import wait_until
 

@@ -21,7 +21,8 @@ from megatron.model.moe import RoutingCounts
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.process import metrics_file
-from megatron.process.metrics_file import JsonlLogger, read_metrics, read_metrics_backwards
+from megatron.process.metrics_file import JsonlLogger, read_lines, read_lines_backwards
+from megatron.process.run_files import Problems
 from megatron.training import loop_state, train
 from megatron.training.callbacks import router_load
 from megatron.training.callbacks.history import history, training_time
@@ -137,10 +138,10 @@ def test_rows_after_the_restored_step_are_cut_and_damage_stays(tmp_path: Path, m
     log.close()
     kept = b"".join([*rows[:2], damaged, rows[2]])
     assert path.read_bytes().startswith(kept + b'{"iteration": 3, "train/lm_loss"')
-    assert [row["iteration"] for _, row in read_metrics(path)] == [0, 1, 2, 3]
+    assert [row["iteration"] for _, row in read_lines(path, Problems())] == [0, 1, 2, 3]
     for block in (1, 7, 64, 1 << 20):
         monkeypatch.setattr(metrics_file, "_BLOCK", block)
-        assert list(read_metrics_backwards(path)) == list(read_metrics(path))[::-1]
+        assert list(read_lines_backwards(path, Problems())) == list(read_lines(path, Problems()))[::-1]
 
 
 def test_a_tracker_that_cannot_write_is_said_once() -> None:
