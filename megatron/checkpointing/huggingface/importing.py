@@ -29,6 +29,7 @@ from megatron.checkpointing.huggingface.exporting import LayerProgress, check_sp
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
@@ -90,8 +91,10 @@ def import_hf(
             for layer, whole in zip(each(sorted(specs), len(specs)), layers, strict=True):
                 behind(partial(write, layer, whole))
 
+        made = OpenCheckpoint(temporary)  # its manifest is written last
+
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return load_weights(temporary, plain, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
+            return load_weights(made, plain, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
