@@ -127,7 +127,7 @@ SIZES = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
 
 def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:
     """A model whose linears are in FP8, as a folder; returns what its weights are as numbers."""
-    random_model(case, torch.bfloat16, **SIZES, **sizes).save_pretrained(path)
+    random_model(case, torch.bfloat16, **(SIZES | sizes)).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     tensors: dict[str, Tensor] = {}
     expected = load_file(path / "model.safetensors")

@@ -21,6 +21,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,
     GENERATION,
     HF_SUBFOLDER,
+    check_tokens,
     is_of_tokenizer,
     read_companion_files,
     write_companion_files,
@@ -187,8 +188,9 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
 
 def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:
     """What goes along with the weights, by name; the file `chat_template` takes the place of the folder's.
-    Raises CheckpointError."""
+    Raises CheckpointError, also where the tokenizer has more tokens than the embedding has rows."""
     files = read_companion_files(folder.path)
+    check_tokens(files, folder.vocab_size, folder.origin)
     if chat_template is not None:
         try:
             files[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
@@ -331,7 +333,7 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
     rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)
     resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
-    packed = f"; {folder.quantised}" if folder.quantised else ""
+    packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
     return (
         rows,
         f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}",
