@@ -191,6 +191,16 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     assert "k_projector: " in refusal(tmp_path)
 
 
+def test_adapters_of_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
+    """peft keeps the weights below these beside them, which says nothing to who reads of a `base_layer`."""
+    for family, named in (("llama linear", "tie_word_embeddings"), ("llama 3", "lm_head")):
+        (tmp_path / named).mkdir()
+        trained(tmp_path / named, Case(family, {"target_modules": ["q_proj", "lm_head"]}))
+        with pytest.raises(CheckpointError, match="adapters of lm_head are not supported.*modules_to_save") as caught:
+            open_with_base([tmp_path / named / "peft"])
+        assert named in str(caught.value) and "base_layer" not in str(caught.value)
+
+
 def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:
     """GPT-NeoX's adapter in LLaMA's families: each module has the A, and its rows of B. Not the other way."""
     random_model("llama 2").save_pretrained(tmp_path / "model")
