@@ -14,7 +14,8 @@ import torch
 from megatron.checkpointing import EPHEMERAL
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.layout import find_checkpoint, layer_file, list_checkpoints, read_latest, step_of
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest
+from megatron.checkpointing.opening import verify
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.retention import Retention
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes

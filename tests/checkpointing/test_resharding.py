@@ -5,7 +5,8 @@ from pathlib import Path
 import torch
 
 from megatron.checkpointing.layout import layer_file, model_file, optimizer_file
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, verify
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
+from megatron.checkpointing.opening import verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.tensor_files import save_tensors
