@@ -34,8 +34,9 @@ def with_adapters(model: Model, named: Mapping[str, str], logger: logging.Logger
         return open_base(model.source, model.args), [open_adapter(path, model.args) for path in named.values()]
 
     base, sources = run_on_each_rank(model.groups, open_all)
-    for opened in (base, *sources):
-        opened.verify(model.groups)
+    base.verify(model.groups)
+    for source in sources:
+        source.verify(model.groups)
 
     def attach() -> None:
         for name, source in zip(named, sources, strict=True):

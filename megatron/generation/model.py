@@ -137,8 +137,9 @@ def _load_adapted(
         return weights, sources
 
     weights, sources = run_on_each_rank(groups, open_all)
-    for opened in (weights, *sources):
-        opened.verify(groups)
+    weights.verify(groups)
+    for source in sources:
+        source.verify(groups)
     factors = [1.0] if holds else [factor for _, factor in adapters]
     pairs = list(zip(sources, factors, strict=True))
     load = _cut(args, merged_reader(weights.read, pairs, torch.float32))

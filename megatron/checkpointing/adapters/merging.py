@@ -106,8 +106,9 @@ def write_merged(
     layer is in memory at a time; nothing is visible until it is whole. Raises CheckpointError.
     """
     save, first = Path(save), adapters[0][0]
-    for opened in (base, *(source for source, _ in adapters)):
-        opened.verify()
+    base.verify()
+    for source, _ in adapters:
+        source.verify()
     args = first.args.replace(lora=None)
     comparisons = [compare_merged(base, source) for source, _ in adapters]
     read, specs = merged_reader(base.read, adapters), layer_params(args)
