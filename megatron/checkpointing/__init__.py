@@ -1,10 +1,11 @@
 """Checkpoints on disk, in GPT-NeoX's layout.
 
-`layout.py` names the files of a checkpoint directory, `manifest.py` says what is in them, `publish.py` makes
-a finished one appear, `weights.py` reads and writes weights at any tensor-parallel size, `parameter_names.py`
-knows the names of other writers, `resharding.py` splits a checkpoint anew. `families/` holds HuggingFace's
-model families (a new one is a file there), `huggingface/` imports and exports their folders. Nothing here
-talks to other ranks or to DeepSpeed: the engine calls these functions and does the waiting.
+`layout.py` names the files of a checkpoint directory, `manifest.py` says what is in them, `opening.py` checks
+them before they are read, `publish.py` makes a finished one appear. `weights.py` reads and writes weights at
+any tensor-parallel size, `parameter_names.py` knows the names of other writers, `resharding.py` splits a
+checkpoint anew. `families/` holds HuggingFace's model families (a new one is a file there), `huggingface/`
+imports and exports their folders. Nothing here talks to DeepSpeed, or to other ranks but to share the check
+of files: the engine calls these functions and does the waiting.
 """
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
@@ -28,10 +29,10 @@ from megatron.checkpointing.manifest import (
     model_keys,
     read_manifest,
     saved_model,
-    verify,
 )
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.nonfinite import check_finite, verify_finite
+from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
 from megatron.checkpointing.optimizer_files import MASTER, OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.resharding import reshard
@@ -61,6 +62,7 @@ __all__ = [
     "Manifest",
     "NeoXOptimizer",
     "NonFiniteStateError",
+    "OpenCheckpoint",
     "OptimizerFiles",
     "Retention",
     "CheckpointDescription",
@@ -79,6 +81,7 @@ __all__ = [
     "local_layer_state",
     "model_file",
     "model_keys",
+    "open_checkpoint",
     "open_lock_file",
     "optimizer_file",
     "publish",

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import Manifest, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, check_model, model_keys
+from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.saved_config import load_checkpoint_args
-from megatron.checkpointing.tensor_files import FileRecord, copy_file, load_tensors, save_tensors
+from megatron.checkpointing.tensor_files import FileRecord, copy_file, save_tensors
 from megatron.checkpointing.weights import load_weights, save_layer
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
@@ -36,28 +37,28 @@ def average(
     if len({path.resolve() for path in paths}) != len(paths) or len(paths) < 2:
         raise CheckpointError("a mean is of two checkpoints at least, each given once")
     last = paths[-1]
-    manifest, args = _manifest(last), load_checkpoint_args(last)[0]
+    args = load_checkpoint_args(last)[0]
     if args.lora is not None:
         text = "holds adapters; their sum, with weights, is what tools/ckpts/adapter.py merge makes of several"
         raise CheckpointError(f"{last}: {text}")
+    opened = [open_checkpoint(path) for path in paths]
+    for source in opened:
+        check_model(_manifest(source).model, args, str(source.path))
+    manifest = _manifest(opened[-1])
     final = save / layout.step_tag(manifest.iteration)
     if final.exists():
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
-    for path in paths:
-        source = _manifest(path)
-        check_model(source.model, args, str(path))
-        verify(path, [name for name in source.files if not layout.is_optimizer_file(name)])
     specs, sharded_args = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
     needed = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
     temporary = begin_checkpoint_if_space(save, manifest.iteration, needed)
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
-            mean = _mean(paths, args, layer)
+            mean = _mean(opened, args, layer)
             records += save_layer(temporary, layer, mean, sharded_args)
             del mean
         for _, file in sorted(layout.model_files(last).items()):
-            rank_state = {**load_tensors(file), "module": None, "optimizer": None}
+            rank_state = {**opened[-1].tensors(file.name), "module": None, "optimizer": None}
             rank_state.pop(layout.LOGITS, None)  # of one checkpoint, not of the mean
             records.append(save_tensors(rank_state, temporary / file.name))
         for name in sorted(name for name in manifest.files if "/" in name):  # tokenizer, configs, huggingface
@@ -76,19 +77,18 @@ def average(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _manifest(path: Path) -> Manifest:
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise CheckpointError(f"{path}: has no manifest.json, which says what model it is")
-    return manifest
+def _manifest(checkpoint: OpenCheckpoint) -> Manifest:
+    if checkpoint.manifest is None:
+        raise CheckpointError(f"{checkpoint.path}: has no manifest.json, which says what model it is")
+    return checkpoint.manifest
 
 
-def _mean(paths: Sequence[Path], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
+def _mean(checkpoints: Sequence[OpenCheckpoint], args: NeoXArgs, layer: int) -> dict[str, Tensor]:
     """The averaged whole tensors of one layer by our names, in the dtype of the last source."""
     sums: dict[str, Tensor] = {}
     dtypes: dict[str, torch.dtype] = {}
-    for path in paths:
-        for name, value in load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer].items():
+    for source in checkpoints:
+        for name, value in load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer].items():
             dtypes[name] = value.dtype
             sums[name] = sums[name].add_(value) if name in sums else value.to(torch.float32, copy=True)
-    return {name: value.div_(len(paths)).to(dtypes[name]) for name, value in sums.items()}
+    return {name: value.div_(len(checkpoints)).to(dtypes[name]) for name, value in sums.items()}

@@ -5,17 +5,15 @@ Checkpoints of GPT-NeoX have none; they are read without these checks.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from megatron.checkpointing.config_changes import ConfigChange, describe_changes, responsible_key
 from megatron.checkpointing.errors import CheckpointError, DamagedError
 from megatron.checkpointing.layout import model_file
-from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
-from megatron.data.files import sha256
+from megatron.checkpointing.tensor_files import FileRecord, load_tensors
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.adapters import adapter_keys
@@ -156,85 +154,6 @@ def read_manifest(path: str | Path) -> Manifest | None:
     if not file.is_file():
         return None
     return Manifest.from_json(file.read_text(encoding="utf-8", errors="replace"), str(file))
-
-
-def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
-    """Check files (all of them, or `names`) against the manifest: sizes of all first, then SHA-256, then the
-    tensors.
-
-    Returns the manifest, None when there is none. Raises CheckpointError that names every damaged file.
-    """
-    path = Path(path)
-    manifest = read_manifest(path)
-    if manifest is None:
-        return None
-    wanted = sorted(manifest.files if names is None else set(names))
-    _check_sizes(path, manifest, wanted)
-    bad = [f"{n} (checksum)" for n in wanted if sha256(path / n) != manifest.files[n].sha256]
-    bad = bad or [text for n in wanted if (text := _tensor_problem(path, manifest.files[n]))]
-    _refuse(path, bad)
-    return manifest
-
-
-def _check_sizes(path: Path, manifest: Manifest, names: Sequence[str]) -> None:
-    unlisted = [n for n in names if n not in manifest.files]
-    if unlisted:
-        raise CheckpointError(f"{path / MANIFEST}: does not list {', '.join(unlisted)}; load another `iteration`")
-    _refuse(path, size_problems(file_sizes(path, names), [manifest.files[n] for n in names]))
-
-
-def _refuse(path: Path, bad: Sequence[str]) -> None:
-    if bad:
-        raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
-
-
-class VerifyBeside:
-    """Checks files against the manifest as `verify` does, in a thread, while those that were checked are
-    read.
-
-    A context, which at its beginning checks the sizes of all files; leaving it waits for all. names: the
-    files in the order in which they will be needed. Raises CheckpointError that names every damaged file.
-    """
-
-    def __init__(self, path: Path, names: Sequence[str]) -> None:
-        self._path, self._names = path, names
-        self._thread, self._found = ThreadPoolExecutor(1), dict[str, Future[str | None]]()
-
-    def __enter__(self) -> Self:
-        manifest = read_manifest(self._path)
-        if manifest is not None:
-            _check_sizes(self._path, manifest, self._names)
-            records = {name: manifest.files[name] for name in self._names}
-            self._found = {name: self._thread.submit(self._problem, of) for name, of in records.items()}
-        return self
-
-    def _problem(self, record: FileRecord) -> str | None:
-        if sha256(self._path / record.name) != record.sha256:
-            return f"{record.name} (checksum)"
-        return _tensor_problem(self._path, record)
-
-    def wait(self, names: Iterable[str]) -> None:
-        """Until those of the files that have these names are checked. Raises CheckpointError."""
-        if any(self._found[name].result() for name in names if name in self._found):
-            _refuse(self._path, [text for found in self._found.values() if (text := found.result())])
-
-    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
-        if kind is None:
-            self.wait(self._names)
-        self._thread.shutdown(cancel_futures=True)
-
-
-def _tensor_problem(path: Path, record: FileRecord) -> str | None:
-    """The first tensor of a file that is not as the manifest says, in words; None if there is none.
-
-    Only shapes are read: the checksum of the bytes is known to be right.
-    """
-    described = describe_tensors(load_tensors(path / record.name)) if record.tensors else {}
-    wrong = sorted(name for name in {*described, *record.tensors} if described.get(name) != record.tensors.get(name))
-    if not wrong:
-        return None
-    is_now, was = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
-    return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
 
 
 def file_sizes(path: Path, names: Iterable[str]) -> dict[str, int]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.layout import optimizer_file, optimizer_files
-from megatron.checkpointing.tensor_files import load_tensors
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.mpu import ParamSpec, shard, unshard
 
 MASTER = "master"
@@ -22,13 +22,15 @@ _FIX = "load another `iteration`, or set no_load_optim: true to go on with the w
 
 
 class OptimizerFiles:
-    """The optimizer state of one checkpoint; false where it has none.
+    """The optimizer state of one checkpoint, opened or its directory; false where it has none.
 
-    Tensors stay in their files until they are used; the files of one layer are open at a time.
+    Files are checked against the manifest before they are read. Tensors stay in their files until they are
+    used; the files of one layer are open at a time.
     """
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    def __init__(self, checkpoint: str | Path | OpenCheckpoint) -> None:
+        self._source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else OpenCheckpoint(checkpoint)
+        self.path = self._source.path
         self.files = optimizer_files(self.path)
         self.tensor_size = max((rank for _, rank in self.files), default=-1) + 1
         self._open: tuple[int, list[Mapping[str, Any]]] = (-1, [])
@@ -38,8 +40,8 @@ class OptimizerFiles:
 
     def _layer(self, layer: int) -> list[Mapping[str, Any]]:
         if self._open[0] != layer:
-            paths = [self.path / optimizer_file(layer, rank) for rank in range(self.tensor_size)]
-            self._open = (layer, [_checked(load_tensors(path), path) for path in paths])
+            names = [optimizer_file(layer, rank) for rank in range(self.tensor_size)]
+            self._open = (layer, [_checked(self._source.tensors(name), self.path / name) for name in names])
         return self._open[1]
 
     def names(self, layers: Iterable[int]) -> set[tuple[int, str]]:

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.neox_optimizer import NeoXOptimizer
+from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
@@ -57,10 +58,11 @@ def reshard(
     source, save = Path(source), Path(save)
     args = args.replace(model_parallel_size=to.tensor, pipe_parallel_size=to.pipe)
     final = save / layout.step_tag(layout.step_of(source))
-    manifest = verify(source)
+    opened = open_checkpoint(source)
+    manifest = opened.manifest
     ours = manifest or _first_manifest(source, args, optimizer)
     to = replace(to, precision=ours.layout.precision)
-    state = _optimizer_state(source, args, manifest, optimizer)
+    state = _optimizer_state(opened, args, optimizer)
     with_state, specs = optimizer and bool(state), layer_params(args)
     asked = frozenset(_file_names(args, specs[2], naming))
     if final.exists():
@@ -76,18 +78,18 @@ def reshard(
     temporary = begin_checkpoint_if_space(save, layout.step_of(source), size * (2 if sequential else 1))
     records: list[FileRecord] = []
     for layer in each(sorted(specs), len(specs)):
-        weights = load_weights(source, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+        weights = load_weights(opened, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
         written = save_layer(temporary, layer, weights, args, naming)
         records += [] if sequential else written
         del weights
         if with_state:
             records += _reshard_state(state, temporary, layer, specs[layer], to.tensor)
     if isinstance(state, NeoXOptimizer):
-        states = _model_states(source, to, ours, {"loss_scaler": state.scaler()})
+        states = _model_states(opened, to, ours, {"loss_scaler": state.scaler()})
     elif manifest is None:
         states = [bare_state(args, ours.iteration)] * (to.pipe * to.tensor)
     else:
-        states = _model_states(source, to, manifest)
+        states = _model_states(opened, to, manifest)
     records += [*write_model_files(temporary, states, sequential), *copy_folders(source, temporary)]
     files = {record.name: record for record in records}
     made = replace(ours, layout=to, model=model_keys(args), optimizer=with_state, files=files)
@@ -95,14 +97,13 @@ def reshard(
     return publish(temporary, save, made.iteration, made, configs)
 
 
-def _optimizer_state(
-    source: Path, args: NeoXArgs, manifest: Manifest | None, wanted: bool
-) -> OptimizerFiles | NeoXOptimizer:
-    """What reads the optimizer state of `source`; without a manifest that is GPT-NeoX's. Raises
+def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, wanted: bool) -> OptimizerFiles | NeoXOptimizer:
+    """What reads the optimizer state of a checkpoint; without a manifest that is GPT-NeoX's. Raises
     CheckpointError where it is wanted and only the layout that wrote it could read it."""
+    source, manifest = checkpoint.path, checkpoint.manifest
     if manifest is None and wanted:
         return NeoXOptimizer(source, args)
-    state = OptimizerFiles(source)
+    state = OptimizerFiles(checkpoint)
     if wanted and not state and manifest is not None and manifest.optimizer:
         raise CheckpointError(
             f"{source}: its optimizer state can only be read by the layout that wrote it; go on with that once and "
@@ -188,11 +189,11 @@ def _reshard_state(
 
 
 def _model_states(
-    source: Path, to: ParallelLayout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
+    source: OpenCheckpoint, to: ParallelLayout, manifest: Manifest, more: Mapping[str, Any] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
     """The content of the new mp_rank files: counters, schedule and random states of the first rank for every
     rank, and the logits of the last stage split over the new tensor ranks."""
-    states = [load_tensors(file) for _, file in sorted(layout.model_files(source).items())]
+    states = [source.tensors(file.name) for _, file in sorted(layout.model_files(source.path).items())]
     first: dict[str, Any] = {
         **states[0],
         "module": None,

@@ -16,7 +16,8 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
+from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import (
     PRECISIONS,
@@ -139,7 +140,7 @@ def upcycle(
     source, save = Path(source), Path(save)
     if layout.list_checkpoints(save):
         raise CheckpointError(f"{save}: holds checkpoints already; give another folder")
-    manifest, dtype = _verified(source), only_dtype(source, describe_checkpoint(source).dtypes)
+    opened, dtype = open_checkpoint(source), only_dtype(source, describe_checkpoint(source).dtypes)
     specs = layer_params(args)
     check_sizes(specs, args.tp)
     needed = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
@@ -147,7 +148,7 @@ def upcycle(
     try:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
-            whole = load_weights(source, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
+            whole = load_weights(opened, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
             records += save_layer(temporary, layer, _with_experts(whole, layer, specs[layer], args, dtype), args)
             del whole
         records += write_model_files(temporary, [bare_state(args, 0)] * args.tp, sequential=False)
@@ -155,7 +156,7 @@ def upcycle(
         given = json.loads(args.to_json())["given"]
         made = Manifest(
             run_id=f"experts of {source.resolve()}", iteration=0, consumed_samples=0, model=model_keys(args),
-            seed=args.seed, tokenizer=manifest.tokenizer if manifest is not None else None, data={},
+            seed=args.seed, tokenizer=opened.manifest.tokenizer if opened.manifest is not None else None, data={},
             layout=ParallelLayout(1, 1, args.tp, 0, PRECISIONS[dtype], args.tp), versions={"torch": version("torch")},
             created=datetime.now(UTC).isoformat(timespec="seconds"), config=given,
             files={record.name: record for record in records}, optimizer=False,
@@ -171,14 +172,6 @@ def upcycle(
 
 def _blocks(args: NeoXArgs) -> list[int]:
     return [block for block in range(args.num_layers) if args.has_experts(block)]
-
-
-def _verified(source: Path) -> Manifest | None:
-    """The manifest of a checkpoint whose weights are whole; None for one of GPT-NeoX."""
-    manifest = read_manifest(source)
-    if manifest is not None:
-        verify(source, [name for name in manifest.files if not layout.is_optimizer_file(name)])
-    return manifest
 
 
 def _with_experts(

@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import MANIFEST
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.parameter_names import has_old_rows, naming_of, our_name
-from megatron.checkpointing.tensor_files import load_tensors
 from megatron.model.weight_map import attention_of, may_be_wide
 from megatron.neox_arguments import NeoXArgs
 
@@ -26,16 +26,22 @@ from megatron.neox_arguments import NeoXArgs
 class WeightFiles:
     """The files that hold the weights of a checkpoint.
 
-    tensor_size: number of tensor ranks that wrote it. layers: NeoX indices of the layers that it holds.
+    source: the checkpoint. tensor_size: number of tensor ranks that wrote it. layers: NeoX indices of the
+    layers that it holds.
     files: by (layer, tensor rank), or by tensor rank where an mp_rank file holds all layers; `whole` then has
     the tensors of the files that were read, by rank, layer and name.
     """
 
-    path: Path
+    source: OpenCheckpoint
     tensor_size: int
     layers: frozenset[int]
     files: Mapping[Any, Path]
     whole: dict[int, dict[int, dict[str, Tensor]]] | None = field(default=None, repr=False)  # rank -> layer -> name
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory."""
+        return self.source.path
 
     def file(self, layer: int, rank: int) -> Path:
         key = rank if self.whole is not None else (layer, rank)
@@ -46,9 +52,9 @@ class WeightFiles:
         read."""
         if self.whole is not None:
             if rank not in self.whole:
-                self.whole[rank] = _split_module(load_tensors(self.files[rank]), self.files[rank])
+                self.whole[rank] = _split_module(self.source.tensors(self.files[rank].name), self.files[rank])
             return self.whole[rank].get(layer, {})
-        state = load_tensors(self.files[layer, rank])
+        state = self.source.tensors(self.files[layer, rank].name)
         if not isinstance(state, dict) or not all(_is_entry(k, v) for k, v in state.items()):
             raise CheckpointError(f"{self.files[layer, rank]}: not a layer file (expected a flat dict of tensors)")
         return state
@@ -80,9 +86,11 @@ def _split_module(state: Any, file: Path) -> dict[int, dict[str, Tensor]]:
     return layers
 
 
-def open_weight_files(path: Path) -> WeightFiles:
-    """The files of weights of a checkpoint directory, in whichever layout. Raises CheckpointError when some
-    are missing."""
+def open_weight_files(checkpoint: str | Path | OpenCheckpoint) -> WeightFiles:
+    """The files of weights of a checkpoint, in whichever layout; of a directory each is checked before it is
+    first read. Raises CheckpointError when some are missing."""
+    source = checkpoint if isinstance(checkpoint, OpenCheckpoint) else OpenCheckpoint(checkpoint)
+    path = source.path
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint")
     files: Mapping[Any, Path] = layout.layer_files(path)
@@ -92,15 +100,15 @@ def open_weight_files(path: Path) -> WeightFiles:
         missing = [layout.layer_file(n, r) for n in sorted(layers) for r in range(size) if (n, r) not in files]
         if missing:
             raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
-        return WeightFiles(path, size, frozenset(layers), files)
+        return WeightFiles(source, size, frozenset(layers), files)
     files = layout.model_files(path)
     if not files:
         raise CheckpointError(f"{path}: neither layer files nor mp_rank files; not a NeoX checkpoint")
     missing = [layout.model_file(r) for r in range(max(files) + 1) if r not in files]
     if missing:
         raise CheckpointError(f"{path}: incomplete, without {', '.join(missing)}; load another `iteration`")
-    first = _split_module(load_tensors(files[0]), files[0])
-    return WeightFiles(path, len(files), frozenset(first), files, {0: first})
+    first = _split_module(source.tensors(files[0].name), files[0])
+    return WeightFiles(source, len(files), frozenset(first), files, {0: first})
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,9 @@ class CheckpointDescription:
 
 
 def describe_checkpoint(path: str | Path) -> CheckpointDescription:
-    """Describe the files of a checkpoint directory without a configuration. Raises CheckpointError."""
-    source = open_weight_files(Path(path))
+    """Describe the files of a checkpoint directory without a configuration; no weight is read, and none
+    checked. Raises CheckpointError."""
+    source = open_weight_files(OpenCheckpoint(path, verified=False))
     layout_name = "layer files (pipeline)" if source.whole is None else "mp_rank files (no pipeline)"
     states = {layer: source.tensors(layer, 0) for layer in sorted(source.layers)}
     every = {(layer, n): t.dtype for layer, state in states.items() for n, t in state.items() if isinstance(t, Tensor)}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.parameter_names import to_file_names, to_our_names
 from megatron.checkpointing.tensor_files import FileRecord, load_tensors, save_tensors
 from megatron.checkpointing.weight_files import WeightFiles, open_weight_files, rows_key
@@ -27,13 +28,13 @@ _SHOWN = 6  # shape mismatches named in full; a wrong hidden_size would otherwis
 
 
 def has_score_head(path: str | Path, args: NeoXArgs) -> bool:
-    """Whether the weights of a checkpoint directory are a reward model's."""
-    source, head = open_weight_files(Path(path)), args.num_layers + 4
+    """Whether the weights of a checkpoint directory are a reward model's; none is read."""
+    source, head = open_weight_files(OpenCheckpoint(path, verified=False)), args.num_layers + 4
     return head in source.layers and SCORE_HEAD in source.tensors(head, 0)
 
 
 def load_weights(
-    path: str | Path,
+    checkpoint: str | Path | OpenCheckpoint,
     args: NeoXArgs,
     *,
     layers: Iterable[int],
@@ -45,16 +46,17 @@ def load_weights(
 ) -> dict[int, dict[str, Tensor]]:
     """Load the tensors of `layers` that tensor rank `tensor_rank` of `tensor_size` holds, to the CPU.
 
-    path: one checkpoint directory (see `find_checkpoint`). Returns the tensors by NeoX layer index and our
-    name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
+    checkpoint: one checkpoint, opened where several calls read it, or its directory (`find_checkpoint`);
+    files are checked against the manifest before they are read. Returns the tensors by NeoX layer index and
+    our name, in the dtypes of the files; {} for layers without parameters. new_head: the model has an output
     layer of its own, and that of the files is left out. params: those that the files hold, where that is a
     part of the model; None: all. copy: false leaves tensors in the files (memory maps) until they are used,
     where they need not be put together; they may be views. A row-parallel bias that is a sum over
     ranks on disk is returned summed. Raises CheckpointError that lists every missing or extra tensor and the
     shapes that do not fit.
     """
-    path = Path(path)
-    source = open_weight_files(path)
+    source = open_weight_files(checkpoint)
+    path = source.path
     expected = layer_params(args) if params is None else params
     if new_head:
         head = args.num_layers + 4

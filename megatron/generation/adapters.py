@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.checkpointing import CheckpointError
-from megatron.checkpointing.adapters import check_base, open_adapter, open_base
+from megatron.checkpointing.adapters import AdapterSource, BaseWeights, check_base, open_adapter, open_base
 from megatron.distributed import run_on_each_rank
 from megatron.model import Model
 from megatron.model.adapters import low_rank
@@ -30,9 +30,15 @@ def with_adapters(model: Model, named: Mapping[str, str], logger: logging.Logger
     """
     chosen = AdapterRows()
 
+    def open_all() -> tuple[BaseWeights, list[AdapterSource]]:
+        return open_base(model.source, model.args), [open_adapter(path, model.args) for path in named.values()]
+
+    base, sources = run_on_each_rank(model.groups, open_all)
+    base.verify(model.groups)
+    for source in sources:
+        source.verify(model.groups)
+
     def attach() -> None:
-        base = open_base(model.source, model.args)
-        sources = [open_adapter(path, model.args) for path in named.values()]
         for name, source in zip(named, sources, strict=True):
             check_base(source, base)
             if copies := copied_modules(source.args):

@@ -13,12 +13,12 @@ from torch import Tensor
 from megatron.checkpointing import (
     CheckpointError,
     Manifest,
+    OpenCheckpoint,
     check_model,
     find_checkpoint,
     load_weights,
     read_manifest,
     saved_model,
-    verify,
 )
 from megatron.checkpointing.adapters import (
     AdapterSource,
@@ -42,7 +42,7 @@ from megatron.checkpointing.huggingface import (
     read_companion_files,
     vocab_size_from_hf,
 )
-from megatron.distributed import on_rank_zero, run_on_all_ranks, run_on_each_rank
+from megatron.distributed import on_rank_zero, run_on_each_rank
 from megatron.model import Model, build_filled_stage, for_inference, layer_params
 from megatron.mpu import DTYPES, ParallelGroups, shard
 from megatron.neox_arguments import NeoXArgs
@@ -57,8 +57,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
     HuggingFace model; all ranks call it together. They take in the adapters that the checkpoint holds, or
     that `adapter` names.
 
-    Files of a checkpoint are verified against its manifest. Raises CheckpointError, or ConfigError for a
-    vocabulary that does not fit.
+    Files of a checkpoint, but those of optimizer state, are verified against its manifest. Raises
+    CheckpointError, or ConfigError for a vocabulary that does not fit.
     """
     source = args.load or args.save
     assert source is not None
@@ -68,6 +68,8 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
         return _load_adapted(path, of_hf, args, groups, tokenizer, logger)
     if of_hf:
         return _load_hf(path, args, groups, tokenizer, logger)
+    checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
+    checkpoint.verify(groups=groups)
     saved = on_rank_zero(groups, lambda: _saved_model(path, tokenizer))
     carried = on_rank_zero(groups, lambda: read_companion_files(path / HF_SUBFOLDER))
     columns, eos_ids = exported_vocab_size(carried, tokenizer.vocab_size), declared_eos_ids(carried)
@@ -75,8 +77,7 @@ def load_model(args: NeoXArgs, groups: ParallelGroups, tokenizer: Tokenizer, log
         args = args.replace(padded_vocab_size=saved["padded_vocab_size"])
     args = for_inference(with_vocabulary(args, tokenizer))
     check_model(saved, args, str(path))
-    _verify_weights(path, groups)
-    stage = build_filled_stage(args, groups, partial(load_weights, path, args), logger.info, at_once=True)
+    stage = build_filled_stage(args, groups, partial(load_weights, checkpoint, args), logger.info, at_once=True)
     logger.info(f"weights of {path}, in {args.params_dtype}")
     dtype, place = DTYPES[args.params_dtype], str(path)
     model = Model(args, groups, tokenizer, stage, dtype, columns, source=place, declared_eos_ids=eos_ids)
@@ -136,8 +137,9 @@ def _load_adapted(
         return weights, sources
 
     weights, sources = run_on_each_rank(groups, open_all)
-    if not weights.is_hf:
-        _verify_weights(weights.path, groups)
+    weights.verify(groups)
+    for source in sources:
+        source.verify(groups)
     factors = [1.0] if holds else [factor for _, factor in adapters]
     pairs = list(zip(sources, factors, strict=True))
     load = _cut(args, merged_reader(weights.read, pairs, torch.float32))
@@ -183,12 +185,3 @@ def _saved_model(path: Path, tokenizer: Tokenizer) -> Mapping[str, Any]:
 def _check_tokenizer(path: Path, manifest: Manifest | None, tokenizer: Tokenizer) -> None:
     if manifest is not None and manifest.tokenizer not in (None, tokenizer.fingerprint()):
         raise CheckpointError(f"{path}: was trained with another tokenizer; set vocab_file to the one it was")
-
-
-def _verify_weights(path: Path, groups: ParallelGroups) -> None:
-    """Check the files that hold weights against the manifest, each rank some of them. Raises
-    CheckpointError."""
-    manifest = read_manifest(path)
-    names = sorted(name for name in manifest.files if name.startswith("layer_")) if manifest is not None else []
-    local_names = names[groups.world_rank :: groups.world_size]
-    run_on_all_ranks(groups, lambda: verify(path, local_names) if local_names else None)

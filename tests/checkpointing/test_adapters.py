@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron.checkpointing import find_checkpoint, load_checkpoint_args, load_weights, read_manifest
+from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, load_weights, read_manifest
 from megatron.checkpointing.adapters import AdapterSource, export_peft, open_adapter, open_base, open_with_base
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
@@ -186,6 +186,16 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
     assert "norm" in refusal(tmp_path)
     save_file({**tensors, name.replace("q_proj", "k_projector"): tensors[name].clone()}, file)
     assert "k_projector: " in refusal(tmp_path)
+
+
+def test_adapters_of_the_vocabulary_are_refused_by_name(tmp_path: Path) -> None:
+    """peft keeps the weights below these beside them, which says nothing to who reads of a `base_layer`."""
+    for family, named in (("llama linear", "tie_word_embeddings"), ("llama 3", "lm_head")):
+        (tmp_path / named).mkdir()
+        trained(tmp_path / named, Case(family, {"target_modules": ["q_proj", "lm_head"]}))
+        with pytest.raises(CheckpointError, match="adapters of lm_head are not supported.*modules_to_save") as caught:
+            open_with_base([tmp_path / named / "peft"])
+        assert named in str(caught.value) and "base_layer" not in str(caught.value)
 
 
 def test_one_a_for_all_rows_of_queries_keys_and_values(tmp_path: Path) -> None:

@@ -33,8 +33,11 @@ TOKENIZER = GOLDEN / "dataset" / "hf_tokenizer"
 MORE = ("gpt 2", "phi 3 long", "gemma 2", "qwen 2 moe", "gpt oss", "nemotron h")
 
 
-def model_folder(path: Path, case: str = "llama 3", dtype: torch.dtype = torch.float32, **how: Any) -> Path:
-    random_model(case, dtype).save_pretrained(path, **how)
+def model_folder(
+    path: Path, case: str = "llama 3", dtype: torch.dtype = torch.float32, vocab_size: int | None = None, **how: Any
+) -> Path:
+    more = {} if vocab_size is None else {"vocab_size": vocab_size}
+    random_model(case, dtype, **more).save_pretrained(path, **how)
     return path
 
 

@@ -13,7 +13,8 @@ import torch
 
 from megatron.checkpointing import EPHEMERAL, CheckpointError, Retention, begin_checkpoint, publish
 from megatron.checkpointing.layout import find_checkpoint, layer_file, list_checkpoints, read_latest, step_of
-from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, ParallelLayout, check_model, model_keys, read_manifest
+from megatron.checkpointing.opening import verify
 from megatron.checkpointing.tensor_files import load_tensors, save_tensors, write_bytes
 from tests.checkpointing.golden import checkpoint, fails, golden_args
 

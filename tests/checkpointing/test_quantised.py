@@ -115,7 +115,7 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
 
 def in_fp8(path: Path, case: str, **sizes: int) -> dict[str, Tensor]:
     """A model whose linears are in FP8, as a folder; returns what its weights are as numbers."""
-    random_model(case, torch.bfloat16, **SIZES, **sizes).save_pretrained(path)
+    random_model(case, torch.bfloat16, **(SIZES | sizes)).save_pretrained(path)
     config = json.loads((path / "config.json").read_text())
     tensors: dict[str, Tensor] = {}
     expected = load_file(path / "model.safetensors")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpointing import Manifest, ParallelLayout, layer_file, model_file, model_keys, optimizer_file, verify
+from megatron.checkpointing import Manifest, ParallelLayout, layer_file, model_file, model_keys, optimizer_file
+from megatron.checkpointing.opening import verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.tensor_files import save_tensors

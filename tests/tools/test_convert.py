@@ -5,15 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import _disable_current_modes
 
 from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
-from megatron.checkpointing.huggingface import HFFolder, import_hf, load_checkpoint_args
+from megatron.checkpointing.huggingface import HFFolder, by_transformers, import_hf, load_checkpoint_args
 from megatron.checkpointing.layout import layer_file
 from megatron.model.weight_map import layer_params
 from tests.checkpointing.golden import RUNS, checkpoint
@@ -74,7 +76,7 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
-    folder = model_folder(tmp_path / "model", "gpt_neox")
+    folder = model_folder(tmp_path / "model", "gpt_neox", vocab_size=384)
     for file in TOKENIZER.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     convert_hf_to_neox.main(["--hf-model", str(folder), "--output-dir", str(tmp_path / "out"), "--save-tokenizer"])
@@ -99,14 +101,27 @@ def test_the_batch_script(tmp_path: Path) -> None:
     assert done.returncode == 1 and "submit it from the root of the repository" in done.stderr
 
 
-def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path) -> None:
-    """Its check too; what an export holds beside mapped files, to the byte: by the product."""
+def test_an_import_holds_a_few_layers_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its check too, for which `from_pretrained` maps the files; what an export holds beside mapped files, to
+    the byte: by the product."""
+    load, live = by_transformers._loaded, LiveBytes()
+
+    def mapped(*given: Any) -> Any:
+        with _disable_current_modes():
+            tensors = load(*given)
+        live._seen |= {tensor.untyped_storage()._cdata for tensor in tensors.values()}  # they take no memory
+        maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "safetensors" in line]
+        spans = [[int(end, 16) for end in line[0].split("-")] for line in maps]
+        assert all(any(begin <= t.data_ptr() < end for begin, end in spans) for t in tensors.values())
+        return tensors
+
+    monkeypatch.setattr(by_transformers, "_loaded", mapped)
     config = transformers.LlamaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=24, num_attention_heads=4,
                                       intermediate_size=192, max_position_embeddings=64)  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "hf", max_shard_size="300KB")
     layer = sum(4 * param.numel() for param in model.model.layers[0].parameters())
-    with LiveBytes() as live:
+    with live:
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", save_tokenizer=False)
     assert layer < live.peak < 6 * layer
 

@@ -73,8 +73,8 @@ def convert(options: argparse.Namespace) -> None:
     dtype = PRECISIONS[options.precision]
     folder = HFFolder(path, None if Path(model).is_dir() else at_hub, getattr(torch, dtype) if dtype else None)
     output = options.output_dir or Path(options.checkpoints) / Path(name).name
-    packed = f"; {folder.quantised}" if folder.quantised else ""
-    print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{packed}", flush=True)
+    notes = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
+    print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{notes}", flush=True)
     how = {
         "iteration": options.iteration, "tensor": options.tp, "pipe": options.pp, "naming": options.names,
         "chat_template": options.chat_template,

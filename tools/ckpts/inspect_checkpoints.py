@@ -4,7 +4,8 @@ values.
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
 
-Reads GPT-NeoX's checkpoints too. Nothing that a file asks to run is run.
+Reads GPT-NeoX's checkpoints too. A file that is not as manifest.json says is refused, unless --damaged is
+given. Nothing that a file asks to run is run.
 """
 
 import argparse
@@ -29,6 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="the same by name")
     parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
     parser.add_argument("--match", default="", help="only tensors whose file or name has this in it")
+    parser.add_argument("--damaged", action="store_true", help="show files that are not as manifest.json says, too")
     options = parser.parse_args(argv)
     if (options.path is None) == (options.other is None):
         parser.error("give one path: PATH or --checkpoint-path PATH")
@@ -93,14 +95,14 @@ def about(path: Path) -> Iterator[str]:
 
 def show(options: argparse.Namespace) -> None:
     """Raises CheckpointError."""
-    from megatron.checkpointing import load_tensors
+    from megatron.checkpointing import OpenCheckpoint
 
     path, files = files_of(options.path, options.iteration)
     for text in about(path):
         print(text)
-    weights = 0
+    checkpoint, weights = OpenCheckpoint(path, verified=not options.damaged), 0
     for file in files:
-        tensors = list(tensors_in(load_tensors(file)))
+        tensors = list(tensors_in(checkpoint.tensors(file.name)))
         shown = [(name, tensor) for name, tensor in tensors if options.match in f"{file.name}/{name}"]
         if file.name.endswith("model_states.pt"):
             weights += sum(tensor.numel() for name, tensor in tensors if not name.endswith("rng_state"))

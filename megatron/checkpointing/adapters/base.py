@@ -18,9 +18,11 @@ from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
 from megatron.checkpointing.manifest import read_manifest
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.checkpointing.weights import has_score_head, load_weights
 from megatron.data.files import sha256
+from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.tokenizer import padded_vocab_size
 
@@ -76,12 +78,19 @@ def family_below(path: str | Path | None) -> str | None:
 @dataclass(frozen=True)
 class BaseWeights:
     """A model that adapters are laid over. args: its configuration, on one process, without adapters. read:
-    the whole tensors of a NeoX layer, by our names. path: a checkpoint, or a HuggingFace folder (`is_hf`)."""
+    the whole tensors of a NeoX layer, by our names. path: a checkpoint, or a HuggingFace folder (`is_hf`).
+    checkpoint: the first of these, which checks a file before `read` reads it."""
 
     path: Path
     is_hf: bool
     args: NeoXArgs
     read: ReadLayer
+    checkpoint: OpenCheckpoint | None = None
+
+    def verify(self, groups: ParallelGroups | None = None) -> None:
+        """Check all files of a checkpoint now, as `OpenCheckpoint.verify`."""
+        if self.checkpoint is not None:
+            self.checkpoint.verify(groups=groups)
 
     def record(self) -> dict[str, Any]:
         """`base_record` of it."""
@@ -112,12 +121,12 @@ def open_base(
     if not Path(path).is_dir():
         raise CheckpointError(f"{path}: the weights below the adapters are not there{says}")
     source = checkpoint_folder(path)
-    manifest = read_manifest(source)
-    if manifest is not None and manifest.model.get("lora") is not None:
+    opened = OpenCheckpoint(source)
+    if opened.manifest is not None and opened.manifest.model.get("lora") is not None:
         raise CheckpointError(f"{source}: holds adapters itself; merge them first (tools/ckpts/adapter.py merge)")
     args = plain_args((args or checkpoint_args(source)).replace(lora=None))
     new_head = bool(args.score_head) and not has_score_head(source, args)
-    return BaseWeights(source, False, args, partial(_read, source, args, new_head))
+    return BaseWeights(source, False, args, partial(_read, opened, args, new_head), opened)
 
 
 def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
@@ -126,10 +135,10 @@ def _args_of_hf(folder: Path, tokens: int) -> NeoXArgs:
     return NeoXArgs.from_dict(from_hf(opened.config, opened.get, padded_vocab_size=rows)[0])
 
 
-def _read(path: Path, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
+def _read(checkpoint: OpenCheckpoint, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:
     if new_head and layer == args.num_layers + 4:
         return {}
-    return load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
+    return load_weights(checkpoint, args, layers=[layer], tensor_rank=0, tensor_size=1, new_head=new_head)[layer]
 
 
 def _read_hf(load: LoadLayers, args: NeoXArgs, new_head: bool, layer: int) -> dict[str, Tensor]:

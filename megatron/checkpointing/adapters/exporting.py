@@ -66,6 +66,7 @@ def export_peft(
     base: the name of the model below, which peft loads; None: as the checkpoint says. family: as of
     `hf_config`; None: that of the model below. dtype: of what is written; None: as it is stored. notes:
     further files by name. An earlier one is replaced. Raises CheckpointError."""
+    source.verify()
     output = Path(output).resolve()
     layers = sorted(adapter_params(source.args))
     recorded = None if source.manifest is None else source.manifest.base

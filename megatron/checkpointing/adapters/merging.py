@@ -106,6 +106,9 @@ def write_merged(
     layer is in memory at a time; nothing is visible until it is whole. Raises CheckpointError.
     """
     save, first = Path(save), adapters[0][0]
+    base.verify()
+    for source, _ in adapters:
+        source.verify()
     args = first.args.replace(lora=None)
     comparisons = [compare_merged(base, source) for source, _ in adapters]
     read, specs = merged_reader(base.read, adapters), layer_params(args)
@@ -130,6 +133,7 @@ def write_adapters(
 ) -> Path:
     """Write adapters alone to `<save>/global_step0`, as a run with `lora` loads them: the manifest says where
     the weights below are. Raises CheckpointError."""
+    base.verify()
     args, params = source.args, adapter_params(source.args)
 
     def write(folder: Path) -> tuple[list[FileRecord], set[torch.dtype]]:

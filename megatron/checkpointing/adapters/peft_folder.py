@@ -20,6 +20,7 @@ from megatron.checkpointing.adapters.peft_names import (
     peft_tensors,
     short_name,
     target_of,
+    vocabulary_modules,
 )
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families.family import Family
@@ -124,6 +125,7 @@ class PeftFolder:
 
     def args_over(self, base: NeoXArgs) -> NeoXArgs:
         """The configuration of a base model with these adapters. Raises CheckpointError."""
+        self._refuse_vocabulary(tied=not base.no_weight_tying and not base.score_head)
         if not self.modules:
             raise CheckpointError(f"{self.path}: holds no adapter of a linear layer (lora_A)")
         heads = set(self.copies) - {"score"}
@@ -143,6 +145,19 @@ class PeftFolder:
         except ConfigError as problem:
             lines = "\n  ".join(line.replace("(program)", "").strip() for line in problem.problems)
             raise CheckpointError(f"{self.path}: does not fit the model below it:\n  {lines}") from problem
+
+    def _refuse_vocabulary(self, tied: bool) -> None:
+        """Raise CheckpointError for adapters of the embedding or of the head: here only linears of blocks
+        have some. tied: the head is the embedding."""
+        modules = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in self._stored if ".lora_" in name}
+        adapted = sorted(module for module in modules if module.rpartition(".")[2] in vocabulary_modules())
+        if adapted:
+            alone = " of a model whose head is its embedding (tie_word_embeddings)" if tied else ""
+            raise CheckpointError(
+                f"{self.path}: adapters of {', '.join(adapted)} are not supported{alone}; train with target_modules of "
+                "linears in blocks, and with modules_to_save for the embedding and the head"
+                f"{' (ensure_weight_tying: true)' if tied else ''}"
+            )
 
     def reader(self, args: NeoXArgs) -> Callable[[int], dict[str, Tensor]]:
         """What reads the whole tensors of a NeoX layer, by our names. args: of `args_over`.

@@ -78,6 +78,13 @@ def target_of(args: NeoXArgs, family: Family, module: str) -> str:
     return _WHOLE[row.ours]
 
 
+def vocabulary_modules() -> set[str]:
+    """The last parts of the names that modules of embedding and head have in any family."""
+    rows = [row for family in FAMILIES.values() for row in family.rows]
+    of_vocabulary = {f"{name}{_WEIGHT}" for name in _COPIES.values()}
+    return {_last(name) for row in rows if row.ours in of_vocabulary for name in row.theirs} | {*_HEADS}
+
+
 def _own_targets(family: Family) -> list[str]:
     """All targets of which the family has modules."""
     rows = [row for row in family.rows if row.ours in _WHOLE]

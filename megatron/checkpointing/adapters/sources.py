@@ -16,8 +16,8 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, read_companion_files
 from megatron.checkpointing.huggingface.folder import is_hf
 from megatron.checkpointing.huggingface.logit_check import plain_args
-from megatron.checkpointing.layout import is_optimizer_file
-from megatron.checkpointing.manifest import Manifest, check_model, read_manifest, verify
+from megatron.checkpointing.manifest import Manifest, check_model, read_manifest
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.checkpointing.weights import load_weights
 from megatron.model import build_stage
@@ -35,7 +35,8 @@ class AdapterSource:
 
     path: the checkpoint or folder. args: of the model with them, on one process. read: the whole tensors of
     adapters and copies of a NeoX layer, by our names. manifest: of a checkpoint of ours. below: reads the
-    weights that the same checkpoint holds too; None where it holds adapters alone.
+    weights that the same checkpoint holds too; None where it holds adapters alone. checkpoint: of ours, which
+    checks a file before these read it.
     """
 
     path: Path
@@ -43,6 +44,12 @@ class AdapterSource:
     read: ReadLayer
     manifest: Manifest | None = None
     below: ReadLayer | None = None
+    checkpoint: OpenCheckpoint | None = None
+
+    def verify(self, groups: ParallelGroups | None = None) -> None:
+        """Check all files of a checkpoint now, as `OpenCheckpoint.verify`."""
+        if self.checkpoint is not None:
+            self.checkpoint.verify(groups=groups)
 
     @property
     def iteration(self) -> int:
@@ -65,7 +72,8 @@ def is_adapter_checkpoint(path: str | Path) -> bool:
 
 
 def open_adapter(path: str | Path, over: NeoXArgs | None = None, iteration: int | None = None) -> AdapterSource:
-    """The adapters of a path: a folder in peft's format, or a checkpoint of ours, whose files are verified.
+    """The adapters of a path: a folder in peft's format, or a checkpoint of ours, each file of which is
+    checked before it is read.
 
     over: the configuration of the model below; needed for peft's, which do not say it. Raises
     CheckpointError, also where they are of another model.
@@ -80,21 +88,21 @@ def open_adapter(path: str | Path, over: NeoXArgs | None = None, iteration: int 
     if is_hf(path):
         raise CheckpointError(f"{path}: {nothing}")
     source = checkpoint_folder(path, iteration)
-    manifest = read_manifest(source)
+    opened = OpenCheckpoint(source)
+    manifest = opened.manifest
     if manifest is None or manifest.model.get("lora") is None:
         raise CheckpointError(f"{source}: {nothing}")
-    verify(source, [name for name in manifest.files if not is_optimizer_file(name)])
     saved = checkpoint_args(source)
     args = plain_args((over or saved).replace(lora=_section(saved)))
     if over is not None:
         check_model(manifest.model, args, str(source))
     if manifest.base is not None:
         params = adapter_params(args)
-        return AdapterSource(source, args, partial(_read, source, args, params), manifest)
-    whole = partial(_read, source, args, None)
+        return AdapterSource(source, args, partial(_read, opened, args, params), manifest, checkpoint=opened)
+    whole = partial(_read, opened, args, None)
     return AdapterSource(
         source, args, lambda layer: {name: v for name, v in whole(layer).items() if is_adapter(name)}, manifest,
-        lambda layer: {name: v for name, v in whole(layer).items() if not is_adapter(name)},
+        lambda layer: {name: v for name, v in whole(layer).items() if not is_adapter(name)}, opened,
     )  # fmt: skip
 
 
@@ -105,10 +113,12 @@ def _section(args: NeoXArgs) -> dict[str, Any]:
     return {key: list(value) if isinstance(value, tuple) else value for key, value in kept.items()}
 
 
-def _read(path: Path, args: NeoXArgs, params: Mapping[int, Any] | None, layer: int) -> dict[str, Tensor]:
+def _read(
+    checkpoint: OpenCheckpoint, args: NeoXArgs, params: Mapping[int, Any] | None, layer: int
+) -> dict[str, Tensor]:
     if params is not None and layer not in params:
         return {}
-    return load_weights(path, args, layers=[layer], tensor_rank=0, tensor_size=1, params=params)[layer]
+    return load_weights(checkpoint, args, layers=[layer], tensor_rank=0, tensor_size=1, params=params)[layer]
 
 
 def open_with_base(
@@ -126,7 +136,8 @@ def open_with_base(
     if base is not None:
         weights = open_base(base, args, rows)
     elif first is not None and first.below is not None:
-        weights = BaseWeights(first.path, False, plain_args(first.args.replace(lora=None)), first.below)
+        args = plain_args(first.args.replace(lora=None))
+        weights = BaseWeights(first.path, False, args, first.below, first.checkpoint)
     else:
         weights = open_base(*_named_base(first, peft, paths[0], args, rows))
     sources = [open_adapter(path, weights.args) for path in paths]

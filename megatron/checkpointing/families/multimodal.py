@@ -85,4 +85,6 @@ def whole_config(text: Config, before: Config, same_model: bool) -> dict[str, An
     named = "dtype" if "dtype" in before else "torch_dtype"
     whole[named] = text.get("torch_dtype", text.get("dtype"))
     whole.pop("quantization_config", None)
+    if not same_model and "tie_word_embeddings" in whole:  # which transformers reads before the inner one
+        whole["tie_word_embeddings"] = text["tie_word_embeddings"]
     return {**whole, "text_config": inner}

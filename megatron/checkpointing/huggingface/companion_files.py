@@ -94,6 +94,39 @@ def write_companion_files(files: Mapping[str, bytes], folder: Path, prefix: str 
     return records
 
 
+def check_tokens(files: Mapping[str, bytes], rows: int, where: str) -> None:
+    """Raise CheckpointError where a tokenizer has tokens without a row of the embedding.
+
+    files: companion files by name, of which tokenizer.json, else vocab.json and added_tokens.json, say the
+    tokens. rows: of the embedding. where: the model, for the error.
+    """
+    for name in ("tokenizer.json", "vocab.json"):
+        if name not in files:
+            continue
+        try:
+            ids = _ids(json.loads(files[name]), json.loads(files.get("added_tokens.json", b"{}")))
+        except (ValueError, TypeError, KeyError, AttributeError) as problem:
+            raise CheckpointError(f"{where}: {name} cannot be read ({type(problem).__name__}: {problem})") from problem
+        beyond = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
+        if beyond:
+            raise CheckpointError(
+                f"{where}: {name} has {beyond[-1][0] + 1} tokens, the embedding {rows} rows (vocab_size): none for "
+                f"{beyond[0][1]!r} (id {beyond[0][0]}); remove such tokens from a copy of the folder, or begin a run "
+                "with it as `load`, which gives them rows of their own"
+            )
+        return
+
+
+def _ids(content: Mapping[str, Any], added: Mapping[str, int]) -> dict[str, int]:
+    """Ids by token. content: of tokenizer.json, or of vocab.json; added: of added_tokens.json."""
+    if "model" not in content or isinstance(content["model"], int):  # vocab.json may have the word, too
+        return {**content, **added}
+    vocab = content["model"].get("vocab") or {}
+    if not isinstance(vocab, dict):  # of a unigram model: [token, score] in the order of their ids
+        vocab = {entry[0]: token_id for token_id, entry in enumerate(vocab)}
+    return {**vocab, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+
+
 def exported_vocab_size(carried: Mapping[str, bytes], tokens: int) -> int | None:
     """The number of rows of vocabulary that an export of a checkpoint keeps; None: all.
 

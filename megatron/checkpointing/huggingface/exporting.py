@@ -47,8 +47,7 @@ from megatron.checkpointing.huggingface.folder import (
 )
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.huggingface.model_card import model_card
-from megatron.checkpointing.layout import is_optimizer_file
-from megatron.checkpointing.manifest import VerifyBeside, read_manifest, verify
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.tensor_files import SyncBeside, need_free
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import load_weights
@@ -142,27 +141,21 @@ def export_hf(
     used; no others are in memory. A folder of an earlier conversion is replaced; an interrupted call is
     simply made again. Raises CheckpointError."""
     source, output = Path(source), Path(output).resolve()
-    manifest = read_manifest(source)
-    names = [] if manifest is None else [name for name in manifest.files if not is_optimizer_file(name)]
-    of_layers = {file.name: layer for (layer, _), file in layout.layer_files(source).items() if file.name in names}
-    verify(source, set(names).difference(of_layers))
+    opened = OpenCheckpoint(source)
+    of_layers = [file.name for _, file in sorted(layout.layer_files(source).items())]
+    opened.verify(set(opened.names).difference(of_layers))
     made = _prepare(source, args, family, dtype, tokenizer, vocab_is_hf, pad_token_id)
     temporary = begin_folder(output, weight_bytes(made.all_shapes, made.dtype))
     try:
-        with VerifyBeside(source, sorted(of_layers)) as verified, SyncBeside() as to_disk:
-
-            def checked(layers: Sequence[int]) -> Iterator[int]:
-                for layer in each(layers, len(layers)):
-                    verified.wait(name for name, of in of_layers.items() if of == layer)
-                    yield layer
-
-            read = read_layers(source, made.args, checked(sorted(layer_params(made.args))), made.dtype, made.wide)
+        with opened.verifying_ahead(of_layers), SyncBeside() as to_disk:
+            layers = sorted(layer_params(made.args))
+            read = read_layers(opened, made.args, each(layers, len(layers)), made.dtype, made.wide)
             tensors = made.with_carried(to_hf(made.args, read, family=made.family, vocab_size=made.vocab, copy=False))
             write_weights(temporary, made.all_shapes, made.dtypes, tensors, shard_bytes, to_disk=to_disk)
         write_companion_files({**made.files, **(notes or {})}, temporary)
 
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return dict(read_layers(source, made.args, [layer], made.dtype, made.wide))[layer]
+            return dict(read_layers(opened, made.args, [layer], made.dtype, made.wide))[layer]
 
         comparison = None
         if check:
@@ -261,7 +254,7 @@ def dtypes_to_write(
 
 
 def read_layers(
-    source: Path,
+    source: OpenCheckpoint,
     args: NeoXArgs,
     layers: Iterable[int],
     dtype: torch.dtype,
@@ -285,7 +278,7 @@ def read_layers(
             dtypes = {name: wide.get((layer, name), dtype) for name in whole}
             yield layer, {name: cast_to(value, dtypes[name], f"layer {layer}: {name}") for name, value in whole.items()}
     if problems:
-        raise CheckpointError(f"{source}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
+        raise CheckpointError(f"{source.path}: does not fit this model:\n  " + "\n  ".join(_grouped(problems)))
 
 
 def _grouped(problems: Iterable[str]) -> list[str]:

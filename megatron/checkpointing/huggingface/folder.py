@@ -118,12 +118,16 @@ class HFFolder:
     are the folder's, under the names that they have alone. shapes: of all tensors, by name. carried: shapes
     of a multimodal model's other tensors, or of those that `Family.carried` names, by the names in the files.
     origin: what errors call the folder, where that is not its path. dtype: weights are cast to it when they
-    are read; None: each keeps its own.
+    are read; None: each keeps its own. of_transformers: transformers loads its files. untied: where
+    config.json says that the head is the embedding, but the files hold another, which is read as its own:
+    this in words.
     Weights that are quantised (`quantised` says how, in words; None: they are not) are read as numbers, by
     default in the dtype that config.json names, and their scales are no tensors of the folder.
     Raises CheckpointError for what is missing or damaged, or quantised in a way that is not known here.
     """
 
+    of_transformers = True
+    untied: str | None = None
     quantised: str | None = None
     carried: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
@@ -164,6 +168,30 @@ class HFFolder:
             self.carried = {name: shape for name, shape in self.shapes.items() if family.carries(name)}
             self.shapes = {name: shape for name, shape in self.shapes.items() if name not in self.carried}
             self._name_as_files(family)
+        self._read_tie()
+
+    def _read_tie(self) -> None:
+        """Let `config` say what the files hold: a head that differs from the embedding is its own, as in
+        transformers 5, whatever config.json says."""
+        family = FAMILIES.get(str(self.config.get("model_type")))
+        if family is None or gives_score(self.config):
+            return
+        embedding = next(row.theirs[0] for row in family.rows if row.ours == "word_embeddings.weight")
+        if not {embedding, family.head} <= self.shapes.keys():
+            return
+        one, other = (self._uncast(name) for name in (embedding, family.head))
+        if one.shape == other.shape and torch.equal(one[:1], other[:1]) and torch.equal(one, other):
+            return
+        try:
+            says_tied = not family.to_keys(self.config)["no_weight_tying"]
+        except CheckpointError:  # said by who reads the rest of it
+            return
+        if says_tied:
+            self.config["tie_word_embeddings"] = False
+            self.untied = (
+                f"its {CONFIG} ties the head to the embedding, but {family.head} is stored and differs from "
+                f"{embedding}: it is read as a head of its own, as transformers reads it"
+            )
 
     def _name_as_files(self, family: Family) -> None:
         """Give tensors the names that they have in files of the family's class with a head."""
@@ -203,12 +231,24 @@ class HFFolder:
         raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
 
     @property
-    def dtypes(self) -> dict[str, torch.dtype | None]:
-        """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
+    def stored_dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype of each tensor before it is cast; None for dtypes that are not those of weights."""
         own = {name: entry.dtype if entry.dtype in _NAMES else None for name, entry in self._entries.items()}
         own |= dict.fromkeys(self._packed, weight_dtype(self.config))
-        found = {name: own[self._names.get(name, name)] for name in self.shapes}
-        return {name: dtype and (self.dtype or dtype) for name, dtype in found.items()}
+        return {name: own[self._names.get(name, name)] for name in self.shapes}
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype | None]:
+        """The dtype of each tensor as it is read; None for dtypes that are not those of weights."""
+        return {name: dtype and (self.dtype or dtype) for name, dtype in self.stored_dtypes.items()}
+
+    @property
+    def has_edge_blocks(self) -> bool:
+        """Whether the last block of a quantised weight is smaller than the others. transformers 5 makes other
+        numbers of such a weight: it spreads the scales over its rows evenly."""
+        block = getattr(self._scheme, "block", None) or (1, 1)
+        shapes = [packed.shape[-2:] for packed in self._packed.values()]
+        return any(n > size and n % size for shape in shapes for n, size in zip(shape, block, strict=True))
 
     @property
     def vocab_size(self) -> int:
@@ -245,6 +285,10 @@ class HFFolder:
     def get_carried(self, name: str) -> Tensor:
         """One of the tensors `carried`, as it is stored unless that is quantised."""
         return self._dequantised(name) if name in self._packed else self._stored(name)
+
+    def _uncast(self, name: str) -> Tensor:
+        stored = self._names.get(name, name)
+        return self._dequantised(stored) if stored in self._packed else self._stored(stored)
 
     def _stored(self, name: str) -> Tensor:
         entry = self._entries[name]

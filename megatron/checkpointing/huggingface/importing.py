@@ -21,6 +21,7 @@ from megatron.checkpointing.huggingface.companion_files import (
     CHAT_TEMPLATE,
     GENERATION,
     HF_SUBFOLDER,
+    check_tokens,
     is_of_tokenizer,
     read_companion_files,
     write_companion_files,
@@ -29,6 +30,7 @@ from megatron.checkpointing.huggingface.exporting import LayerProgress, check_sp
 from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
+from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
@@ -90,8 +92,10 @@ def import_hf(
             for layer, whole in zip(each(sorted(specs), len(specs)), layers, strict=True):
                 behind(partial(write, layer, whole))
 
+        made = OpenCheckpoint(temporary)  # its manifest is written last
+
         def weights(layer: int) -> Mapping[str, Tensor]:
-            return load_weights(temporary, plain, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
+            return load_weights(made, plain, layers=[layer], tensor_rank=0, tensor_size=1, copy=False)[layer]
 
         parity = compare_logits(folder, args, weights, folder.vocab_size)
         if pipe == 0:
@@ -184,8 +188,9 @@ def _prepare(folder: HFFolder, tensor: int, pipe: int) -> tuple[dict[str, Any], 
 
 def _companion_files(folder: HFFolder, chat_template: str | Path | None) -> dict[str, bytes]:
     """What goes along with the weights, by name; the file `chat_template` takes the place of the folder's.
-    Raises CheckpointError."""
+    Raises CheckpointError, also where the tokenizer has more tokens than the embedding has rows."""
     files = read_companion_files(folder.path)
+    check_tokens(files, folder.vocab_size, folder.origin)
     if chat_template is not None:
         try:
             files[CHAT_TEMPLATE] = Path(chat_template).read_bytes()
@@ -328,7 +333,7 @@ def vocab_size_from_hf(path: str | Path, args: NeoXArgs, tokens: int) -> tuple[i
     rows = args.padded_vocab_size or padded_vocab_size(max(vocab, tokens), args.make_vocab_size_divisible_by, args.tp)
     added = max(0, tokens - vocab)
     resized = f"; {added} tokens are new to it: rows of the embedding and the head start as the mean" if added else ""
-    packed = f"; {folder.quantised}" if folder.quantised else ""
+    packed = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
     return (
         rows,
         f"{path}: {vocab} rows of vocabulary, padded to {rows}; the tokenizer has {tokens} tokens{resized}{packed}",

@@ -27,8 +27,7 @@ from megatron.checkpointing.huggingface.exporting import (
 )
 from megatron.checkpointing.huggingface.folder import CONFIG, weight_bytes
 from megatron.checkpointing.huggingface.logit_check import plain_args
-from megatron.checkpointing.layout import is_optimizer_file
-from megatron.checkpointing.manifest import read_manifest, verify
+from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.tensor_files import save_tensors
 from megatron.data.files import sync
 from megatron.model import block_specs
@@ -134,8 +133,7 @@ def export_mamba_ssm(
         raise CheckpointError(
             f"{source}: holds adapters beside its weights; merge them first (tools/ckpts/adapter.py merge)"
         )
-    manifest, args = read_manifest(source), plain_args(args)
-    verify(source, [] if manifest is None else [name for name in manifest.files if not is_optimizer_file(name)])
+    opened, args = open_checkpoint(source), plain_args(args)
     dtype, wide = dtypes_to_write(source, dtype)
     extras = companion_files_of(
         source, args, tokenizer=tokenizer, vocab_is_hf=False, pad_token_id=None, scores=bool(args.score_head)
@@ -150,7 +148,7 @@ def export_mamba_ssm(
     try:
         state: dict[str, Tensor] = {}
         order = sorted({layer for layer, _ in specs})
-        for layer, tensors in read_layers(source, args, each(order, len(order)), dtype, wide):
+        for layer, tensors in read_layers(opened, args, each(order, len(order)), dtype, wide):
             for name, value in tensors.items():
                 kept = value[:vocab] if name in ("word_embeddings.weight", "final_linear.weight") else value
                 state[mamba_ssm_name(layer, name, args.num_layers)] = kept.clone(memory_format=torch.contiguous_format)

@@ -95,6 +95,8 @@ class RawLlama(HFFolder):
     damaged.
     """
 
+    of_transformers = False
+
     def __init__(self, raw: Path, beside: Path, model_type: str, positions: int) -> None:
         self.path, self.raw, self.origin = beside, raw, str(raw)
         params = read_json(raw / PARAMS)

@@ -2,14 +2,13 @@
 (`checkpoint_validation_with_forward_pass`)."""
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpointing import CheckpointError, Manifest, load_tensors
-from megatron.checkpointing.layout import LOGITS
+from megatron.checkpointing import CheckpointError, Manifest, OpenCheckpoint
+from megatron.checkpointing.layout import LOGITS, model_files
 from megatron.data import Batch
 from megatron.distributed import run_on_all_ranks
 from megatron.mpu import HeadInput
@@ -35,17 +34,17 @@ def fixed_logits(engine: Engine) -> Tensor | None:
     return logits[0] if logits else None
 
 
-def check_forward(engine: Engine, path: Path, manifest: Manifest | None, say: Callable[[str], None]) -> None:
-    """Compare with the logits in checkpoint `path`, of any layout. All ranks call it together.
+def check_forward(engine: Engine, checkpoint: OpenCheckpoint, say: Callable[[str], None]) -> None:
+    """Compare with the logits in a checkpoint of any layout. All ranks call it together.
 
     Raises CheckpointError with the largest difference.
     """
-    ours, groups = fixed_logits(engine), engine.groups
+    ours, groups, path = fixed_logits(engine), engine.groups, checkpoint.path
 
     def compare() -> tuple[float, float] | None:
         """(largest difference, largest logit) over this rank's part of the vocabulary."""
-        files = sorted(path.glob("mp_rank_*_model_states.pt"))
-        parts = _stored([load_tensors(file) for file in files], manifest) if ours is not None else []
+        names = [file.name for _, file in sorted(model_files(path).items())] if ours is not None else []
+        parts = _stored([checkpoint.tensors(name) for name in names], checkpoint.manifest) if names else []
         if ours is None or not parts:
             return None
         rank, size = groups.rank("tensor"), groups.size("tensor")

@@ -14,18 +14,17 @@ from megatron.checkpointing import (
     DamagedError,
     Manifest,
     NeoXOptimizer,
+    OpenCheckpoint,
     OptimizerFiles,
     check_model,
     describe_changes,
     describe_layout,
     has_score_head,
-    load_tensors,
     load_weights,
     model_file,
     read_manifest,
     responsible_key,
     restore_rng,
-    verify,
     verify_finite,
     zero_file,
 )
@@ -93,9 +92,9 @@ class Checkpointer(CheckpointWriter):
         its_manifest = read_manifest(source)
         imported = its_manifest is not None and not its_manifest.data and not its_manifest.optimizer  # of no run
         if imported or (args.finetune and not goes_on):
-            manifest = self._verified(source)
-            if not self._load_weights(source, manifest, begins=True):
-                self._check_forward(source, manifest)
+            checkpoint = self._verified(source)
+            if not self._load_weights(source, checkpoint, begins=True):
+                self._check_forward(checkpoint)
             self.logger.info(f"fine-tuning the weights of {source}, from iteration 0")
             return TrainingProgress()
         source, progress = or_earlier(args, source, lambda path: self._restore(path, goes_on))
@@ -109,33 +108,31 @@ class Checkpointer(CheckpointWriter):
         elif source.path is not None:
             self._load_weights(source.path, self._verified(source.path))
 
-    def _verified(self, path: Path, optimizer: bool = False) -> Manifest | None:
-        """The manifest after checking every file against it, and that weights, and with `optimizer` its
-        state, are finite; the work shared out over ranks."""
-        manifest = read_manifest(path)
+    def _verified(self, path: Path, optimizer: bool = False) -> OpenCheckpoint:
+        """The checkpoint after checking every file against its manifest, and that weights, and with
+        `optimizer` its state, are finite; the work shared out over ranks."""
+        checkpoint = run_on_each_rank(self.groups, lambda: OpenCheckpoint(path))
+        manifest = checkpoint.manifest
         names = sorted(manifest.files) if manifest is not None else sorted(p.name for p in path.glob("layer_*"))
+        checkpoint.verify(names, self.groups)
         local_names = names[self.groups.world_rank :: self.groups.world_size]
-
-        def check() -> None:
-            if local_names and manifest is not None:
-                verify(path, local_names)
-            verify_finite(path, local_names, optimizer)
-
-        run_on_all_ranks(self.groups, check)
-        return manifest
+        run_on_all_ranks(self.groups, lambda: verify_finite(path, local_names, optimizer))
+        return checkpoint
 
     def _load_weights(
         self,
         path: Path,
-        manifest: Manifest | None,
+        checkpoint: OpenCheckpoint | None,
         load: _Load = load_weights,
         begins: bool = False,
     ) -> bool:
-        """begins: a reward model may begin with the weights of a language model, and a score head of its own;
-        returns whether it does. With `lora`: adapters begin on weights without, and those of a checkpoint
-        that holds them alone are laid over the weights that they were trained on."""
+        """checkpoint: `path` opened; None for a HuggingFace folder. begins: a reward model may begin with the
+        weights of a language model, and a score head of its own; returns whether it does. With `lora`:
+        adapters begin on weights without, and those of a checkpoint that holds them alone are laid over the
+        weights that they were trained on."""
+        manifest = None if checkpoint is None else checkpoint.manifest
         if self.args.lora is None:
-            return self._load_params(path, manifest, load, begins)
+            return self._load_params(path, checkpoint, load, begins)
         if manifest is not None and manifest.model.get("lora") is not None:
             base = manifest.base
             if base is not None:
@@ -148,7 +145,7 @@ class Checkpointer(CheckpointWriter):
                     f"adapter, but {path} holds adapters with the weights below them, and nothing else does; write both"
                 )
                 raise self.args.error("lora.save", text)
-            return self._load_params(path, manifest, params=None if base is None else adapter_params(self.args))
+            return self._load_params(path, checkpoint, params=None if base is None else adapter_params(self.args))
         source = CheckpointSource(path, False, is_hf=load is load_hf_weights)
         new_head = self._load_base(source, begins)
         self._begin_adapters(source)
@@ -174,12 +171,13 @@ class Checkpointer(CheckpointWriter):
     def _load_params(
         self,
         path: Path,
-        manifest: Manifest | None,
+        checkpoint: OpenCheckpoint | None,
         load: _Load = load_weights,
         begins: bool = False,
         params: Mapping[int, Sequence[ParamSpec]] | None = None,
     ) -> bool:
         """`_load_weights` of what the files hold. params: those where they are a part of the model."""
+        manifest = None if checkpoint is None else checkpoint.manifest
         new_head = begins and bool(self.args.score_head)
         new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
         if manifest is not None:
@@ -196,7 +194,7 @@ class Checkpointer(CheckpointWriter):
 
         def read(some: list[int]) -> dict[int, dict[str, Tensor]]:
             loaded = load(
-                path,
+                checkpoint or path,
                 self.args,
                 layers=some,
                 tensor_rank=self.groups.rank("tensor"),
@@ -221,14 +219,15 @@ class Checkpointer(CheckpointWriter):
 
     def _restore(self, path: Path, goes_on: bool) -> TrainingProgress:
         args = self.args
-        manifest = self._verified(path, optimizer=not args.no_load_optim)
+        checkpoint = self._verified(path, optimizer=not args.no_load_optim)
+        manifest = checkpoint.manifest
         self._check_run(path, manifest, goes_on)
-        self._load_weights(path, manifest)
+        self._load_weights(path, checkpoint)
         takes_optimizer = self._takes_optimizer(path, manifest, goes_on)
         if takes_optimizer:
-            self._check_layout(path, manifest)
+            self._check_layout(checkpoint)
         rank = self.model_rank if (path / model_file(self.model_rank)).exists() else 0
-        state = run_on_each_rank(self.groups, lambda: load_tensors(path / model_file(rank)))
+        state = run_on_each_rank(self.groups, lambda: checkpoint.tensors(model_file(rank)))
         if manifest is None:
             if "consumed_samples" in state:  # ours, which never are without
                 raise DamagedError(f"{path}: damaged: manifest.json (missing); load another `iteration`")
@@ -243,13 +242,13 @@ class Checkpointer(CheckpointWriter):
                 neox_optimizer = run_on_each_rank(self.groups, lambda: NeoXOptimizer(path, args))
                 self._load_by_parameter(neox_optimizer)
                 scaler = neox_optimizer.scaler()
-            elif files := OptimizerFiles(path):
+            elif files := OptimizerFiles(checkpoint):
                 self._load_by_parameter(files)
                 scaler = state.get("loss_scaler", {})
             else:  # as earlier versions wrote it, and for 8-bit Adam
                 name = zero_file(self.groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-                run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, path / name))
-        self._check_forward(path, manifest)
+                run_on_each_rank(self.groups, lambda: self.engine.load_layout_state(state, checkpoint.file(name)))
+        self._check_forward(checkpoint)
         if not args.no_load_rng:
             restore_rng(state, self.groups.device, str(path / model_file(rank)))
         consumed = manifest.consumed_samples if manifest is not None else iteration * (args.train_batch_size or 0)
@@ -257,7 +256,7 @@ class Checkpointer(CheckpointWriter):
         counters = {"iteration": iteration, "consumed_samples": consumed, "skipped_steps": skipped}
         window = state.get("spike_window", [])
         self.engine.load_model_state({**counters, "loss_scaler": scaler, "spike_window": window})
-        self._load_scaling(path, state)
+        self._load_scaling(checkpoint, state)
         if goes_on:
             self.saved_at = iteration
             if manifest is not None:
@@ -270,7 +269,7 @@ class Checkpointer(CheckpointWriter):
         rows = dict(state.get("row_tokens", {}))
         return TrainingProgress(iteration, consumed, skipped, tokens, rows, unlearning=unlearning)
 
-    def _load_scaling(self, path: Path, state: Mapping[str, Any]) -> None:
+    def _load_scaling(self, checkpoint: OpenCheckpoint, state: Mapping[str, Any]) -> None:
         """The scales of FP8, which are the same on all ranks with the same layers: of another split into
         pipeline stages from all its files."""
         scaling = self.engine.stage.delayed_scaling
@@ -278,13 +277,14 @@ class Checkpointer(CheckpointWriter):
             return
         saved = dict(state.get("delayed_scaling", {}))
         if not scaling.products.keys() <= saved.keys():
-            states = run_on_each_rank(self.groups, lambda: [load_tensors(file) for file in model_files(path).values()])
+            names = [file.name for file in model_files(checkpoint.path).values()]
+            states = run_on_each_rank(self.groups, lambda: [checkpoint.tensors(name) for name in names])
             for other in states:
                 saved |= other.get("delayed_scaling", {})
         scaling.load(saved)
         unknown = len(scaling.products.keys() - saved.keys())
         if unknown:
-            self.logger.info(f"{path} has no FP8 scales of {unknown} linears; their first step makes them")
+            self.logger.info(f"{checkpoint.path} has no FP8 scales of {unknown} linears; their first step makes them")
 
     def _takes_optimizer(self, path: Path, manifest: Manifest | None, goes_on: bool) -> bool:
         """Whether the optimizer's state is loaded. Raises CheckpointError when the run needs it and it is not
@@ -306,9 +306,9 @@ class Checkpointer(CheckpointWriter):
         if self.schedule != configured:
             self.logger.info(f"use_checkpoint_lr_scheduler: {self.schedule.describe()}")
 
-    def _check_forward(self, path: Path, manifest: Manifest | None) -> None:
+    def _check_forward(self, checkpoint: OpenCheckpoint) -> None:
         if self.args.checkpoint_validation_with_forward_pass:
-            check_forward(self.engine, path, manifest, self.logger.info)
+            check_forward(self.engine, checkpoint, self.logger.info)
 
     def _check_run(self, path: Path, manifest: Manifest | None, goes_on: bool) -> None:
         """Refuse to go on from another run, or on other data."""
@@ -321,8 +321,9 @@ class Checkpointer(CheckpointWriter):
 
         on_rank_zero(self.groups, check)
 
-    def _check_layout(self, path: Path, manifest: Manifest | None) -> None:
+    def _check_layout(self, checkpoint: OpenCheckpoint) -> None:
         """State that is not kept by parameter is read where the layout is the one it was written in."""
+        path, manifest = checkpoint.path, checkpoint.manifest
         if manifest is None:
             _check_precision(path, self.layout.precision)
             return

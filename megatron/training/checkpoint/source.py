@@ -11,6 +11,7 @@ from typing import TypeVar
 from megatron.checkpointing import (
     CheckpointError,
     DamagedError,
+    OpenCheckpoint,
     find_checkpoint,
     list_checkpoints,
     read_latest,
@@ -112,9 +113,16 @@ def or_earlier(
 
 
 def _with_manifest(path: Path, args: NeoXArgs) -> Path:
-    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read.
+    """`path`, or with `load_fallback` the one before whose manifest, if it has one, can be read, and whose
+    files of the tokenizer and the imported model, which are read before the weights, are whole.
     DamagedError."""
-    return or_earlier(args, path, read_manifest)[0]
+
+    def check(candidate: Path) -> None:
+        checkpoint = OpenCheckpoint(candidate)
+        # Of one that is not fetched yet only the manifest is here.
+        checkpoint.verify(name for name in checkpoint.names if "/" in name and (candidate / name).is_file())
+
+    return or_earlier(args, path, check)[0]
 
 
 def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) -> NeoXArgs:

@@ -10,10 +10,10 @@ from typing import TypeVar
 
 import torch
 
-from megatron.checkpointing import load_weights, read_manifest, verify
+from megatron.checkpointing import OpenCheckpoint, load_weights
 from megatron.checkpointing.huggingface import hf_loader
 from megatron.data import Batch
-from megatron.distributed import run_on_all_ranks
+from megatron.distributed import run_on_each_rank
 from megatron.model import build_filled_stage, eager_blocks, forward_only
 from megatron.mpu import DTYPES, HeadInput, ParallelGroups, TopTokens, top_tokens
 from megatron.neox_arguments import NeoXArgs
@@ -37,9 +37,12 @@ class Teacher:
         self.temperature, self.top_k = args.distillation["temperature"], args.distillation["top_k"]
         self.columns, self.dtype = args.softmax_rows, DTYPES[args.params_dtype]
         path, is_hf = description.path, description.source.is_hf
-        if not is_hf:
-            _verify(description, groups)
-        load = hf_loader(path, self.args) if is_hf else partial(load_weights, path, self.args)
+        if is_hf:
+            load = hf_loader(path, self.args)
+        else:
+            checkpoint = run_on_each_rank(groups, lambda: OpenCheckpoint(path))
+            checkpoint.verify(groups=groups)
+            load = partial(load_weights, checkpoint, self.args)
         self.stage = build_filled_stage(self.args, groups, load, logger.info, at_once=not is_hf).requires_grad_(False)
         compile_blocks(self.stage, self.args)
         size = local_sizes(self.args, groups, self.stage)[0] * self.dtype.itemsize
@@ -82,11 +85,3 @@ def with_top_tokens(batch: Batch, top: TopTokens) -> Batch:
     rows, seq = batch.tokens.shape
     ids, logprobs = (value.view(seq, rows, -1).transpose(0, 1).contiguous() for value in top)
     return replace(batch, top_ids=ids, top_logprobs=logprobs)
-
-
-def _verify(description: TeacherDescription, groups: ParallelGroups) -> None:
-    """Check the files of weights against their manifest, each rank some of them. Raises CheckpointError."""
-    manifest = read_manifest(description.path)
-    names = sorted(name for name in manifest.files if name.startswith("layer_")) if manifest is not None else []
-    own = names[groups.world_rank :: groups.world_size]
-    run_on_all_ranks(groups, lambda: verify(description.path, own) if own else None)

@@ -1,0 +1,139 @@
+"""Opening a checkpoint for reading: a file of it is checked against the manifest before it is first read.
+
+Whoever reads weights, state or other files of a checkpoint does it through an `OpenCheckpoint`;
+`open_checkpoint` is for who reads all of it. tests/checkpointing/test_readers.py lists all readers.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpointing.errors import CheckpointError, DamagedError
+from megatron.checkpointing.layout import is_optimizer_file
+from megatron.checkpointing.manifest import MANIFEST, Manifest, file_sizes, read_manifest, size_problems
+from megatron.checkpointing.tensor_files import FileRecord, describe_tensors, load_tensors
+from megatron.data.files import sha256
+from megatron.distributed import run_on_all_ranks
+from megatron.mpu import ParallelGroups
+
+
+class OpenCheckpoint:
+    """A checkpoint directory, each file of which is checked (size, SHA-256, tensors) before it is first read.
+
+    path: the directory. manifest: None for a checkpoint of GPT-NeoX, which has none: its files are read
+    unchecked. verified: false for who reads no values, but names, dtypes and shapes of tensors.
+    Raises DamagedError where the manifest itself is damaged.
+    """
+
+    def __init__(self, path: str | Path, *, verified: bool = True) -> None:
+        self.path = Path(path)
+        self.manifest: Manifest | None = read_manifest(self.path)
+        self._verified = verified
+        self._problems: dict[str, Future[str | None]] = {}  # of the files that were, or are being, checked
+
+    def file(self, name: str) -> Path:
+        """The path of one of its files, which is as the manifest says. Raises CheckpointError where not."""
+        if self._verified:
+            self.verify([name])
+        return self.path / name
+
+    def tensors(self, name: str) -> Any:
+        """`load_tensors` of one of its files."""
+        return load_tensors(self.file(name))
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files but those of optimizer state; [] without a manifest."""
+        return [] if self.manifest is None else [n for n in sorted(self.manifest.files) if not is_optimizer_file(n)]
+
+    def verify(self, names: Iterable[str] | None = None, groups: ParallelGroups | None = None) -> None:
+        """Check files that were not checked before; names: None for `self.names`.
+
+        groups: of ranks that call it together; each checks some of the files, for all. Raises DamagedError
+        that names every damaged file, CheckpointError for one that the manifest does not list.
+        """
+        if self.manifest is None:
+            return
+        wanted = sorted(set(self.names if names is None else names))
+        new = [name for name in wanted if name not in self._problems]
+        if groups is not None:
+            own = new[groups.world_rank :: groups.world_size]
+            run_on_all_ranks(groups, lambda: self.verify(own))
+            new = [name for name in new if name not in self._problems]
+            self._problems |= {name: _done(None) for name in new}  # another rank has checked them
+            return
+        self._check_sizes(new)
+        for name in new:
+            self._problems[name] = _done(self._problem(self.manifest.files[name]))
+        if any(self._problems[name].result() for name in wanted):
+            _refuse(self.path, [text for found in self._problems.values() if (text := found.result())])
+
+    @contextmanager
+    def verifying_ahead(self, names: Sequence[str]) -> Iterator[None]:
+        """Within the context files are checked in a thread, in the order of `names`, while those that were
+        checked are read. Sizes of all are checked at the beginning; the end waits for all."""
+        if self.manifest is None:
+            yield
+            return
+        self._check_sizes(names)
+        thread = ThreadPoolExecutor(1)
+        try:
+            records = {name: self.manifest.files[name] for name in names if name not in self._problems}
+            self._problems |= {name: thread.submit(self._problem, record) for name, record in records.items()}
+            yield
+            self.verify(names)
+        finally:
+            thread.shutdown(cancel_futures=True)
+
+    def _check_sizes(self, names: Sequence[str]) -> None:
+        assert self.manifest is not None
+        files = self.manifest.files
+        if unlisted := [name for name in names if name not in files]:
+            text = f"does not list {', '.join(unlisted)}; load another `iteration`"
+            raise CheckpointError(f"{self.path / MANIFEST}: {text}")
+        _refuse(self.path, size_problems(file_sizes(self.path, names), [files[name] for name in names]))
+
+    def _problem(self, record: FileRecord) -> str | None:
+        """How a file differs from its record, in words; None where it does not. Of tensors only shapes and
+        dtypes are compared: the checksum of the bytes is known to be right."""
+        if sha256(self.path / record.name) != record.sha256:
+            return f"{record.name} (checksum)"
+        described = describe_tensors(load_tensors(self.path / record.name)) if record.tensors else {}
+        names = sorted({*described, *record.tensors})
+        wrong = [name for name in names if described.get(name) != record.tensors.get(name)]
+        if not wrong:
+            return None
+        is_now, was = described.get(wrong[0], "missing"), record.tensors.get(wrong[0], "not there")
+        return f"{record.name} ({wrong[0]} is {is_now}, the manifest says {was})"
+
+
+def open_checkpoint(path: str | Path) -> OpenCheckpoint:
+    """A checkpoint whose files are all checked, but those of optimizer state, which are when they are read.
+
+    Raises DamagedError that names every damaged file.
+    """
+    checkpoint = OpenCheckpoint(path)
+    checkpoint.verify()
+    return checkpoint
+
+
+def verify(path: str | Path, names: Iterable[str] | None = None) -> Manifest | None:
+    """Check files (all of them, also optimizer state, or `names`) against the manifest, which is returned;
+    None when there is none. Raises CheckpointError that names every damaged file."""
+    checkpoint = OpenCheckpoint(path)
+    if checkpoint.manifest is not None:
+        checkpoint.verify(checkpoint.manifest.files if names is None else names)
+    return checkpoint.manifest
+
+
+def _done(result: str | None) -> Future[str | None]:
+    future: Future[str | None] = Future()
+    future.set_result(result)
+    return future
+
+
+def _refuse(path: Path, bad: Sequence[str]) -> None:
+    if bad:
+        raise DamagedError(f"{path}: damaged: {', '.join(bad)}; load another `iteration`")
