@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, load_tensors, load_weights, local_layer_state, reshard, save_tensors
 from megatron.checkpointing.layout import find_checkpoint, layer_file, layer_files
-from megatron.checkpointing.manifest import ParallelLayout, read_manifest, verify
+from megatron.checkpointing.manifest import ParallelLayout, read_manifest
+from megatron.checkpointing.opening import verify
 from megatron.checkpointing.parameter_names import naming_of
 from megatron.checkpointing.weight_files import describe_checkpoint, describe_layout
 from megatron.model.weight_map import layer_params
