@@ -72,7 +72,7 @@ class BudgetPlugin:
     def pytest_terminal_summary(
         self, terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config
     ) -> None:
-        if not is_whole(config):
+        if hasattr(config, "workerinput") or not is_whole(config):  # a worker of pytest-xdist saw its part alone
             return
         budget, last = tomllib.loads(self.budget_file.read_text()), read_record(self.record).seconds
         terminalreporter.section("seconds of a worker, and budgets (tests/budget.toml)")

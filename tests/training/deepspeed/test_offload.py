@@ -100,7 +100,7 @@ def curve(save: Path, weights: Weights) -> Curve:
 @pytest.mark.product
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
-    """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 3e-4 away."""
+    """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 1e-4 away, rounding 1e-6."""
     cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
     pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
     pairs.append((cases[0], {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}))
@@ -110,7 +110,7 @@ def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> No
     *changed, (lost, kept) = ((losses(folder / "cut"), losses(folder / "through")) for folder in folders)
     for (now, through), (before, _) in zip(changed, pairs, strict=False):
         assert now == pytest.approx(through, rel=2e-4 if before["precision"] != "fp32" else 1e-6)
-    assert max(abs(lost[step] / loss - 1) for step, loss in kept.items()) > 2e-4
+    assert max(abs(lost[step] / loss - 1) for step, loss in kept.items()) > 2e-5
 
 
 def test_torch_state_becomes_the_compiled_adams() -> None:
