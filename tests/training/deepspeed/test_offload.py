@@ -100,7 +100,8 @@ def curve(save: Path, weights: Weights) -> Curve:
 @pytest.mark.product
 @needs_compiler
 def test_offload_can_change_on_resume(tmp_path: Path, env: dict[str, str]) -> None:
-    """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 1e-4 away, rounding 1e-6."""
+    """Out of memory at step 2: offload on (or off again), go on. A lost optimizer state is 1e-4 away, and
+    rounding 1e-6."""
     cases = [CASES["Adam, ZeRO 1, old spelling"], CASES["AdamW, ZeRO 1, bf16"], run(3, "AdamW", offload_optimizer=CPU)]
     pairs = [pair for case in cases for pair in ((case, without(case)), (without(case), case))]
     pairs.append((cases[0], {**without(cases[0]), "no_load_optim": True, "no_load_rng": True}))
