@@ -1,6 +1,7 @@
-"""Runs a function on N ranks in a fraction of a second; `run_ranks` is the only call tests need.
+"""Runs a function on N ranks in a fraction of a second.
 
-A server that has torch and DeepSpeed imported gives each job fresh forks, so nothing is seen by the next.
+A server started once per pytest run has torch and DeepSpeed imported; each job gets N fresh forks of it, so
+nothing of one job is seen by the next. `run_ranks` is the only call tests need.
 """
 
 from tests.pool.client import run_ranks, start_server, stop_server

@@ -17,9 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, init: bool = True,
-    env: Mapping[str, str] | None = None, **kwargs: Any,
-) -> list[Any]:  # fmt: skip
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 120.0,
+    init: bool = True,
+    env: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
     """Results of `fn(rank, world_size, *args, **kwargs)` on every rank, in rank order.
 
     fn: a function of a module's top level; it, its arguments and its result are pickled. Each rank is a fresh
@@ -29,8 +34,16 @@ def run_ranks(
     """
     if "<" in fn.__qualname__:
         raise TypeError(f"{fn.__qualname__} cannot be sent to other processes; move it to its module's top level")
-    job = Job(module=fn.__module__, call=pickle.dumps((fn, args, kwargs)), world_size=world_size, timeout=timeout,
-              init=init, env=dict(env or {}), path=tuple(sys.path), folder=os.getcwd())  # fmt: skip
+    job = Job(
+        module=fn.__module__,
+        call=pickle.dumps((fn, args, kwargs)),
+        world_size=world_size,
+        timeout=timeout,
+        init=init,
+        env=dict(env or {}),
+        path=tuple(sys.path),
+        folder=os.getcwd(),
+    )
     sys.audit("tests.pool.ranks", world_size)  # counted by tests/budget.py
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[ADDRESS_VARIABLE])
@@ -53,9 +66,16 @@ def start_server() -> subprocess.Popen[bytes]:
         # The server inherits the socket, so that a test can connect before the server is up.
         listener.bind(address)
         listener.listen(16)
-        server = subprocess.Popen([sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())],
-                                  env=env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                  start_new_session=True, pass_fds=[listener.fileno()])  # fmt: skip
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool.server", str(listener.fileno()), str(os.getpid())],
+            env=env,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+        )
     os.environ[ADDRESS_VARIABLE] = address
     return server
 

@@ -26,15 +26,37 @@ from tests.pool.protocol import Job, Reply, receive, send
 # Imported by a training step, some only when first used; a rank that imports them itself starts a second
 # later.
 WARM = (
-    "torch", "torch.distributed", "torch.utils.data", "torch.utils.checkpoint", "torch.utils.tensorboard",
-    "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.lowering", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "torch.onnx", "sympy", "deepspeed", "deepspeed.runtime.engine",
-    "deepspeed.runtime.pipe.engine", "deepspeed.runtime.zero.muon.original_muon",
-    "deepspeed.module_inject.auto_ep_layer", "numpy", "tokenizers", "megatron.training.native.engine",
+    "torch",
+    "torch.distributed",
+    "torch.utils.data",
+    "torch.utils.checkpoint",
+    "torch.utils.tensorboard",
+    "torch._dynamo",
+    "torch._inductor.compile_fx",
+    "torch._inductor.lowering",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.onnx",
+    "sympy",
+    "deepspeed",
+    "deepspeed.runtime.engine",
+    "deepspeed.runtime.pipe.engine",
+    "deepspeed.runtime.zero.muon.original_muon",
+    "deepspeed.module_inject.auto_ep_layer",
+    "numpy",
+    "tokenizers",
+    "megatron.training.native.engine",
     "megatron.training.deepspeed.engine",
-)  # fmt: skip
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
-               "TOKENIZERS_PARALLELISM": "false", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # fmt: skip
+)
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+POLL_S = 0.005
 
 
 def main() -> None:
@@ -127,9 +149,14 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
         sys.stderr = open(2, "w", buffering=1, closefd=False)
         faulthandler.enable()  # a crash shows where, in the log
         faulthandler.register(signal.SIGUSR2, all_threads=True)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size),
-                          LOCAL_WORLD_SIZE=str(job.world_size), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port))  # fmt: skip
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(job.world_size),
+            LOCAL_WORLD_SIZE=str(job.world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
         os.environ.update(job.env)
         if job.init:
             _make_group(rank, job.world_size, store_listener)
@@ -150,15 +177,17 @@ def _run_rank(job: Job, rank: int, folder: Path, port: int, store_listener: sock
 
 
 def _make_group(rank: int, world_size: int, store_listener: socket.socket) -> None:
-    """The gloo process group. Its store is a socket's: one in a file is asked again and again."""
+    """The gloo process group. Its store is a socket's: one in a file is asked again and again, 10 ms a new
+    group."""
     import torch.distributed as dist
 
     port = store_listener.getsockname()[1]
     handle = store_listener.detach() if rank == 0 else None
     if rank != 0:
         store_listener.close()
-    how = {"is_master": rank == 0, "wait_for_workers": False, "master_listen_fd": handle}
-    store = dist.TCPStore("127.0.0.1", port, world_size, **how)
+    store = dist.TCPStore(
+        "127.0.0.1", port, world_size, is_master=rank == 0, wait_for_workers=False, master_listen_fd=handle
+    )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
@@ -182,12 +211,13 @@ def _wait(job: Job, ranks: dict[int, int], folder: Path, connection: socket.sock
             waiting = ", ".join(str(rank) for rank in ranks if rank not in results)
             why = f"after {job.timeout:g} s rank(s) {waiting} of {job.world_size} had not finished; stacks follow\n"
             return Reply(failure=why + _output(job, folder))
-        if select.select([connection], [], [], 0.005)[0]:
+        if select.select([connection], [], [], POLL_S)[0]:
             return None  # the client says nothing while it waits: its end of the line is closed
 
 
 def _outcomes(ranks: dict[int, int], folder: Path) -> tuple[dict[int, bytes], list[tuple[float, int, str]]]:
-    """Results so far by rank, and failures as (time, rank, text); a crash counts as the first of them."""
+    """Results so far by rank, and failures as (time, rank, text); a rank that crashed counts as the first to
+    fail."""
     results: dict[int, bytes] = {}
     failures: list[tuple[float, int, str]] = []
     for rank, pid in ranks.items():

@@ -61,8 +61,13 @@ def _deepspeed_step(rank: int, world_size: int) -> float:
     deepspeed.init_distributed("gloo", verbose=False)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4 // world_size, "gradient_clipping": 0.0,
-              "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}  # fmt: skip
+    config = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 4 // world_size,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = deepspeed.initialize(model=model, optimizer=sgd, config=config)
     inputs = torch.arange(16.0).reshape(4, 4)[rank::world_size]
@@ -103,7 +108,8 @@ def test_crash_is_reported_and_the_pool_goes_on():
 
 
 def test_nothing_is_left_for_the_next_job():
-    assert run_ranks(_leave_a_trace, 2) == run_ranks(_leave_a_trace, 2) == [False, False]
+    assert run_ranks(_leave_a_trace, 2) == [False, False]
+    assert run_ranks(_leave_a_trace, 2) == [False, False]
 
 
 def test_group_is_made_only_when_asked():
