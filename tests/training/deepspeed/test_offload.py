@@ -78,12 +78,14 @@ COMPILED = [name for name in CASES if name not in OF_TORCH]
     pytest.param(COMPILED, id="compiled", marks=[pytest.mark.product, needs_compiler]),
 ])  # fmt: skip
 def test_same_numbers_and_bits_when_resumed(names: list[str], tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """fp32 sums are in another order; moments that differ so round to other bf16 weights now and then."""
+    """fp32 sums are in another order; moments that differ so round to other bf16 weights now and then.
+    DeepSpeed's compiled Adam multiplies its powers of beta step by step, and computes them when it goes on,
+    which is the last bit of a weight."""
     env = {} if names == OF_TORCH else request.getfixturevalue("env")
     for name in names:
         values, save = CASES[name], tmp_path / "plain" / name
         plain = {**without(values), "save": str(save), "checkpoint_factor": 4}
-        weights = assert_resumes(values, tmp_path / name, ranks=2, env=env)
+        weights = assert_resumes(values, tmp_path / name, ranks=2, within=0.0 if names == OF_TORCH else 1e-6, env=env)
         others = run_ranks(to_their_ends, 2, [plain], env=env, timeout=TIMEOUT)
         # Of bf16 weights a gradient norm is 5e-4 off on one CPU, losses and weights below 1e-4.
         limit = 1e-3 if values["precision"] != "fp32" else 1e-6
