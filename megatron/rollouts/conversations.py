@@ -32,7 +32,7 @@ class Speech:
         """Whether what an environment said has more than so many tokens. Of a text that is far longer only a
         beginning is read: tokenising 10 MB takes minutes and gigabytes."""
         text = "".join(_texts(said))
-        length = _CHARACTERS * tokens
+        length = _CHARACTERS * max(tokens, 1)  # there may be no room at all
         while length < len(text):
             if len(self.run.tokenizer.tokenize_bare(text[:length])) > tokens + _CUT:
                 return True

@@ -165,6 +165,7 @@ def test_what_fits_is_not_taken_for_a_flood() -> None:
     tokenizer = SimpleNamespace(tokenize_bare=lambda text: [0] * (len(text) // 1000))
     speech = Speech(SimpleNamespace(tokenizer=tokenizer), None, [0])  # type: ignore[arg-type]
     assert not speech.exceeds("x" * 90_000, 100)
+    assert not speech.exceeds("x", 0) and not speech.exceeds("x" * 100, -1), "no room: found by its tokens"
     assert speech.exceeds([{"role": "tool", "content": "x" * 900_000}], 100)
 
 
