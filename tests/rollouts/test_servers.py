@@ -275,15 +275,17 @@ def test_weights_are_handed_to_whoever_knows_the_secret(task: dict[str, Any], ou
 
 
 def test_the_port_of_weights_is_one_of_both_families_and_free(task: dict[str, Any], tmp_path: Path) -> None:
+    """For servers elsewhere; for those of this machine it is of loopback alone."""
     (tmp_path / "config.json").write_bytes(b"{}")
-    with closing(WeightServer(NeoXArgs.from_dict(with_keys(task, {"weight_server_port": 0})))) as server:
+    elsewhere = with_keys(task, {"online_dataserver_ips": "::1", "save": "s", "checkpoint_factor": 1})
+    with closing(WeightServer(NeoXArgs.from_dict({**elsewhere, "weight_server_port": 0}))) as server:
         server.offer(WeightUpdate(str(tmp_path), 0, {"config.json": ""}), kept=1)
         for address, host in (("http://127.0.0.1:8000", "127.0.0.1"), ("http://[::1]:8000/v1", "[::1]")):
             url = server.url(0, address)
             assert url.startswith(f"http://{host}:{server.port}/") and fetch(f"{url}/config.json") == b"{}"
         with pytest.raises(ServerError, match="rollout.servers: http://no.such.host.invalid:80: "):
             server.url(0, "http://no.such.host.invalid:80")
-        taken = NeoXArgs.from_dict(with_keys(task, {"weight_server_port": server.port}))
+        taken = NeoXArgs.from_dict({**elsewhere, "weight_server_port": server.port})
         with pytest.raises(ConfigError, match=f"weight_server_port: {server.port}: Address already in use"):
             WeightServer(taken)
 

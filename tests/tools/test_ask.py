@@ -79,7 +79,7 @@ def test_refusals(models: tuple[Any, Path, Path], tmp_path: Path) -> None:
     for words, text in (
         (["--model", scores, "a"], "scores: .*reward model"),
         (["--model", bare, "a"], f"{bare}: .*chat template.*--chat-template FILE"),
-        (["--model", folder, "--file", tmp_path / "q.jsonl"], "q.jsonl:2: .*user"),
+        (["--model", folder, "--file", tmp_path / "q.jsonl"], "q.jsonl:2: .*messages"),
         (["--model", folder, "--file", tmp_path / "long.txt"], "question 1: .* tokens, 4084 "),
         (["--model", imported, "--iteration", "3", "a"], "no checkpoint of iteration 3.* 0"),
         (["--model", tmp_path / "none", "a"], "none: no such folder.*ORG/NAME"),

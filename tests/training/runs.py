@@ -88,7 +88,7 @@ def config(*parts: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     merged = dict(BASE)
     for part in (*parts, more):
         merged.update(part)
-    if merged["data_path"] is None and merged["split"] == BASE["split"]:
+    if merged.get("data_path") is None and merged.get("split") == BASE.get("split"):
         merged["split"] = None  # it is of BASE's data_path
     return merged
 

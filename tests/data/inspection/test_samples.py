@@ -47,7 +47,7 @@ def test_documents_are_shown_whole():
     for index in range(len(source)):
         (view,) = source[index]
         (part,) = view.parts
-        spans, start = text_spans(part, HF), int(text.pointers[index]) // 4
+        spans, start = list(text_spans(part, HF)), int(text.pointers[index]) // 4
         assert text_of(part, HF) == HF.detokenize(text[index]) + "<|endoftext|>" and view.reward == rewards[index]
         of = labels[start : start + len(text[index])]
         assert view.count(TRAINED) == (of != -100).sum()
