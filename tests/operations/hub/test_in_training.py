@@ -172,6 +172,7 @@ def test_keys_that_do_not_fit(keys: dict[str, Any], message: str, tmp_path: Path
 
 def test_what_this_machine_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # as it is where it was imported first
     with pytest.raises(ConfigError, match="push_to_hub: HF_HUB_OFFLINE is set"):
         hub_repository(args(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
