@@ -59,8 +59,8 @@ class OpenCheckpoint:
         wanted = sorted(set(self.names if names is None else names))
         new = [name for name in wanted if name not in self._problems]
         if groups is not None:
-            own = new[groups.world_rank :: groups.world_size]
-            run_on_all_ranks(groups, lambda: self.verify(own))
+            share = new[groups.world_rank :: groups.world_size]
+            run_on_all_ranks(groups, lambda: self.verify(share))
             new = [name for name in new if name not in self._problems]
             self._problems |= {name: _done(None) for name in new}  # another rank has checked them
             return

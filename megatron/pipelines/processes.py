@@ -15,6 +15,7 @@ from typing import IO, Any
 from megatron.launch import install_root
 from megatron.launch.ranks import die_with_parent
 from megatron.pipelines.errors import STOPPED, StageFailed, cannot_write
+from megatron.process.children import children
 
 _LOOKS_S = 0.2
 _ENDS_S = 5.0  # for what a command has left behind to end when it is told to
@@ -76,7 +77,7 @@ class Processes:
             **os.environ, "NEOX": str(install_root()), "PATH": f"{python}{os.pathsep}{os.environ.get('PATH', '')}",
             "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
-        ours = _children(os.getpid())
+        ours = children(os.getpid())
         with _opened(log, f"==== {time.strftime('%Y-%m-%d %H:%M:%S')} {shlex.join(command)}\n") as output:
             try:
                 self._current = subprocess.Popen(
@@ -132,7 +133,7 @@ def _end_others(kept: Set[int]) -> list[str]:
     found: dict[int, str] = {}
     for number, patience_s in ((signal.SIGTERM, _ENDS_S), (signal.SIGKILL, _ENDS_S)):
         told, until = set[int](), time.monotonic() + patience_s
-        while left := _children(os.getpid()) - kept:
+        while left := children(os.getpid()) - kept:
             for pid in left:
                 with suppress(ChildProcessError):
                     if os.waitpid(pid, os.WNOHANG)[0] == pid:  # it has ended, and nobody had asked
@@ -146,17 +147,6 @@ def _end_others(kept: Set[int]) -> list[str]:
                 break
             time.sleep(0.02)
     return list(found.values())
-
-
-def _children(parent: int) -> set[int]:
-    """The children of a process (Linux; elsewhere none are known)."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            # After the name, which may hold anything, come state and parent.
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.add(int(folder.name))
-    return found
 
 
 def _name(pid: int) -> str:

@@ -142,7 +142,7 @@ def gate_words(pipeline: Pipeline, stage: Stage, state: State) -> str:
 
 
 def _gate_without_file(pipeline: Pipeline, stage: Stage, record: StageRecord) -> str:
-    """What is known of a verdict whose file is gone or damaged."""
+    """The verdict of a gate whose file is gone or damaged, from what else is known."""
     name = Path(record.verdict or "").name
     try:
         kept = promoted_verdict(pipeline.final(stage.name))

@@ -24,7 +24,7 @@ _SHAPE: Shape = {
     "stage": text, "result": text, "time": seconds, "weights_sha256": text, "requirements": text,
     "lines": list_of(text), "file": text,
 }  # fmt: skip
-"""What every reader of a verdict needs."""
+"""The fields that every reader of a verdict needs."""
 
 
 def gates_of(pipeline: Pipeline) -> dict[str, Gate]:

@@ -11,8 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
+
+from megatron.process.children import children
 
 END = signal.SIGRTMIN
 """Tells a keeper to end; schedulers send others."""
@@ -72,7 +73,7 @@ def _kill_all(child: int) -> int:
     The wait status of `child`, if it ran."""
     deadline, status = time.monotonic() + _KILLING_S, signal.SIGKILL.value
     while time.monotonic() < deadline:
-        for pid in _children():
+        for pid in children(os.getpid()):
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         try:
@@ -82,19 +83,9 @@ def _kill_all(child: int) -> int:
         except ChildProcessError:
             return status
         signal.sigtimedwait({signal.SIGCHLD}, 0.05)
-    left = ", ".join(map(str, _children()))
+    left = ", ".join(map(str, children(os.getpid())))
     sys.stderr.write(f"process {os.getpid()}: could not end processes {left} that were started here\n")
     return status
-
-
-def _children() -> list[int]:
-    """The processes whose parent this one is."""
-    found, ours = [], str(os.getpid()).encode()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it ended meanwhile
-            if stat.read_bytes().rpartition(b")")[2].split()[1] == ours:
-                found.append(int(stat.parent.name))
-    return found
 
 
 def _end_as(status: int) -> NoReturn:

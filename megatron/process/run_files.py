@@ -184,7 +184,7 @@ MANIFEST_SHAPE: Shape = {
 DATA_SHAPE: Shape = {
     "files": each(tree), "laid_out": each(list_of(list_of(count))), "consumed_sha256": text,
 }  # fmt: skip
-"""Of a manifest's `data`."""
+"""The fields of a manifest's `data` and their kinds."""
 ROW_SHAPE: Shape = {
     "iteration": count, "consumed_samples": count, "consumed_tokens": count, "run_id": text,
     "runtime/start_time": seconds, "runtime/iteration_time": seconds, "runtime/restarts": amount,

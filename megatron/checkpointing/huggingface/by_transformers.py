@@ -167,9 +167,10 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
         if is_whole and not name.startswith((_TEXT_TOWER, "lm_head.")):
             continue
         # Its own tensor first: one that is tied may have one, too.
-        found = next((of for alias in (name, *aliases[id(tensor)]) if (of := groups(alias)) and of[0]), None)
-        if found is not None:
-            stored[name] = found
+        candidates = map(groups, (name, *aliases[id(tensor)]))
+        files = next((candidate for candidate in candidates if candidate and candidate[0]), None)
+        if files is not None:
+            stored[name] = files
         elif isinstance(tensor, nn.Parameter):
             raise CheckpointError(f"{folder.origin}: transformers wants {name}, which is not there")
     _refuse_unread(folder, family, stored)

@@ -108,8 +108,8 @@ def follow(path: Path, goes_on: Callable[[], bool], pause_s: float = 1.0, ask_ev
 
 def error_lines(lines: list[str]) -> tuple[str, ...]:
     """The last three that speak of a failure."""
-    found = [text(line.strip()[:_WIDTH]) for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
-    return tuple(found[-_SHOWN:])
+    errors = [text(line.strip()[:_WIDTH]) for line in lines if CRASH.search(line) and not _REQUEUED.search(line)]
+    return tuple(errors[-_SHOWN:])
 
 
 def _progress(path: Path, tail: bytes) -> Progress | None:

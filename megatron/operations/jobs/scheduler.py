@@ -262,8 +262,8 @@ def _time(text: str) -> float | None:
 
 def _nodes(text: str) -> int:
     """A number of nodes, or of a job that waits the least of a range: `2-4`."""
-    found = re.match(r"[0-9]{1,9}", text)
-    return int(found[0]) if found is not None else 1
+    least = re.match(r"[0-9]{1,9}", text)
+    return int(least[0]) if least is not None else 1
 
 
 def _asked_for(job: Job) -> list[Path]:
