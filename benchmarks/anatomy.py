@@ -1,0 +1,115 @@
+"""Where the time of a training step goes: every kernel by kind, beside the time that its FLOPs and bytes take
+at the rates of this device; the largest gaps first.
+
+Steps run one behind the other under torch's profiler, on one device. The kinds must add up to the step, which
+other clocks time; where they are off by more than 2 %, that is an error. With --fake it counts what a step
+asks for on a GPU that is not there, beside floors at given rates, and times nothing.
+
+A floor is the larger of FLOPs over the rate of matrix products and of bytes over the rate of copies, each
+operand met in memory once; one that is written in place counts once, so that a floor may be too low.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.step_work import WorkRow, by_kind
+
+
+def gaps(rows: Sequence[WorkRow], count: int = 3) -> str:
+    """The rows that are farthest above their floors, in words."""
+    most = sorted((row for row in rows if row.floor is not None), key=lambda row: -row.above_floor)[:count]
+    words = [f"{row.kind}, {row.name}: {row.above_floor * 1e3:.1f} ms above its floor" for row in most]
+    return "largest gaps: " + "; ".join(words)
+
+
+def table(rows: Sequence[WorkRow], most: int = 40) -> str:
+    """The kinds, and the longest rows, as Markdown."""
+    whole = sum(row.seconds for row in rows)
+
+    def line(row: WorkRow, name: str) -> str:
+        floor = "-" if row.floor is None else f"{row.floor * 1e3:.2f}"
+        above = "-" if row.floor is None else f"{row.above_floor * 1e3:.2f}"
+        share = row.seconds / (whole or 1)
+        return (
+            f"| {name} | {row.calls:.0f} | {row.seconds * 1e3:.2f} | {share:.1%} | {floor} | {above} | "
+            f"{row.flops / 1e12:.2f} | {row.bytes / 1e9:.2f} |"
+        )
+
+    head = ["| | calls | ms | of the step | floor, ms | above it, ms | TFLOP | GB |", "|---|" + "---:|" * 7]
+    kinds = [line(row, f"**{row.kind}**") for row in by_kind(rows)]
+    return "\n".join([*head, *kinds, *(line(row, f"{row.kind}: `{row.name}`") for row in rows[:most])])
+
+
+def plot(rows: Sequence[WorkRow], title: str, path: Path) -> None:
+    """Write bars of each kind's time, with its floor within."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = by_kind(rows)[::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 4), layout="constrained")
+    names = [row.kind for row in kinds]
+    axes.barh(names, [row.seconds * 1e3 for row in kinds], color="tab:orange", label="above the floor")
+    floors = [min(row.floor or 0.0, row.seconds) * 1e3 for row in kinds]
+    axes.barh(names, floors, color="tab:blue", label="the floor")
+    axes.set_xlabel("ms of a step")
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Further options are those of train_throughput.py: --shape, --style, --compile, --documents, --set ...",
+    )  # fmt: skip
+    parser.add_argument("--only", default="native", help="whose step: bare, native, deepspeed, transformers (native)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there too")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="keep the trace, for chrome://tracing or Perfetto")
+    parser.add_argument("--fake", action="store_true", help="count on a GPU that is not there; no times, not compiled")
+    parser.add_argument(
+        "--rates", nargs=2, type=float, default=(800.0, 4.2), metavar=("TFLOP/s", "TB/s"),
+        help="of that GPU: products and copies (800 4.2, an H200's)",
+    )  # fmt: skip
+    options, rest = parser.parse_known_args(argv)
+    if options.fake and options.only != "native":
+        parser.error("--fake counts the native engine alone")
+    if options.fake:
+        from tests.fake.shim import build, lacking, preload
+
+        if (reason := lacking()) is not None:
+            raise SystemExit(f"anatomy.py: {reason}")
+        preload(build())
+    from benchmarks.step_profile import counted, measured  # torch comes after the fake device
+
+    try:
+        report = counted(options, rest) if options.fake else measured(options, rest)
+    except RuntimeError as problem:
+        sys.stderr.write(f"anatomy.py: {problem}\n")
+        return 1
+    rows = [WorkRow(**{key: row[key] for key in WorkRow.__dataclass_fields__}) for row in report["rows"]]
+    about = f"{report['device']}, {report['name']}, attention {report['attention']}"
+    if options.fake:
+        print(f"{about}: counted, not timed; each operation at its floor, {report['sum_seconds'] * 1e3:.1f} ms a step")
+    else:
+        plain = f"{report['plain_seconds'] * 1e3:.1f} without a profiler"
+        print(f"{about}: {report['step_seconds'] * 1e3:.1f} ms a step, {plain}", gaps(rows), sep="\n\n")
+    print(f"\n{table(rows)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.png is not None:
+        plot(rows, f"{report['name']} on {report['device']}", options.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""A training step as it is profiled on a device, or counted on a GPU that is not there; see anatomy.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import train_throughput
+from benchmarks.step_bytes import moved_bytes
+from benchmarks.step_work import (
+    ATTENTION,
+    Model,
+    Operation,
+    Rates,
+    WorkRow,
+    flops_of,
+    kind_of,
+    name_of,
+    step_window,
+    work_rows,
+)
+
+BOUND = 0.02  # by which the kinds may miss the step
+_STEPS, _WARM = 4, 4
+
+
+class Profile(NamedTuple):
+    """A trace of steps one behind the other. window: seconds at which the first began and the last ended, by
+    the trace. seconds: of a step, by another clock at the same places. plain: of a step without a profiler,
+    right before."""
+
+    events: Sequence[Mapping[str, Any]]
+    window: tuple[float, float]
+    steps: int
+    seconds: float
+    plain: float
+
+
+def profiled(step: Callable[[], Any], device: torch.device, steps: int = _STEPS, trace: Path | None = None) -> Profile:
+    """Profile steps of a warm loop. trace: where the trace is kept."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    on_gpu = device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+
+    def run(count: int) -> float:
+        """Seconds of a step. The first, before which the device waits for the host, is not among them."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
+        begun = 0.0
+        for number in range(count + 1):
+            if number == 1:
+                begun = time.perf_counter()
+                if on_gpu:
+                    marks[0].record()
+            with record_function(f"step {number}"):
+                step()
+        if not on_gpu:
+            return (time.perf_counter() - begun) / count
+        marks[1].record()
+        marks[1].synchronize()
+        return marks[0].elapsed_time(marks[1]) / 1e3 / count
+
+    for _ in range(_WARM):
+        step()
+    with profile(activities=activities):  # the profiler's own beginnings
+        step()
+    train_throughput.wait(device)
+    plain = run(steps)
+    with profile(activities=activities, record_shapes=True) as found:
+        seconds = run(steps)
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace or Path(folder, "trace.json")
+        found.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return Profile(events, step_window(events, "step 1", f"step {steps}"), steps, seconds, plain)
+
+
+def attention_flops(args: Any) -> float:
+    """FLOPs of attention's two products in a step, forward and backward: what the causal mask leaves. The
+    backward pass makes one of them again."""
+    heads = args.num_attention_heads * args.head_dim
+    pairs = args.train_batch_size * args.seq_length * (args.seq_length + 1) / 2
+    return args.num_layers * pairs * 4 * heads * (1 + 2.5)
+
+
+def model_of(args: Any) -> Model:
+    from megatron.model import layer_params
+
+    count = sum(math.prod(spec.shape) for specs in layer_params(args).values() for spec in specs)
+    return Model(count, args.padded_vocab_size, attention_flops(args))
+
+
+class Dispatched(TorchDispatchMode):
+    """While it is entered: the operations that are dispatched, by kind and name."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self._model = model
+        self._found: dict[tuple[str, str], list[float]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        size = 0 if func.namespace == "prim" else moved_bytes(func._schema, args, kwargs, output)
+        if size:
+            node = torch._C._current_autograd_node()
+            shapes = tuple(tuple(one.shape) if isinstance(one, torch.Tensor) else () for one in args)
+            operation = Operation(func._schema.name, () if node is None else (node.name(),), shapes)
+            kind = kind_of(operation, "", self._model)
+            row = self._found.setdefault((kind, name_of(operation, kind)), [0.0, 0.0, 0.0])
+            for number, value in enumerate((1.0, flops_of(operation), float(size))):
+                row[number] += value
+        return output
+
+    def rows(self, rates: Rates) -> list[WorkRow]:
+        """As of `work_rows`; seconds are the floors."""
+        attention = sum(row[2] for (kind, _), row in self._found.items() if kind == ATTENTION)
+        made = []
+        for (kind, name), (calls, flops, size) in self._found.items():
+            if kind == ATTENTION:
+                flops = self._model.attention_flops * size / attention
+            floor = max(flops / rates.products, size / rates.copies)
+            made.append(WorkRow(kind, name, calls, floor, flops, size, floor))
+        return sorted(made, key=lambda row: -row.seconds)
+
+
+def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """What `--json` writes. Raises RuntimeError where the kinds do not add up."""
+    from benchmarks.gpu_run.facts import copy_rate
+
+    chosen = train_throughput.parse([*rest, "--only", options.only])
+    os.environ.setdefault("DS_ACCELERATOR", chosen.device)
+    device = torch.device("cuda", 0) if chosen.device == "cuda" else torch.device("cpu")
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[chosen.precision]
+    steps, args, attention = train_throughput.contestants(chosen, device)
+    ((name, step),) = steps.items()
+    model = model_of(args)
+    trace = profiled(step, device, trace=options.trace)
+    # Measured as warm as the steps were
+    rates = Rates(
+        train_throughput.matmul_ceiling(device, dtype), copy_rate(device, 2**30 if device.type == "cuda" else 2**24)
+    )
+    rows = work_rows(trace.events, trace.window, trace.steps, model, rates)
+    whole = sum(row.seconds for row in rows)
+    if abs(whole - trace.seconds) > BOUND * trace.seconds:
+        raise RuntimeError(f"the kinds add up to {whole * 1e3:.1f} ms, but a step took {trace.seconds * 1e3:.1f} ms")
+    torch.distributed.destroy_process_group()
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    return {
+        "name": name, "device": kind, "attention": attention, "compile": bool(args.compile), "style": chosen.style,
+        "shape": chosen.shape, "precision": chosen.precision, "step_seconds": trace.seconds,
+        "plain_seconds": trace.plain, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
+
+
+def counted(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """What `--json` writes of a step on a GPU that is not there: each operation a kernel at its floor."""
+    import megatron.mpu
+    from megatron.training.native.engine import NativeEngine
+    from megatron.training.setup import build_engine
+    from tests.fake.layouts import Case
+    from tests.fake.runs import DEVICE, FakeTensorMode, fake_cuda, make_batch, process_group
+
+    chosen = train_throughput.parse([*rest, "--only", options.only, "--device", "cpu", "--precision", "bf16"])
+    chosen.device, case = "cuda", Case()
+    rates = Rates(options.rates[0] * 1e12, options.rates[1] * 1e12)
+    with fake_cuda(case.capability), process_group(case):
+        args = train_throughput.settings(chosen, 0, "native").replace(compile=False)
+        groups, seen = megatron.mpu.build_groups(pipe=1, data=1, tensor=1, device=DEVICE), Dispatched(model_of(args))
+        with FakeTensorMode():
+            engine = build_engine(args, groups, engine=NativeEngine)
+            batch = make_batch(args, case, None)
+            engine.train_step([batch], args.lr)  # makes the optimizer's state
+            with seen:
+                engine.train_step([batch], args.lr)
+    rows = seen.rows(rates)
+    whole = sum(row.seconds for row in rows)
+    return {
+        "name": "native", "device": "a GPU that is not there", "attention": args.attention_backend, "compile": False,
+        "style": chosen.style, "shape": chosen.shape, "precision": "bf16", "step_seconds": whole,
+        "plain_seconds": whole, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
+        "rows": [asdict(row) for row in rows],
+    }  # fmt: skip
