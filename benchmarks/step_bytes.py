@@ -206,6 +206,11 @@ def contestants(options: argparse.Namespace, groups: ParallelGroups, batch: Batc
         yield BARE, 1, bare_step(settings(options, 1, 0), groups, batch, torch.bfloat16)
     for name, kind in (("native", NativeEngine), ("DeepSpeed", DeepSpeedEngine)):
         alone = kind is NativeEngine and ranks == 1
+        if alone:  # as `auto` has it on a GPU
+            args = settings(options, 1, 0).replace(fused_update=True)
+            engine = build_engine(args, groups, engine=kind)
+            yield "native, one data rank, fused_update", 1, partial(engine.train_step, [batch], args.lr)
+            engine.close()
         for stage in (0,) if alone else (0, 1, 2, 3):
             for count in (1, 2):
                 args = with_micro_batches(settings(options, ranks, stage), ranks, count)

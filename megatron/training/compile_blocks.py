@@ -51,7 +51,7 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
         return CompileChoice(False, "auto: Triton needs compute capability 7.0, found {}.{}".format(*capability))
     if find_spec("triton") is None:
         return CompileChoice(False, "auto: Triton is not installed")
-    if not _found(_compilers(device)):
+    if not has_compiler(device):
         return CompileChoice(False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH")
     policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
     if policy.compile == "block-max" and choose_precision(args, device).recipe is None:
@@ -138,13 +138,13 @@ def _compilers(device: torch.device) -> list[str]:
     return [os.environ.get("CXX", "g++")] if device.type == "cpu" else [os.environ.get("CC", "gcc"), "clang"]
 
 
-def _found(names: list[str]) -> bool:
-    return any(shutil.which(name) for name in names)
+def has_compiler(device: torch.device) -> bool:
+    """Whether the compiler is here that torch.compile and Triton need on this device."""
+    return any(map(shutil.which, _compilers(device)))
 
 
 def _check_compiler(args: NeoXArgs, device: torch.device) -> None:
     # torch.compile would only say so in the first step.
-    names = _compilers(device)
-    if not _found(names):
-        needed = f"{args.compile} needs {' or '.join(names)}, not found on the PATH; set compile: false"
+    if not has_compiler(device):
+        needed = f"{args.compile} needs {' or '.join(_compilers(device))}, not found on the PATH; set compile: false"
         raise args.error("compile", needed)

@@ -17,6 +17,11 @@ class OptimizerKeys:
         None, "Parameters that are trained, all others stay as they are; unset: all", section=Trainable
     )
     use_bnb_optimizer: bool = key(False, "Adam, AdamW: keep moments in 8 bits (needs bitsandbytes)")
+    fused_update: Literal["auto"] | bool = new_key(
+        "auto",
+        "Native engine, AdamW in 16 bits, one data rank and micro-batch: the update reads gradients as backward leaves "
+        "them and writes weights, in one pass over memory; auto: on GPUs where the run can; printed",
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = new_key(
         "none", "Multiply lr and min_lr by the data-parallel size, or by its root"
     )

@@ -7,13 +7,14 @@ from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.apex import uses_apex
 from megatron.training.native.apex_adam import ApexAdam
+from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.muon import Muon, is_block_matrix
 from megatron.training.native.shards import Weights
 from megatron.training.optimizers import Lion, weight_decay_groups
 
 
 def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) -> torch.optim.Optimizer:
-    """AdamW (NeoX's `Adam` decays weights the same way; torch's or NVIDIA apex's), SGD or Lion over
+    """AdamW (NeoX's `Adam` decays weights the same way; torch's, ours or NVIDIA apex's), SGD or Lion over
     `weight_decay_groups` of the trained weights, or Muon."""
     options, shards = args.optimizer["params"], list(weights.trained)
     matrices = []
@@ -37,4 +38,7 @@ def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) 
         return Lion(groups, lr=args.lr, betas=options["betas"])
     if uses_apex(args, parallel.device):
         return ApexAdam(groups, lr=args.lr, betas=options["betas"], eps=options["eps"])
+    if args.fused_update is True:
+        weight_of = {shard.local: shard.param for shard in shards}
+        return FusedAdamW(groups, weight_of, lr=args.lr, betas=options["betas"], eps=options["eps"])
     return torch.optim.AdamW(groups, lr=args.lr, betas=options["betas"], eps=options["eps"], fused=True)

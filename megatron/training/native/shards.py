@@ -68,7 +68,8 @@ class Weights(Protocol):
         """Before each forward of a step."""
 
     def gradients(self) -> list[Tensor | None]:
-        """After the last backward: the step's fp32 gradient of each of `trained`, summed over data ranks."""
+        """After the last backward: the step's gradient of each of `trained`, summed over data ranks, in fp32;
+        with `fused_update` as backward left it."""
 
     def clear_gradients(self) -> None:
         """After the update."""
@@ -160,8 +161,8 @@ class WholeWeights:
     """Every data rank holds all weights. 16-bit weights have fp32 masters and fp32 gradients beside them.
 
     Gradients are added to one flat fp32 buffer a layer as they come; in the last micro-batch each buffer is
-    summed over data ranks while backward goes on with the layers below. One data rank that trains in fp32
-    needs none of this.
+    summed over data ranks while backward goes on with the layers below. One data rank that trains in fp32, or
+    whose update reads 16-bit gradients (`fused_update`), needs none of this.
     """
 
     def __init__(self, stage: Stage, args: NeoXArgs, groups: ParallelGroups, dtype: torch.dtype) -> None:
@@ -176,7 +177,8 @@ class WholeWeights:
         self._views: dict[nn.Parameter, Tensor] = {}
         self._works: list[dist.Work] = []
         self._last, self._launched = False, 0
-        if self._has_masters or self._group is not None:
+        self._fused = args.fused_update is True
+        if (self._has_masters or self._group is not None) and not self._fused:
             # Backward comes to the last layer first; a tied head counts as layer 0, which it leaves last.
             # Ranks that share out experts sum their gradients over other groups.
             keys = {(shard.layer, self._experts.has(shard.spec)) for shard in self.trained}
@@ -200,6 +202,7 @@ class WholeWeights:
         return Shard(layer, spec, param, local, 0, param.shape, self._rank)
 
     def begin_micro_batch(self, last: bool) -> None:
+        assert last or not self._fused, "16-bit gradients of several micro-batches would be added in 16 bits"
         self._last, self._launched = last, 0
         for bucket in self._buckets:
             bucket.begin_micro_batch()

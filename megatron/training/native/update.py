@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.optimizers import build_optimizer
 from megatron.training.native.shards import Weights
 from megatron.training.nonfinite_guard import GradientWatch
@@ -21,6 +22,7 @@ class Update:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
         self.optimizer = build_optimizer(weights, args, groups)
+        self._fused = isinstance(self.optimizer, FusedAdamW)
         self._held = [shard.local for shard in weights.trained]
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
@@ -30,7 +32,8 @@ class Update:
     def judge(self, gradients: Sequence[Tensor | None]) -> Tensor:
         """2-norm of the whole model's gradient, fp32 scalar, the same on every rank; NaN where anything of
         the step is not finite on any rank. One pass over the gradients, one all-reduce of two numbers."""
-        norms = torch._foreach_norm([self._none if g is None else g for g in gradients])
+        given = [self._none if g is None else g for g in gradients]
+        norms = torch._foreach_norm(given, 2, torch.float32) if self._fused else torch._foreach_norm(given)
         each = torch.stack(norms) if norms else self._owned
         self._watch.mark(each, summed=self._groups.size("data") > 1)
         # A norm that is not finite but not owned is no number times 0, NaN: the verdict says the same.
@@ -44,8 +47,9 @@ class Update:
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
         """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
         that cannot do so inside, the host waits for `skip`."""
-        for held, gradient in zip(self._held, gradients, strict=True):
-            held.grad = gradient
+        if not self._fused:
+            for held, gradient in zip(self._held, gradients, strict=True):
+                held.grad = gradient
         set_learning_rate(self.optimizer, lr)
         inside = getattr(self.optimizer, "_step_supports_amp_scaling", False)
         if self._max_norm > 0.0 and inside:
@@ -54,6 +58,8 @@ class Update:
             clip_gradients(self._held, norm, self._max_norm)
         leave_out(self.optimizer, self._held, skip)
         self.optimizer.step()
+        if self._fused:
+            return  # it has written the weights
         for held in self._held:
             held.grad = None
         self._weights.publish()

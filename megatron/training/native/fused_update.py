@@ -1,0 +1,132 @@
+"""AdamW in one pass over memory: 16-bit gradients as backward leaves them are read once, fp32 weights and
+moments updated, 16-bit weights written."""
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.mpu import DTYPES, ParallelGroups
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.apex import uses_apex
+from megatron.training.compile_blocks import has_compiler
+
+
+def resolve_fused_update(
+    args: NeoXArgs, groups: ParallelGroups, engine: str, log: Callable[[str], None] | None
+) -> NeoXArgs:
+    """The configuration with `auto` replaced by the choice, which is printed. Raises ConfigError where
+    `fused_update: true` asks for what the run cannot have."""
+    if args.fused_update is False or (args.fused_update == "auto" and engine != "native"):
+        return args.replace(fused_update=False)
+    problem = _problem(args, groups, engine)
+    if args.fused_update is True:
+        if problem is not None:
+            raise args.error("fused_update", f"true needs {problem}; write auto or false")
+        return args
+    if problem is None and groups.device.type != "cuda":
+        problem = "a GPU to be faster"
+    if log is not None:
+        log(
+            f"fused_update: {str(problem is None).lower()} (auto"
+            + (")" if problem is None else f": it needs {problem})")
+        )
+    return args.replace(fused_update=problem is None)
+
+
+def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
+    """What the run lacks for it, in words that go on after "needs"."""
+    if engine != "native":
+        return "engine: native"
+    if args.optimizer_name not in ("adam", "adamw") or args.use_bnb_optimizer or uses_apex(args, groups.device):
+        return "torch's AdamW"
+    if DTYPES[args.params_dtype] == torch.float32:
+        return "16-bit weights"
+    if groups.size("data") > 1:
+        return "one data rank, as gradients are summed over data ranks in fp32"
+    if args.gradient_accumulation_steps != 1:
+        return "one micro-batch a step, as gradients of several are added in fp32"
+    if groups.device.type == "cuda" and (find_spec("triton") is None or not has_compiler(groups.device)):
+        return "Triton and a C compiler"
+    return None
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW over fp32 masters that reads the gradient of each one's 16-bit weight, and writes that weight.
+
+    weights: of each master. Clipping, skipping and state are those of torch's fused AdamW: `grad_scale`
+    divides gradients, `found_inf` leaves everything as it is.
+    """
+
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        groups: Any,
+        weights: Mapping[nn.Parameter, nn.Parameter],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._weights = weights
+        device = self.param_groups[0]["params"][0].device
+        self._one, self._no = torch.ones((), device=device), torch.zeros((), device=device)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """One update of every parameter; one that backward gave no gradient has a gradient of zeros."""
+        scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for group in self.param_groups:
+            masters = [master for master in group["params"] if master.numel()]
+            if not masters:
+                continue
+            for master in masters:
+                self._fill_state(master)
+            weights, states = [self._weights[master] for master in masters], [self.state[m] for m in masters]
+            gradients = [torch.zeros_like(w) if w.grad is None else w.grad.contiguous() for w in weights]
+            adamw(
+                masters, gradients, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
+                weights, self._one if scale is None else scale, self._no if skip is None else skip,
+                group["lr"], *group["betas"], group["eps"], group["weight_decay"],
+            )  # fmt: skip
+
+    def _fill_state(self, master: Tensor) -> None:
+        if not self.state[master]:
+            zeros = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+            self.state[master] = {"step": torch.zeros((), device=master.device), **zeros}
+
+
+@torch.library.custom_op("megatron::adamw", mutates_args=("masters", "exp_avgs", "exp_avg_sqs", "steps", "out"))
+def adamw(
+    masters: list[Tensor], gradients: list[Tensor], exp_avgs: list[Tensor], exp_avg_sqs: list[Tensor],
+    steps: list[Tensor], out: list[Tensor], grad_scale: Tensor, found_inf: Tensor, lr: float, beta1: float,
+    beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """A step of AdamW. out: the weights, which become the masters in their own dtype; all else is named as in
+    `torch._fused_adamw_`."""
+    torch._foreach_add_(steps, 1.0)
+    if masters[0].device.type != "cuda":
+        copies = [gradient.float() for gradient in gradients]
+        torch._fused_adamw_(
+            masters, copies, exp_avgs, exp_avg_sqs, [], steps, lr=lr, beta1=beta1, beta2=beta2, eps=eps,
+            weight_decay=weight_decay, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+        torch._foreach_copy_(out, masters)
+    else:
+        from megatron.training.native.adamw_kernel import update
+
+        counts = torch.stack(steps).double()
+        corrections = torch.stack([1 - beta1**counts, (1 - beta2**counts).sqrt()], dim=1).float()
+        numbers = lr, weight_decay, beta1, beta2, eps
+        tensors = zip(masters, gradients, exp_avgs, exp_avg_sqs, out, corrections.unbind(), strict=True)
+        for master, gradient, average, square, weight, own in tensors:
+            update(master, gradient, average, square, weight, own, grad_scale, found_inf, *numbers)
+    torch._foreach_sub_(steps, [found_inf] * len(steps))
+
+
+@adamw.register_fake
+def _(*given: Any) -> None:
+    """Nothing is made."""
