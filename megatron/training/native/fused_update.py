@@ -46,7 +46,7 @@ def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
         return "16-bit weights"
     if groups.size("data") > 1:
         return "one data rank, as gradients are summed over data ranks in fp32"
-    if args.gradient_accumulation_steps != 1:
+    if args.gradient_accumulation_steps != 1 or args.gd_mode:  # which has micro-batches of two sets
         return "one micro-batch a step, as gradients of several are added in fp32"
     if groups.device.type == "cuda" and (find_spec("triton") is None or not has_compiler(groups.device)):
         return "Triton and a C compiler"
