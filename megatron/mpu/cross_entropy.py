@@ -7,7 +7,7 @@ rows, which bounds the memory for fp32 copies.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -155,6 +155,15 @@ def row_sums(logits: Tensor, labels: Tensor, statistics: bool, temperature: floa
     return _row_sums(logits, labels, statistics, temperature)[1]
 
 
+class Slopes(NamedTuple):
+    """What makes a row's logits their gradient, fp32 `[rows]` each: exp(logit - highest) * scale, and
+    `of_label` more at the label."""
+
+    highest: Tensor
+    scale: Tensor
+    of_label: Tensor
+
+
 def loss_rows(
     logits: Tensor,
     sums: Tensor | None,
@@ -172,22 +181,55 @@ def loss_rows(
 
     sums: `[3 or 5, ranks, rows]` of all ranks; None: there is one. gradient: the logits become their
     gradient, z_loss * logsumexp^2 included, which the value leaves out."""
-    exp = None
-    if sums is None:
-        exp, own = _row_sums(logits, labels, statistics)
-        sums = own.unsqueeze(1)
+    exp, sums = (None, sums) if sums is not None else _own_sums(logits, labels, statistics)
+    found, slopes = _losses(sums, weights, loss, z_loss, statistics, gradient, rank, columns)
+    if slopes is not None:
+        exp = (logits - slopes.highest[:, None]).exp_() if exp is None else exp
+        _put_gradient(logits, exp, slopes.scale, labels, slopes.of_label)
+    return found
+
+
+def _loss_slopes(
+    logits: Tensor, sums: Tensor | None, labels: Tensor, weights: Tensor, *rest: Any
+) -> tuple[Tensor, Slopes | None]:
+    """The first half of `loss_rows`, which leaves the logits as they are."""
+    sums = _own_sums(logits, labels, rest[2])[1] if sums is None else sums
+    return _losses(sums, weights, *rest)
+
+
+def _own_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
+    """As `_row_sums`; the sums as of one rank."""
+    exp, sums = _row_sums(logits, labels, statistics)
+    return exp, sums.unsqueeze(1)
+
+
+def _losses(
+    sums: Tensor,
+    weights: Tensor,
+    loss: TokenLoss,
+    z_loss: float,
+    statistics: bool,
+    gradient: bool,
+    rank: int,
+    columns: int,
+) -> tuple[Tensor, Slopes | None]:
     values = _combined(sums, rank, columns)
+    slopes = None
     if gradient:
-        losses, slopes = _with_slopes(loss, values.logprobs)
-        of_label = slopes * weights
+        losses, of_losses = _with_slopes(loss, values.logprobs)
+        of_label = of_losses * weights
         of_sum = 2 * z_loss * values.logsumexp * weights - of_label if z_loss else -of_label
-        if exp is None:
-            exp = (logits - values.highest[:, None]).exp_()
-        _put_gradient(logits, exp, of_sum * values.inverse, labels, of_label)
+        slopes = Slopes(values.highest, of_sum * values.inverse, of_label)
     else:
         losses = loss(values.logprobs)
     found = [losses, *((values.entropy, values.is_top) if statistics else ())]
-    return torch.stack(found) * weights
+    return torch.stack(found) * weights, slopes
+
+
+def _put_loss_gradient(logits: Tensor, highest: Tensor, scale: Tensor, of_label: Tensor, labels: Tensor) -> Tensor:
+    """The second half of `loss_rows`."""
+    _put_gradient(logits, (logits - highest[:, None]).exp_(), scale, labels, of_label)
+    return scale
 
 
 def put_logprob_gradient(
@@ -231,12 +273,13 @@ def plain_kernels() -> Kernels:
 
 
 def compiled_kernels() -> Kernels:
-    """The functions, compiled for any number of rows."""
+    """The functions, compiled for any number of rows. What is computed of a row is kept apart from what is
+    done to each of its logits: in one graph the compiler would compute it for each of them again."""
 
-    def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         fast = torch.compile(function, fullgraph=True)
 
-        def run(logits: Tensor, *given: object) -> Tensor:
+        def run(logits: Tensor, *given: object) -> Any:
             for x in (logits, *given):
                 if isinstance(x, Tensor):
                     torch._dynamo.maybe_mark_dynamic(x, 0 if x is logits else x.dim() - 1)
@@ -244,7 +287,15 @@ def compiled_kernels() -> Kernels:
 
         return run
 
-    return Kernels(compiled(row_sums), compiled(loss_rows), compiled(put_logprob_gradient))
+    slopes_of, put = compiled(_loss_slopes), compiled(_put_loss_gradient)
+
+    def loss_of(logits: Tensor, sums: Tensor | None, labels: Tensor, *given: object) -> Tensor:
+        found, slopes = slopes_of(logits, sums, labels, *given)
+        if slopes is not None:
+            put(logits, *slopes, labels)
+        return found
+
+    return Kernels(compiled(row_sums), loss_of, compiled(put_logprob_gradient))
 
 
 # -- over all ranks ------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, DROPOUT, LAYERS, PACKED, PACKED_DPO, RECOMPUTE, SHARED, SP2, TP2, WINDOW, Case
 from tests.marks import with_more
 
-# Of all blocks, and of what is done to a chunk of logits: before tensor ranks tell each other, and after.
-GRAPHS = {1: 2, 2: 3}
+# Of all blocks, and of what is done to a chunk of logits: before tensor ranks tell each other, to rows, to logits.
+GRAPHS = {1: 3, 2: 4}
 # Of one to many documents; the longest are of several lengths.
 DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]
 STEPS = [[list(range(0, 192, 192 // (1 + step))), [0, 9 * step + 1]] for step in range(0, 20, 4)]
