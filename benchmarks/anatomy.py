@@ -22,13 +22,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.step_work import WorkRow, by_kind
 
 
-def gaps(rows: Sequence[WorkRow], count: int = 3) -> str:
-    """The rows that are farthest above their floors, in words."""
-    most = sorted((row for row in rows if row.floor is not None), key=lambda row: -row.above_floor)[:count]
-    words = [f"{row.kind}, {row.name}: {row.above_floor * 1e3:.1f} ms above its floor" for row in most]
-    return "largest gaps: " + "; ".join(words)
-
-
 def table(rows: Sequence[WorkRow], most: int = 40) -> str:
     """The kinds, and the longest rows, as Markdown."""
     whole = sum(row.seconds for row in rows)
@@ -96,13 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     except RuntimeError as problem:
         sys.stderr.write(f"anatomy.py: {problem}\n")
         return 1
-    rows = [WorkRow(**{key: row[key] for key in WorkRow.__dataclass_fields__}) for row in report["rows"]]
+    rows = [WorkRow(**{key: row[key] for key in WorkRow.__dataclass_fields__}) for row in report["work"]]
     about = f"{report['device']}, {report['name']}, attention {report['attention']}"
     if options.fake:
         print(f"{about}: counted, not timed; each operation at its floor, {report['sum_seconds'] * 1e3:.1f} ms a step")
     else:
         plain = f"{report['plain_seconds'] * 1e3:.1f} without a profiler"
-        print(f"{about}: {report['step_seconds'] * 1e3:.1f} ms a step, {plain}", gaps(rows), sep="\n\n")
+        print(f"{about}: {report['step_seconds'] * 1e3:.1f} ms a step, {plain}", report["gaps"], sep="\n\n")
     print(f"\n{table(rows)}")
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n")

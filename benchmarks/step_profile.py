@@ -24,7 +24,9 @@ from benchmarks.step_work import (
     Operation,
     Rates,
     WorkRow,
+    by_kind,
     flops_of,
+    gaps,
     kind_of,
     name_of,
     step_window,
@@ -135,6 +137,16 @@ class Dispatched(TorchDispatchMode):
         return sorted(made, key=lambda row: -row.seconds)
 
 
+def _rows(work: Sequence[WorkRow]) -> dict[str, Any]:
+    """Of a report: the kinds as rows, the largest gaps in words, and all work."""
+    rows = [
+        {"kind": row.kind, "seconds": row.seconds, "floor_ms": (row.floor or 0.0) * 1e3,
+         "above_floor_ms": row.above_floor * 1e3}
+        for row in by_kind(work)
+    ]  # fmt: skip
+    return {"rows": rows, "gaps": gaps(work), "work": [asdict(row) for row in work]}
+
+
 def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     """What `--json` writes. Raises RuntimeError where the kinds do not add up."""
     from benchmarks.gpu_run.facts import copy_rate
@@ -161,7 +173,7 @@ def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "name": name, "device": kind, "attention": attention, "compile": bool(args.compile), "style": chosen.style,
         "shape": chosen.shape, "precision": chosen.precision, "step_seconds": trace.seconds,
         "plain_seconds": trace.plain, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
-        "rows": [asdict(row) for row in rows],
+        **_rows(rows),
     }  # fmt: skip
 
 
@@ -191,5 +203,5 @@ def counted(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         "name": "native", "device": "a GPU that is not there", "attention": args.attention_backend, "compile": False,
         "style": chosen.style, "shape": chosen.shape, "precision": "bf16", "step_seconds": whole,
         "plain_seconds": whole, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
-        "rows": [asdict(row) for row in rows],
+        **_rows(rows),
     }  # fmt: skip

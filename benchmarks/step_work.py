@@ -319,3 +319,10 @@ def by_kind(rows: Sequence[WorkRow]) -> list[WorkRow]:
             )
             sums.append(WorkRow(kind, kind, calls, seconds, flops, size, floor))
     return sums
+
+
+def gaps(rows: Sequence[WorkRow], count: int = 3) -> str:
+    """The rows that are farthest above their floors, in words."""
+    most = sorted((row for row in rows if row.floor is not None), key=lambda row: -row.above_floor)[:count]
+    words = [f"{row.kind}, {row.name}: {row.above_floor * 1e3:.1f} ms above its floor" for row in most]
+    return "largest gaps: " + "; ".join(words)

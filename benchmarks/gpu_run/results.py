@@ -87,6 +87,8 @@ def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | Non
         return (
             f"{found['device']}: products {', '.join(rates)}; copies {found['copy_bytes_per_second'] / 1e12:.3g} TB/s"
         )
+    if "gaps" in found:
+        return f"{found['step_seconds'] * 1e3:.1f} ms a step; {found['gaps']}"
     rows = found.get("rows", [])
     if len(rows) == 1 and "model_flops" in rows[0]:
         row, words = rows[0], []

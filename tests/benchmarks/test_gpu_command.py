@@ -200,7 +200,7 @@ def test_the_page_is_made_from_the_table(tmp_path: Path) -> None:
     assert text.startswith("# Speed\n") and text.endswith("the rest\n") and "old" not in text
     assert "### NVIDIA Stub, 2030-01-02" in text
     assert "| tests of a stub | failed | 1 passed, 1 failed | 9 |" in text
-    assert "| engine | 400.0 | 1 | 400.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
+    assert "| engine | 1 | 277777.78 | 400.0 | 400.0 | 500.0 | 52.0% | 1.250 of: bare | 31.0 |" in text
     assert "| a block of experts | | ms | speed beside ours |\n|---|---|---:|---:|\n| 30b | ours | 7.4 | 1.00 |" in text
     assert "| loss in chunks | 16.6 | 1.30 | 0.83 |" in text
     assert "- tests: failed, 1 of 2 tests failed: `test_stub.py::test_b`" in text

@@ -9,7 +9,7 @@ from tests.fake.client import FakeCuda
 from tests.fake.layouts import COMPILE, DROPOUT, LAYERS, PACKED, PACKED_DPO, RECOMPUTE, SHARED, SP2, TP2, WINDOW, Case
 from tests.marks import with_more
 
-# Of all blocks, and of what is done to a chunk of logits: before tensor ranks tell each other, to rows, to logits.
+# Of all blocks, and of what is done to a chunk of logits: before ranks tell each other, to rows, to it.
 GRAPHS = {1: 3, 2: 4}
 # Of one to many documents; the longest are of several lengths.
 DOCUMENTS = [[[0, 50], [0, 20, 100]], [[0], [0]], [[0, 10, 70], [0, 20, 30]], [list(range(0, 192, 12)), [0, 1]]]

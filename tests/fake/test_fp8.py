@@ -97,5 +97,5 @@ COMPILED: dict[str, Case] = {
 
 @pytest.mark.parametrize("name", with_more(COMPILED, product=COMPILED.keys() - {"te, ZeRO 3"}))
 def test_compiled_blocks_are_two_graphs(name: str, fake_cuda: FakeCuda) -> None:
-    """Of blocks in bf16, in FP8 with scales as inputs, and of logits two (over ranks three), for any scales."""
+    """Of blocks in bf16, in FP8 with scales as inputs, of logits two (over ranks three), for any scales."""
     compiled(fake_cuda, COMPILED[name], graphs=5 if "tp2" in name else 4)

@@ -40,16 +40,24 @@ def _of_run(found: Mapping[str, Any], path: Path) -> str:
     lines = [f"### {', '.join(filter(None, (found['device'], found['date'], title)))}", ""]
     if facts is not None:
         lines += [_facts(facts, found), ""]
-    tests = [part for part in parts if part["tests"]]
-    if tests:
-        lines += ["| correctness | | tests | s |", "|---|---|---|---:|", *map(_tests_row, tests), ""]
     speeds = [part for part in parts if _speed(part)]
     if speeds:
         by_name = {part["name"]: part for part in parts}
-        head = "| a training step | ms | tokens/s | model TFLOP/s | of ceiling | speed beside | peak GB |"
-        lines += [head, "|---|---:|---:|---:|---:|---|---:|", *(_speed_row(part, by_name) for part in speeds), ""]
+        head = (
+            "| a training step | tokens/s per GPU | hours for 10^9 tokens | ms | model TFLOP/s | NeoX's TFLOP/s "
+            "| of ceiling | speed beside | peak GB |"
+        )
+        lines += [
+            head,
+            "|---|---:|---:|---:|---:|---:|---:|---|---:|",
+            *(_speed_row(part, by_name) for part in speeds),
+            "",
+        ]
         lines += [f"![TFLOP/s of each]({_link(path.with_suffix('.png'))})", ""]
     lines += [line for part in parts for line in _own_table(part)]
+    tests = [part for part in parts if part["tests"]]
+    if tests:
+        lines += ["| correctness | | tests | s |", "|---|---|---|---:|", *map(_tests_row, tests), ""]
     lines += [_missing(part) for part in parts if part["state"] != "passed"]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -85,8 +93,9 @@ def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
     own, other = seconds_of(part["result"]), seconds_of(beside["result"]) if beside is not None else None
     ratio = f"{other / own:.3f} of: {part['beside']}" if own and other else ""
     return (
-        f"| {part['name']} | {row['seconds'] * 1e3:.1f} | {row['tokens']:,.0f} | {row['model_flops'] / 1e12:.1f} | "
-        f"{row['of_ceiling']:.1%} | {ratio} | {row['peak_bytes'] / 1e9:.1f} |"
+        f"| {part['name']} | {row['tokens']:,.0f} | {1e9 / row['tokens'] / 3600:.2f} | {row['seconds'] * 1e3:.1f} | "
+        f"{row['model_flops'] / 1e12:.1f} | {row['neox_flops'] / 1e12:.1f} | {row['of_ceiling']:.1%} | {ratio} | "
+        f"{row['peak_bytes'] / 1e9:.1f} |"
     )
 
 
@@ -99,6 +108,10 @@ _TABLES: dict[str, tuple[tuple[str, str], str]] = {
     "experts": (
         ("| a block of experts | | ms | speed beside ours |", "|---|---|---:|---:|"),
         "| {experts} | {name} | {milliseconds:.1f} | {beside_ours:.2f} |",
+    ),
+    "above_floor_ms": (
+        ("| where a step's time goes | ms | its floor | above it |", "|---|---:|---:|---:|"),
+        "| {kind} | {milliseconds:.1f} | {floor_ms:.1f} | {above_floor_ms:.1f} |",
     ),
     "over_floor": (
         ("| output layer and loss | ms | of their products alone | peak GB |", "|---|---:|---:|---:|"),
