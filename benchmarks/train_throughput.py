@@ -124,6 +124,7 @@ def keys_of(options: argparse.Namespace, zero: int) -> dict[str, Any]:
         "max_position_embeddings": options.seq,
         "padded_vocab_size": options.vocab,
         "train_micro_batch_size_per_gpu": options.micro_batch,
+        "gradient_accumulation_steps": options.micro_batches,
         "precision": {"bf16": "bfloat16", "fp32": "fp32"}[options.precision],
         "attention_backend": options.backend,
         "compile": "block" if options.compile else False,
@@ -171,7 +172,9 @@ def engine_step(args: NeoXArgs, groups: ParallelGroups, batch: Batch) -> Step:
     from megatron.training.setup import build_engine
 
     engine = build_engine(args, groups)
-    return lambda: engine.train_step([batch], args.lr).loss
+    assert args.gradient_accumulation_steps is not None
+    batches = [batch] * args.gradient_accumulation_steps
+    return lambda: engine.train_step(list(batches), args.lr).loss
 
 
 def plain_step(model: nn.Module, dtype: torch.dtype, args: NeoXArgs, loss: Step) -> Step:
@@ -395,6 +398,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=SHAPES, help="default: 1.4B on a GPU, tiny on a CPU; the next change it")
     for key in SHAPES["tiny"]:
         parser.add_argument(f"--{key.replace('_', '-')}", type=int)
+    parser.add_argument("--micro-batches", type=int, default=1, help="of a step, engines only (1)")
     parser.add_argument("--kv-heads", type=int, help="grouped queries, --style llama only")
     parser.add_argument("--style", choices=STYLES, default="neox")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 on a GPU, fp32 on a CPU")
@@ -414,6 +418,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--kv-heads needs --style llama: GPT-NeoX of transformers has no grouped queries")
     if options.documents is not None and "transformers" in options.only:
         parser.error("--documents needs --only bare native deepspeed: transformers does not keep documents apart")
+    if options.micro_batches != 1 and {"bare", "transformers"} & set(options.only):
+        parser.error("--micro-batches needs --only native deepspeed: the plain loop has one a step")
     on_gpu = options.device == "cuda"
     for key, value in SHAPES[options.shape or ("1.4B" if on_gpu else "tiny")].items():
         if getattr(options, key) is None:
