@@ -65,9 +65,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def earlier(path: Path) -> dict[str, Outcome]:
-    """The outcomes of a file, by name."""
+    """The outcomes of a file, by name; parts that ran when their run was killed are cut."""
     names = Outcome.__dataclass_fields__
     rows = [{key: row[key] for key in names if key in row} for row in read(path)["parts"]]
+    for row in rows:
+        if row["state"] == "running":
+            row |= {"state": "cut", "reason": "its run was killed"}
     return {row["name"]: Outcome(**row) for row in rows}
 
 

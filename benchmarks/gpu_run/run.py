@@ -47,15 +47,16 @@ def remembered(options: Options) -> memory.Memory:
     return memory.remember(sorted(tables), "ablation" if options.kind == "ablation" else "gpu")
 
 
+def in_run(part: Part, options: Options) -> Part:
+    """The part as it is run, on a CPU where it is rehearsed."""
+    return rehearsed(part) if options.kind == "rehearsal" else part
+
+
 def plan_of(
     every: Sequence[Part], options: Options, past: memory.Memory, card: str | None, cores: int, limit_s: float
 ) -> Plan:
     """The plan of a run on such a card, on a machine with so many cores."""
-    runnable = {
-        part.name: rehearsed(part) if options.kind == "rehearsal" else part
-        for part in every
-        if part.name != FACTS and not missing_packages(part)
-    }
+    runnable = {part.name: in_run(part, options) for part in every if part.name != FACTS and not missing_packages(part)}
     chosen = [part for part in runnable.values() if options.only is None or part.name in options.only]
     compared = {name for part in chosen for name in (part.name, part.beside)}
     codes = memory.codes([part for part in every if part.name in compared], ROOT)
@@ -110,7 +111,7 @@ class Run:
 
     def all(self) -> int:
         """Run everything; the exit status. Raises ValueError for a file among the tables that is none."""
-        facts = next(part for part in self.every if part.name == FACTS)
+        facts = in_run(next(part for part in self.every if part.name == FACTS), self.options)
         outcome = self._run(Step(facts, Rank.NEVER_PASSED, "at first", facts.typical_s), facts.limit_s)
         if outcome.result is None or self.stop.reason:
             sys.stderr.write(f"make gpu: {outcome.log or outcome.reason}\n")

@@ -81,6 +81,7 @@ def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkey
     assert found["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
     if number == signal.SIGTERM:
         assert [row["seconds"] for row in found["slow"]["result"]["rows"]] == [0.3], "what it had measured"
+    assert results.earlier(tmp_path / "table.json")["slow"].state == "cut"
 
 
 @pytest.mark.ends_processes

@@ -198,7 +198,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Runs parts that take no time, and gives back which began, in order, and the table."""
     monkeypatch.setattr(memory, "codes", lambda every, root: {one.name: one.about for one in every})
 
-    def go(every: Sequence[Part], minutes: float = 9, state: str = "passed", only: Sequence[str] | None = None) -> Any:
+    def go(
+        every: Sequence[Part],
+        minutes: float = 9,
+        state: str = "passed",
+        only: Sequence[str] | None = None,
+        output: Path | None = None,
+    ) -> Any:
         begun: list[str] = []
 
         def run_part(
@@ -212,10 +218,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
             return Outcome(one.name, state, 1.0, result=eval(STEP.replace("SECONDS", "0.5")))
 
         monkeypatch.setattr(run, "run_part", run_part)
-        options = run.Options("gpu", minutes, only, False, None, tmp_path / "work", tmp_path)
+        options = run.Options("gpu", minutes, only, False, output, tmp_path / "work", tmp_path)
         status = run.Run([part(FACTS), *every], options, Stop()).all()
         assert status == (0 if state == "passed" else 1)
-        path = tmp_path / f"{time.strftime('%Y-%m-%d')}-stub.json"
+        path = output or tmp_path / f"{time.strftime('%Y-%m-%d')}-stub.json"
         return begun[1:], {row["name"]: row for row in json.loads(path.read_text())["parts"]}
 
     return go
@@ -247,6 +253,13 @@ def test_timed_parts_run_before_tests_and_the_plan_before_all(
 def test_a_part_that_failed_is_unknown(machine: Machine) -> None:
     assert machine([part("a"), part("b")], state="failed", only=["b"])[0] == ["b"]
     assert machine([part("a"), part("b")])[0] == ["a", "b"]
+
+
+def test_a_table_elsewhere_begins_with_that_of_the_day(machine: Machine, tmp_path: Path) -> None:
+    """It is brought back in place of that one."""
+    machine([part("a"), part("b")], only=["a"])
+    begun, table = machine([part("a"), part("b")], output=tmp_path / "elsewhere" / "table.json")
+    assert begun == ["b"] and list(table) == [FACTS, "a", "b"]
 
 
 def test_tests_that_passed_before_run_last(tmp_path: Path) -> None:
