@@ -53,7 +53,7 @@ class Plan:
         made = [f"plan: {self.seconds:.0f} s of {self.limit_s:.0f} s that are left"]
         made += [_line(step) for step in self.timed]
         if self.tests:
-            made.append(f"then tests, {self.at_a_time} parts at a time:")
+            made.append(f"then tests, {self.at_a_time} at a time:")
             made += [_line(step) for step in self.tests]
         if self.late:
             made += [f"does not fit, {alone(self.late):.0f} s:", *map(_line, self.late)]
