@@ -82,10 +82,10 @@ soak: $(ENV)  ## runs killed at random moments, many times; hours
 fake: $(ENV)  ## the model of any rank of any layout on fake CUDA: devices, collectives, kernels, bytes; no GPU
 	$(RUN) -m pytest -n $(WORKERS) --dist worksteal -rs -m "cpu or more or product or soak" tests/fake
 
-gpu: $(ENV)  ## one GPU, 9.5 minutes: correctness, then speed beside bare torch, transformers and TRL; ARGS=--help
+gpu: $(ENV)  ## one GPU, 9 minutes: speed and correctness, what is unknown first; again: goes on; ARGS=--help
 	@$(RUN) benchmarks/gpu.py $(ARGS)
 
-gpu-rehearsal: $(ENV)  ## every part of make gpu on a CPU, at tiny size
+gpu-rehearsal: $(ENV)  ## the plan of make gpu on a CPU, at tiny size
 	@$(RUN) benchmarks/gpu.py --rehearse --minutes 20 $(ARGS)
 
 lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to date

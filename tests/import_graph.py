@@ -36,9 +36,11 @@ class ImportGraph:
     root: Path
     files: frozenset[str]
     _links: dict[str, Links] = field(default_factory=dict)
+    _edges: dict[str, set[str]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, root: Path) -> "ImportGraph":
+        """Raises CalledProcessError or OSError where git does not list the files of `root`."""
         words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         listed = subprocess.run(words, cwd=root, capture_output=True, check=True, text=True).stdout
         return cls(root, frozenset(path for path in listed.split("\0") if path and (root / path).is_file()))
@@ -71,6 +73,11 @@ class ImportGraph:
 
     def edges(self, path: str) -> set[str]:
         """Files that one file depends on at first hand, data files too."""
+        if path not in self._edges:
+            self._edges[path] = self._read_edges(path)
+        return self._edges[path]
+
+    def _read_edges(self, path: str) -> set[str]:
         links = self.links(path)
         targets: set[str] = set()
         for module, name in links.imports:
@@ -130,6 +137,18 @@ class ImportGraph:
                 for target in self.edges(path):
                     users.setdefault(target, set()).add(path)
         return users
+
+    def dependencies(self, starts: Collection[str]) -> set[str]:
+        """Python files that some files depend on, and these files themselves. USED_BY_ALL and what only it
+        imports are not among them."""
+        reached, waiting = set(starts), deque(starts)
+        while waiting:
+            here = waiting.popleft()
+            for path in self.edges(here) if here.endswith(".py") else ():
+                if path.endswith(".py") and path not in reached and path not in USED_BY_ALL:
+                    reached.add(path)
+                    waiting.append(path)
+        return reached
 
     def dependents(self, changed: Collection[str]) -> dict[str, int]:
         """Python files that depend on one of some files, these too, with the edges to the nearest. A changed

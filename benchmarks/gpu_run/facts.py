@@ -31,6 +31,11 @@ def versions() -> dict[str, str | None]:
     return version_of
 
 
+def cores_here() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def gpu_facts() -> dict[str, Any]:
     """Of the first GPU. Raises RuntimeError where torch finds none."""
     import torch
@@ -50,17 +55,18 @@ def gpu_facts() -> dict[str, Any]:
         "memory_bytes": total,
         "free_bytes": free,
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": ask_nvidia_smi("driver_version"),
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "architectures": torch.cuda.get_arch_list(),
     }
 
 
-def _driver() -> str | None:
+def ask_nvidia_smi(field: str) -> str | None:
+    """What nvidia-smi says of the first GPU; None where there is no nvidia-smi, or no GPU."""
     if shutil.which("nvidia-smi") is None:
         return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
     asked = subprocess.run(command, capture_output=True, text=True, timeout=20)
     return asked.stdout.splitlines()[0].strip() if asked.returncode == 0 and asked.stdout.strip() else None
 
@@ -101,7 +107,7 @@ def main() -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": cores_here(),
         "compiler": next(filter(None, map(shutil.which, ("gcc", "clang"))), None) is not None,
         "packages": versions(),
     }

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _POLL_S = 0.1
 _LOG_TAIL = 3000
 _BUSY, _DEAD_TESTS = "running", 20  # after so many tests that end their process there is no use in going on
+_TIME_UP, _STOPPED = -1001, -1002  # in place of an exit status
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Outcome:
     """How far a part came. state: running, passed, failed, cut (by a time limit or a signal) or left out.
 
     reason: why it did not pass, one line. tests: a row for each, as they ended. result: what it measured.
-    log: the end of what it printed, where it did not pass.
+    log: the end of what it printed, where it did not pass. code: digest of the files it ran, as
+    `memory.codes` makes it; "" where that is unknown, as in tables of before there were digests.
     """
 
     name: str
@@ -34,16 +36,30 @@ class Outcome:
     tests: list[dict[str, Any]] = field(default_factory=list)
     result: dict[str, Any] | None = None
     log: str = ""
+    code: str = ""
+
+
+@dataclass
+class Stop:
+    """Ends all parts that run, once a reason is set; a signal's handler sets it."""
+
+    reason: str = ""
 
 
 def run_part(
-    part: Part, folder: Path, limit_s: float, env: Mapping[str, str], progress: Callable[[Outcome], None]
+    part: Part,
+    folder: Path,
+    limit_s: float,
+    env: Mapping[str, str],
+    progress: Callable[[Outcome], None],
+    stop: Stop,
 ) -> Outcome:
     """Run a part to its end or its time limit; a process that a test takes down is followed by another for
     the tests after it.
 
-    folder: the part's own, made here. progress: told whenever the part has written something. What the part
-    leaves running is ended with it.
+    folder: the part's own, made here. progress: told about once a second how far the part has come. stop:
+    ends the part as its time limit does. What the part leaves running is ended with it. Several threads may
+    each run a part.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name in (OUTCOMES, RESULT):
@@ -57,25 +73,20 @@ def run_part(
     with open(folder / "log", "w", encoding="utf-8") as log:
         for _ in range(_DEAD_TESTS):
             left = limit_s - (time.monotonic() - begun)
-            try:
-                status = _follow(command, {**env, **part.env}, log, left, look)
-            except Ended:
-                look()
-                raise
+            status = _follow(command, {**env, **part.env}, log, left, look, stop)
             if not part.tests or status == 0 or not _note_dead_test(folder / OUTCOMES, status):
                 break
     found = _so_far(part, folder, begun)
-    state, reason = _verdict(part, found, folder, status, limit_s)
+    reason = stop.reason if status == _STOPPED else f"its {limit_s:.0f} s were up"
+    state, reason = _verdict(part, found, folder, status, reason)
     tail = "" if state == "passed" else _tail(folder / "log")
     return Outcome(part.name, state, found.seconds, reason, found.tests, found.result, tail)
 
 
-class Ended(Exception):
-    """The whole run was asked to end."""
-
-
-def _follow(command: list[str], env: Mapping[str, str], log: Any, limit_s: float, look: Callable[[], None]) -> int:
-    """Exit status of the command; -SIGALRM where its time was up."""
+def _follow(
+    command: list[str], env: Mapping[str, str], log: Any, limit_s: float, look: Callable[[], None], stop: Stop
+) -> int:
+    """Exit status of the command; _TIME_UP or _STOPPED where it was ended from here."""
     process = subprocess.Popen(
         command, cwd=ROOT, env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -83,8 +94,10 @@ def _follow(command: list[str], env: Mapping[str, str], log: Any, limit_s: float
     end, looked = time.monotonic() + limit_s, time.monotonic()
     try:
         while process.poll() is None:
+            if stop.reason:
+                return _STOPPED
             if time.monotonic() > end:
-                return -signal.SIGALRM
+                return _TIME_UP
             time.sleep(_POLL_S)
             if time.monotonic() - looked > 1.0:
                 looked = time.monotonic()
@@ -123,7 +136,7 @@ def _note_dead_test(path: Path, status: int) -> bool:
     """Whether tests are left that another process should run: this one ended before its last. A test that had
     begun and did not end is noted as failed."""
     rows = _rows(path)
-    if any("finished" in row for row in rows) or status == -signal.SIGALRM or not rows:
+    if any("finished" in row for row in rows) or status in (_TIME_UP, _STOPPED) or not rows:
         return False
     ended = {row["name"] for row in rows if row.get("outcome")}
     begun = [row["name"] for row in rows if "begun" in row and row["name"] not in ended]
@@ -134,14 +147,14 @@ def _note_dead_test(path: Path, status: int) -> bool:
     return True
 
 
-def _verdict(part: Part, found: Outcome, folder: Path, status: int, limit_s: float) -> tuple[str, str]:
-    """State and reason of a part that has ended."""
+def _verdict(part: Part, found: Outcome, folder: Path, status: int, cut: str) -> tuple[str, str]:
+    """State and reason of a part that has ended. cut: why, where it was ended from here."""
     failed = [row for row in found.tests if row["outcome"] == "failed"]
-    if status == -signal.SIGALRM:
+    if status in (_TIME_UP, _STOPPED):
         rows = _rows(folder / OUTCOMES)
         ended = {row["name"] for row in found.tests}
         within = [row["name"] for row in rows if "begun" in row and row["name"] not in ended]
-        return "cut", f"its {limit_s:.0f} s were up" + (f" in {within[0]}" if within else "")
+        return "cut", cut + (f" in {within[0]}" if within else "")
     if failed:
         return "failed", f"{len(failed)} of {len(found.tests)} tests failed"
     if part.tests and not any("finished" in row for row in _rows(folder / OUTCOMES)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,6 +32,11 @@ def commit() -> str:
     return asked[0].stdout.strip() + ("+" if asked[1].stdout.strip() else "")
 
 
+def card_of(device: str) -> str:
+    """The kind of card in the names of files: "NVIDIA H200" is h200."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia ")).strip("-")
+
+
 def write(path: Path, about: Mapping[str, Any], parts: Sequence[Part], outcomes: Mapping[str, Outcome]) -> None:
     """Write the table of what has run until now; whoever reads the file sees a whole one."""
     rows = []
@@ -49,16 +55,22 @@ def write(path: Path, about: Mapping[str, Any], parts: Sequence[Part], outcomes:
 
 def read(path: Path) -> dict[str, Any]:
     """What `write` wrote. Raises ValueError for a file of another format."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as problem:
+        raise ValueError(f"{path}: no JSON ({problem})") from None
     if found.get("format") != FORMAT:
         raise ValueError(f"{path}: not a results file of format {FORMAT}")
     return found
 
 
 def earlier(path: Path) -> dict[str, Outcome]:
-    """The outcomes of a file, by name."""
+    """The outcomes of a file, by name; parts that ran when their run was killed are cut."""
     names = Outcome.__dataclass_fields__
     rows = [{key: row[key] for key in names if key in row} for row in read(path)["parts"]]
+    for row in rows:
+        if row["state"] == "running":
+            row |= {"state": "cut", "reason": "its run was killed"}
     return {row["name"]: Outcome(**row) for row in rows}
 
 
@@ -74,6 +86,20 @@ def _head_words(row: Mapping[str, Any]) -> str:
     if row["milliseconds"] is not None:
         words = [f"{row['milliseconds']:.1f} ms", f"{row['over_floor']:.2f} times the products alone", *words]
     return f"{row['name']}: {', '.join(words)}"
+
+
+def lines(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | None) -> list[str]:
+    """What became of a part: a line, its failed and skipped tests, or the end of its log."""
+    words = "; ".join(filter(None, (summary(outcome, outcomes, beside), outcome.reason)))
+    made = [f"{outcome.name:<24} {outcome.state}, {outcome.seconds:.0f} s: {words}"]
+    for row in outcome.tests:
+        if row["outcome"] == "failed":
+            made.append(f"    failed {row['name']}: {row['reason'].splitlines()[0] if row['reason'] else ''}")
+    skipped = Counter(row["reason"] for row in outcome.tests if row["outcome"] == "skipped")
+    made += [f"    skipped {count}: {reason}" for reason, count in skipped.items()]
+    if not outcome.tests:
+        made += [f"    {line}" for line in outcome.log.splitlines()[-12:]]
+    return made
 
 
 def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | None) -> str:

@@ -10,7 +10,7 @@ from benchmarks.gpu_run.parts import FACTS, OUTCOMES, RESULT, Part
 
 FACTS_FOUND = (
     "{'device': 'NVIDIA Stub', 'torch': '2.11.0+cu130', 'python': '3.12.3', 'driver': '580.1', 'nccl': '2.28.9',"
-    " 'commit': '', 'packages': {'deepspeed': '0.19.8', 'transformers': None, 'trl': None},"
+    " 'cores': 8, 'packages': {'deepspeed': '0.19.8', 'transformers': None, 'trl': None},"
     " 'product_flops': {'bf16': 764e12}, 'copy_bytes_per_second': 4.2e12}"
 )
 STEP = (
@@ -28,6 +28,14 @@ def test_wrong(): assert 1 == 2
 @pytest.mark.skip("no use here")
 def test_skipped(): pass
 """
+
+
+# As a part of tests that has got as far as its second test.
+SECOND_TEST = (
+    "import json, os, time; open('{folder}/pid', 'w').write(str(os.getpid())); "
+    "rows = [{'name': 'a', 'begun': True}, {'name': 'a', 'outcome': 'passed'}, {'name': 'b', 'begun': True}]; "
+    f"open('{{folder}}/{OUTCOMES}', 'w').write(''.join(json.dumps(row) + chr(10) for row in rows)); time.sleep(60)"
+)
 
 
 def writes(found: str) -> tuple[str, ...]:
@@ -54,6 +62,8 @@ def parts(folder: Path) -> list[Part]:
         Part("slow", "a stub", slow, 0, float(os.environ.get("SLOW_LIMIT_S", "3"))),
         code("pass", name="rival", needs=("a_package_that_is_not",)),
         code("pass", name="long", typical_s=9999.0),
+        code(SECOND_TEST, name="left", tests=True, limit_s=60.0),
+        code(SECOND_TEST, name="right", tests=True, limit_s=60.0),
         Part("bare", "a step", writes(STEP.replace("SECONDS", "0.5")), 0, 20),
         Part("engine", "a step", writes(STEP.replace("SECONDS", "0.4")), 0, 20, beside="bare"),
     ]  # fmt: skip
@@ -61,7 +71,8 @@ def parts(folder: Path) -> list[Part]:
 
 def main() -> int:
     folder = Path(sys.argv[1])
-    with mock.patch.object(gpu, "parts", lambda: parts(folder)), mock.patch.object(gpu, "WORK", folder / "work"):
+    places = mock.patch.multiple(gpu, parts=lambda: parts(folder), WORK=folder / "work", TABLES=folder / "tables")
+    with places:
         return gpu.main(["--output", str(folder / "table.json"), *sys.argv[2:]])
 
 

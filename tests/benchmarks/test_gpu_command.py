@@ -5,16 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import gpu
-from benchmarks.gpu_run import results
-from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, Part, ablations, parts, rehearsed
+from benchmarks.gpu_run import results, run
+from benchmarks.gpu_run.parts import FACTS, REQUIRED, RESULT, ablations, parts, rehearsed
 from benchmarks.gpu_run.process import Outcome
 from benchmarks.train_throughput import ThroughputRow, parse, settings
 from megatron.neox_arguments import arguments_dump
@@ -23,6 +20,7 @@ from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
 from tests.launch.runs import BOTH, ROOT, wait_until
 from tools.docs.gpu_results import BEGIN, END, NONE, main, section
 
+PARTS = ("tests", "crash", "memory", "empty", "slow", "rival", "long", "bare", "engine")
 Ran = tuple[int, str, dict[str, dict[str, Any]]]
 
 
@@ -38,9 +36,9 @@ def table(folder: Path) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     folder = tmp_path_factory.mktemp("gpu")
-    run = start(folder, "--minutes", "1")
-    stdout = run.communicate(timeout=200)[0]
-    return run.returncode, stdout, table(folder)
+    process = start(folder, "--minutes", "1", "--only", *PARTS)
+    stdout = process.communicate(timeout=200)[0]
+    return process.returncode, stdout, table(folder)
 
 
 def test_every_part_is_told_by_itself(ran: Ran) -> None:
@@ -54,7 +52,7 @@ def test_every_part_is_told_by_itself(ran: Ran) -> None:
                "rival": "for want of a_package_that_is_not"}  # fmt: skip
     assert all(reason in found[name]["reason"] for name, reason in reasons.items())
     assert "for want of a_package_that_is_not will be left out: rival" in said.split("begins", 1)[0], "at first"
-    assert all(fact in said for fact in ("ARGS='--only long'", "1.250 of the speed of: bare", "52.0%", "31.0 GB"))
+    assert all(fact in said for fact in ("goes on with: long", "1.250 of the speed of: bare", "52.0%", "31.0 GB"))
 
 
 def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
@@ -72,17 +70,40 @@ def test_a_test_that_takes_its_process_down_leaves_the_others(ran: Ran) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_cut_run_leaves_a_table(number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLOW_LIMIT_S", "300")
-    run = start(tmp_path, "--only", "bare", "slow")
+    process = start(tmp_path, "--only", "bare", "slow")
     wait_until(lambda: (tmp_path / "table.json").exists() and "slow" in table(tmp_path), 200)
     wait_until(lambda: list(tmp_path.glob(f"work/**/slow/{RESULT}")), 200)
-    os.kill(run.pid, number)
-    run.communicate(timeout=200)
+    os.kill(process.pid, number)
+    process.communicate(timeout=200)
     found = table(tmp_path)
-    assert run.returncode == (1 if number == signal.SIGTERM else -number)
+    assert process.returncode == (1 if number == signal.SIGTERM else -number)
     assert found["facts"]["state"] == "passed"
     assert found["slow"]["state"] == ("cut" if number == signal.SIGTERM else "running")
     if number == signal.SIGTERM:
         assert [row["seconds"] for row in found["slow"]["result"]["rows"]] == [0.3], "what it had measured"
+    assert results.earlier(tmp_path / "table.json")["slow"].state == "cut"
+
+
+@pytest.mark.ends_processes
+def test_a_signal_ends_all_that_run_side_by_side(tmp_path: Path) -> None:
+    """The machine has eight cores, so two parts of tests run at once."""
+    process = start(tmp_path, "--only", "left", "right")
+    sides = ("left", "right")
+
+    def both_run() -> bool:
+        rows = table(tmp_path) if (tmp_path / "table.json").exists() else {}
+        return all(name in rows and rows[name]["state"] == "running" and rows[name]["tests"] for name in sides)
+
+    wait_until(both_run, 200)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=200)
+    found = table(tmp_path)
+    assert process.returncode == 1
+    for name in sides:
+        assert found[name]["state"] == "cut" and "SIGTERM" in found[name]["reason"]
+        assert [row["name"] for row in found[name]["tests"]] == ["a"], "what had ended"
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "work" / name / "pid").read_text()), 0)
 
 
 def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
@@ -94,23 +115,6 @@ def test_parts_by_name_join_the_table_that_is_there(tmp_path: Path) -> None:
     assert "no part nothing" in unknown.communicate(timeout=200)[0] and unknown.returncode == 2
 
 
-def test_facts_that_take_their_time_leave_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = stub_parts.parts(tmp_path)
-    chosen = [part for part in known if part.name in (FACTS, "bare")]
-    path = tmp_path / "table.json"
-
-    def run_part(part: Part, folder: Path, limit: float, env: object, progress: Callable[[Outcome], None]) -> Outcome:
-        progress(Outcome(part.name, "running"))
-        result = {"device": "a GPU", "torch": "2", "python": "3", "product_flops": {}, "copy_bytes_per_second": 0.0}
-        return Outcome(part.name, "passed", result=result)
-
-    monkeypatch.setattr(gpu, "run_part", run_part)
-    for parts_of_run in (chosen, chosen[:1]):
-        options = Namespace(minutes=1, rehearse=False, ablate=False, output=path)
-        assert gpu.Run(parts_of_run, known, options).all() == 0
-    assert list(table(tmp_path)) == [FACTS, "bare"]
-
-
 def test_no_gpu_is_said() -> None:
     how: Any = {"env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True, "timeout": 200}
     done = subprocess.run([sys.executable, "benchmarks/gpu.py"], cwd=ROOT, **how)
@@ -118,15 +122,13 @@ def test_no_gpu_is_said() -> None:
     assert "finds no GPU" in done.stderr and "make gpu-rehearsal" in done.stderr
 
 
-def test_what_training_needs_is_required_and_has_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_training_needs_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without DeepSpeed is no success; without a rival it may be one."""
     for missing, required in (("deepspeed", True), ("transformers", False)):
-        monkeypatch.setattr(gpu, "find_spec", lambda name, missing=missing: None if name == missing else object())
-        lacking = [set(gpu.missing_packages(part)) for part in parts()]
-        assert not lacking[0] and any(lacking) and any(REQUIRED & names for names in lacking) == required
-    estimates = {part.name: part.typical_s for part in parts()}
-    needed = list(estimates)[: list(estimates).index("1.4B, native, packed") + 1]
-    assert sum(estimates[name] for name in needed) <= 9.5 * 60
+        monkeypatch.setattr(run, "find_spec", lambda name, missing=missing: None if name == missing else object())
+        without = run.lacking(parts(), None)
+        assert without.keys() == {missing} and FACTS not in without[missing]
+        assert bool(REQUIRED & without.keys()) == required
 
 
 def test_ablations_change_real_keys() -> None:

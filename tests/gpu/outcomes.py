@@ -1,7 +1,8 @@
 """A plugin of pytest that writes what became of each test as it ends: a run that is cut leaves a table.
 
 `-p tests.gpu.outcomes --outcomes FILE`: a line of JSON when a test begins, one when it has ended, and one
-when all have. Tests that have ended there are not run again. `--rehearse` runs tests for GPUs on a CPU.
+when all have. Tests that have ended there are not run again. `--passed FILE`: names of tests that passed in
+an earlier run, a list of JSON; they run last. `--rehearse` runs tests for GPUs on a CPU.
 """
 
 import json
@@ -19,18 +20,21 @@ BROKEN = 70  # exit status of a process whose GPU takes no more work
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu", "tests that need a GPU")
     group.addoption("--outcomes", type=Path, metavar="FILE", help="write each test's outcome as it ends")
+    group.addoption("--passed", type=Path, metavar="FILE", help="run the tests that it names after all others")
     group.addoption("--rehearse", action="store_true", help="run them on a CPU, with gloo")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     path = config.getoption("outcomes")
     if path is not None:
-        config.pluginmanager.register(Outcomes(path), "gpu outcomes")
+        passed = config.getoption("passed")
+        names = json.loads(passed.read_text(encoding="utf-8")) if passed is not None else []
+        config.pluginmanager.register(Outcomes(path, frozenset(names)), "gpu outcomes")
 
 
 class Outcomes:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, passed: frozenset[str]) -> None:
+        self.path, self.passed = path, passed
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         self.ended = {row["name"] for row in map(json.loads, lines) if row.get("outcome")}
         self.rows: dict[str, dict[str, Any]] = {}
@@ -43,6 +47,7 @@ class Outcomes:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         done = [item for item in items if _name(item.nodeid) in self.ended]
         items[:] = [item for item in items if item not in done]
+        items.sort(key=lambda item: _name(item.nodeid) in self.passed)
         config.hook.pytest_deselected(items=done)
 
     @pytest.hookimpl(hookwrapper=True)
