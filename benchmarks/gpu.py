@@ -13,6 +13,7 @@ from a network.
   make gpu                                   9 minutes at most
   make gpu ARGS='--minutes 4'                again: goes on from the table of the first
   make gpu ARGS='--plan --card h200'         what a run on such a card would do; needs no GPU
+  make gpu ARGS='--anatomy 1.4B'             where the time of a step goes
   make gpu ARGS='--only attention "1.4B, native"'    some parts
   make gpu ARGS=--again                      known parts too, after all others
   make gpu ARGS=--ablate                     what each key costs or gives in a step of the 1.4B shape
@@ -47,6 +48,9 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:
         "--minutes", type=float, default=9, help="time for everything (9); what does not fit is left out"
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="these parts alone, by name")
+    parser.add_argument(
+        "--anatomy", metavar="SHAPE", help="the part of this name alone, also where it is known: 1.4B, 7B shape"
+    )
     parser.add_argument("--again", action="store_true", help="repeat parts that a table has of the same files and card")
     parser.add_argument("--ablate", action="store_true", help="one key changed at a time, instead of the parts")
     parser.add_argument("--rehearse", action="store_true", help="on a CPU, with gloo, at tiny size")
@@ -57,6 +61,8 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:
     options = parser.parse_args(argv)
     if options.card and not options.plan:
         parser.error("--card goes with --plan; a run asks its GPU")
+    if options.anatomy is not None:
+        options.only, options.again = [f"anatomy, {options.anatomy}"], True
     every = ablations() if options.ablate else parts()
     names = [part.name for part in every]
     if unknown := sorted(set(options.only or ()) - set(names)):

@@ -172,7 +172,7 @@ def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {
         "name": name, "device": kind, "attention": attention, "compile": bool(args.compile), "style": chosen.style,
         "shape": chosen.shape, "precision": chosen.precision, "step_seconds": trace.seconds,
-        "plain_seconds": trace.plain, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
+        "plain_seconds": trace.plain, "sum_seconds": whole, "product_rate": rates.products, "copy_rate": rates.copies,
         **_rows(rows),
     }  # fmt: skip
 
@@ -202,6 +202,6 @@ def counted(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {
         "name": "native", "device": "a GPU that is not there", "attention": args.attention_backend, "compile": False,
         "style": chosen.style, "shape": chosen.shape, "precision": "bf16", "step_seconds": whole,
-        "plain_seconds": whole, "sum_seconds": whole, "product_flops": rates.products, "copy_rate": rates.copies,
+        "plain_seconds": whole, "sum_seconds": whole, "product_rate": rates.products, "copy_rate": rates.copies,
         **_rows(rows),
     }  # fmt: skip

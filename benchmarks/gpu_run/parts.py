@@ -58,6 +58,22 @@ def _speed(name: str, shape: str, contestant: str, *more: str, needs: tuple[str,
     return Part(name, f"a training step of the {shape}", command, 30, 120, needs, beside=beside)
 
 
+def anatomy(shape: str) -> Part:
+    """Where the time of the native engine's step goes."""
+    style, preset = _SHAPE_OF[shape]
+    command = (
+        "benchmarks/anatomy.py",
+        "--shape",
+        preset,
+        "--style",
+        style,
+        "--compile",
+        "--json",
+        "{folder}/" + RESULT,
+    )
+    return Part(f"anatomy, {shape}", f"every kernel of a step of the {shape}, beside its floor", command, 30, 120)
+
+
 def _dpo() -> Part:
     """DPO, beside TRL where it is installed."""
     beside = all(map(find_spec, ("trl", "datasets", "accelerate")))
@@ -100,7 +116,10 @@ CORRECTNESS: tuple[Part, ...] = (
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
         "test_layers_gpu.py", 25, 90,
     ),
-    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 115, 240),
+    _tests(
+        "training", "steps in fp32, bf16, fp16 with a dynamic scale; AdamW in one pass",
+        "test_update_gpu.py test_training_gpu.py", 120, 240,
+    ),
     _tests(
         "compile", "compiled blocks beside eager ones",
         "test_compile_gpu.py::test_compiled_blocks_equal_eager_ones", 90, 150,
@@ -126,6 +145,7 @@ CORRECTNESS: tuple[Part, ...] = (
 _FP8, _ROWWISE = ("--set", "precision_fp8=tensorwise"), ("--set", "precision_fp8=rowwise")
 _PACKED, _DEEPSPEED, _RIVAL = ("--documents", "512"), ("deepspeed",), ("transformers",)
 SPEED: tuple[Part, ...] = (
+    anatomy("1.4B"),
     _speed("1.4B, bare torch", "1.4B", "bare"),
     _speed("1.4B, native", "1.4B", "native"),
     _speed("1.4B, native, packed", "1.4B", "native", *_PACKED),
@@ -136,6 +156,12 @@ SPEED: tuple[Part, ...] = (
     _speed("7B shape, native, FP8", "7B shape", "native", *_FP8),
 )
 MORE_SPEED: tuple[Part, ...] = (
+    anatomy("1.4B"),
+    anatomy("7B shape"),
+    replace(
+        _speed("1.4B, native, 16 micro-batches", "1.4B", "native", "--micro-batches", "16", "--steps", "2"),
+        typical_s=50,
+    ),
     _HEAD,
     _EXPERTS,
     _MAMBA,
@@ -168,6 +194,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "recompute_granularity: selective": (("checkpoint_activations=true", "recompute_granularity=selective"), {}),
     "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
     "gradient_clipping: 0": (("gradient_clipping=0",), {}),
+    "fused_update: false": (("fused_update=false",), {}),
 }
 
 
@@ -203,5 +230,5 @@ def rehearsed(part: Part) -> Part:
         command.append("--rehearse")
     else:
         command += ["--device", "cpu"]
-        command += ["--steps", "1"] if _THROUGHPUT in command else []
+        command += ["--steps", "1"] if _THROUGHPUT in command and "--steps" not in command else []
     return replace(part, command=tuple(command), typical_s=part.typical_s / 4, limit_s=4 * part.limit_s)
