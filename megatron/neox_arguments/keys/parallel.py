@@ -63,8 +63,8 @@ class ParallelKeys:
 
     engine: Literal["auto", "native", "deepspeed"] = new_key(
         "auto",
-        "What trains: native (torch alone), deepspeed; auto: that of the run it goes on from, else native on CPUs "
-        "where it can, deepspeed on GPUs",
+        "What trains: native (torch alone), deepspeed; auto: that of the run it goes on from, else native on CPUs and "
+        "on one GPU where it can, deepspeed on several GPUs",
     )
     pipe_parallel_size: int = key(
         0,
