@@ -122,7 +122,7 @@ def test_flex_attention_equals_its_mask(kind: str, window: int | None, device: t
 
 @pytest.mark.only_gpu("FlexAttention has no gradients on CPUs")
 @pytest.mark.parametrize(("compiled", "more"), [
-    (False, {}), ("block", {}), ("block", {"attn_logit_softcapping": 2.0}), ("block", {"attention_sinks": True}),
+    (False, {}), ("block", {}), ("block", {"attn_logit_softcapping": 2.0, "attention_sinks": True}),
 ], ids=str)  # fmt: skip
 def test_packed_rows_on_flex_attention(compiled: Any, more: dict[str, Any], device: torch.device) -> None:
     """Through the model: in the graph of a block and by itself, beside the plain formula in fp32."""

@@ -15,7 +15,7 @@ from megatron.model import build_stage
 from megatron.model.norm_functions import TORCH_NORMS
 from megatron.mpu import Linear, ParallelGroups, gpu_kernels
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training import compile_blocks
+from megatron.training import apex, compile_blocks
 from megatron.training.apex import use_apex_norms, uses_apex
 from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import choose_compile, resolve_compile
@@ -204,6 +204,7 @@ def test_auto_takes_no_package_that_has_run_on_no_gpu(monkeypatch: pytest.Monkey
     with installed("transformer_engine", "apex"):
         chosen, words = choose_te_backend(args, "te", GPU)
         use_apex_norms(stage, args, "native", said.append)
+    monkeypatch.setattr(apex, "apex_problem", lambda device: None)
     assert not chosen and "no GPU; set te_backend: transformer_engine " in words
     assert not uses_apex(args, GPU) and "no GPU; set apex: true " in said[0]
 
