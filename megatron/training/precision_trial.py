@@ -61,14 +61,17 @@ def settle_precision(
 ) -> NeoXArgs:
     """The configuration with `precision_fp8: auto` replaced by what it chose, which is printed with the times
     of the trial; any other is returned as it is, and nothing is timed. choice: of `choose_precision`, the
-    recipe to try. All ranks choose alike, by the slowest rank in either precision: the others wait for it.
+    recipe to try. All ranks choose alike: off where the GPU of one has nothing to try, else by the slowest
+    rank in either precision, for which the others wait.
     """
     if args.precision_fp8 != "auto":
         return args
-    if choice.recipe is None:
-        log(choice.reason or "")
+    without = [each for each in run_on_all_ranks(groups, lambda: choice) if each.recipe is None]
+    if without:
+        log(without[0].reason or "")
         return with_precision(args, "off")
     recipe = choice.recipe
+    assert recipe is not None
     ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
     bf16, fp8 = (max(getattr(times, name) for times in ranks) for name in ("bf16", "fp8"))
     if bf16 == 0.0:

@@ -132,18 +132,20 @@ def test_nothing_is_tried_where_there_is_nothing_to_try(monkeypatch: pytest.Monk
 
 
 def settled_on(
-    rank: int, world_size: int, given: dict[str, Any], seconds: list[tuple[float, float]]
+    rank: int, world_size: int, given: dict[str, Any], seconds: list[tuple[float, float] | None]
 ) -> tuple[str, str]:
-    """For the pool: what this rank chose and said. seconds: of each rank, bf16 and FP8."""
+    """For the pool: what this rank chose and said. seconds: of each rank, bf16 and FP8; None: its GPU has no
+    FP8."""
     args, lines = NeoXArgs.from_dict(given).for_world(world_size), list[str]()
-    groups, turns = groups_of(args, world_size), list(seconds[rank]) * 1000
+    groups, turns = groups_of(args, world_size), list(seconds[rank] or ()) * 1000
     clock: Clock = lambda work, budget: turns.pop(0)  # noqa: E731
-    settled = settle_precision(build_stage(args, groups), args, groups, HOPPER, lines.append, clock)
+    choice = HOPPER if seconds[rank] else PrecisionChoice(None, "precision_fp8: auto chose off: Ampere")
+    settled = settle_precision(build_stage(args, groups), args, groups, choice, lines.append, clock)
     return str(settled.precision_fp8), lines[0]
 
 
-@pytest.mark.parametrize(("slow", "chosen"), [((1.0, 0.9), "tensorwise"), ((1.0, 3.0), "off")])
-def test_all_ranks_choose_alike_by_the_slowest(slow: tuple[float, float], chosen: str) -> None:
+@pytest.mark.parametrize(("slow", "chosen"), [((1.0, 0.9), "tensorwise"), ((1.0, 3.0), "off"), (None, "off")])
+def test_all_ranks_choose_alike_by_the_slowest(slow: tuple[float, float] | None, chosen: str) -> None:
     given = values("auto", padded_vocab_size=384, train_micro_batch_size_per_gpu=2)
     one, other = run_ranks(settled_on, 2, given, [(1.0, 0.5), slow])
     assert one == other and one[0] == chosen
