@@ -111,7 +111,7 @@ CORRECTNESS: tuple[Part, ...] = (
         ("-m", "benchmarks.gpu_run.facts", "{folder}/" + RESULT), 10, 60,
     ),
     _tests("device", "driver, doctor, collectives of NCCL with one rank", "test_device_gpu.py", 15, 60),
-    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 135, 240),
+    _tests("attention", "each kernel beside the plain formula", "test_attention_gpu.py", 140, 260),
     _tests(
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
         "test_layers_gpu.py", 25, 90,
@@ -132,7 +132,7 @@ CORRECTNESS: tuple[Part, ...] = (
         "checkpoints", "resumed bit for bit; written there, read on a CPU",
         "test_checkpoints_gpu.py test_host_copies_gpu.py", 80, 180,
     ),
-    _tests("FP8", "casts and products beside the CPU, steps beside bf16", "test_fp8_gpu.py", 53, 150),
+    _tests("FP8", "casts and products beside the CPU, steps beside bf16", "test_fp8_gpu.py", 80, 180),
     _tests(
         "objectives", "DPO begins at ln 2, and text is the CPU's", "test_objectives_gpu.py", 120, 240
     ),

@@ -2,7 +2,8 @@
 `layers.py` the linear layer, `parallel_linear.py` its columns and rows over tensor ranks, `products.py` what
 it multiplies with, `grouped.py` products by group, `mappings.py` the collectives, `parameters.py` what a
 parameter is, `head.py` the output layer and its loss in chunks, `cross_entropy.py` what is done to the logits
-of a chunk over tensor ranks, `random.py` the seeds of dropout.
+of a chunk over tensor ranks, `random.py` the seeds of dropout, `gpu_kernels.py` which kernels have run on
+which GPUs.
 
 Everything takes its groups as an argument; nothing here is global.
 """

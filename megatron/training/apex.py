@@ -7,16 +7,20 @@ import torch
 from megatron.model import Stage
 from megatron.model.norm_functions import apex_norms
 from megatron.model.norms import set_norm_functions
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.optional_packages import PackageProblem
 from megatron.training.native.apex_adam import ApexAdam
 
 
 def uses_apex(args: NeoXArgs, device: torch.device) -> bool:
-    """Whether apex is asked for and works on this device, by one tiny call of each of its parts.
+    """Whether apex is asked for and works on this device, by one tiny call of each of its parts, and for
+    `auto` has run on such a GPU.
 
     Raises ConfigError where `apex: true` asks for it and it does not.
     """
+    if args.apex == "auto" and not_run_on("apex: true", capability_of(device)) is not None:
+        return False
     problem = None if args.apex is False else apex_problem(device)
     if problem is not None and args.apex is True:
         raise args.error("apex", f"true needs {problem}; or write apex: false")
@@ -55,6 +59,7 @@ def use_apex_norms(stage: Stage, args: NeoXArgs, engine: str, log: Callable[[str
             or "nothing of it: norms are compiled or another's, and the optimizer is not the native engine's Adam"
         )
     else:
-        said = f"torch's own: it would need {apex_problem(stage.device_of_groups)}"
+        unproven = not_run_on("apex: true", capability_of(stage.device_of_groups))
+        said = f"torch's own: {unproven or f'it would need {apex_problem(stage.device_of_groups)}'}"
     if log is not None:
         log(f"apex: {str(args.apex).lower()} chose {said}")

@@ -9,6 +9,7 @@ import torch
 
 from megatron.model import Stage
 from megatron.mpu import Linear, ParallelGroups
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.mpu.torch_versions import enable_symmetric_memory
 from megatron.neox_arguments import NeoXArgs
 
@@ -30,6 +31,9 @@ def use_async_tensor_parallel(stage: Stage, args: NeoXArgs, groups: ParallelGrou
         raise args.error("async_tensor_parallel", f"true needs {problem}; write auto or false")
     if asked == "auto":
         why = "the tensor ranks reach each other's memory" if problem is None else f"it would need {problem}"
+        if problem is None:
+            problem = not_run_on("async_tensor_parallel: true", capability_of(groups.device))
+            why = why if problem is None else problem
         log(f"async_tensor_parallel: auto chose {str(problem is None).lower()}: {why}")
     if problem is None and group is not None:
         enable_symmetric_memory(group)

@@ -16,6 +16,7 @@ from megatron.model.mamba.selective_scan import AT_A_TIME_COMPILED
 from megatron.model.moe.layer import Dispatcher
 from megatron.model.specs import BlockSpec, MoESpec
 from megatron.mpu import Linear
+from megatron.mpu.gpu_kernels import not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.precision_policy import choose_precision, gpu_policy
@@ -54,7 +55,9 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
     if not has_compiler(device):
         return CompileChoice(False, f"auto: no C compiler ({' or '.join(_compilers(device))}) on the PATH")
     policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
-    if policy.compile == "block-max" and choose_precision(args, device).recipe is None:
+    if policy.compile == "block-max" and (unproven := not_run_on("compile: block-max", capability)) is not None:
+        reason += f"; not block-max: {unproven}"
+    elif policy.compile == "block-max" and choose_precision(args, device).recipe is None:
         if args.user_values.get("precision_fp8") is not None:  # what FP8 or bf16 is best asks for all of the policy
             place = args.origin("precision_fp8")
             why = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"

@@ -29,7 +29,8 @@ class EngineChoice:
 
 
 def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> EngineChoice:
-    """recorded: the engine of the checkpoint that the run goes on from; `auto` keeps it."""
+    """args: of a run that knows its world. recorded: the engine of the checkpoint that the run goes on from;
+    `auto` keeps it."""
     if args.engine != "auto":
         return EngineChoice(args.engine, args.origin("engine"))
     if recorded is not None:
@@ -40,6 +41,6 @@ def choose_engine(args: NeoXArgs, on_gpu: bool, recorded: str | None = None) -> 
         return EngineChoice("deepspeed", f"auto: {limit.key} ({args.origin(limit.key)}) {limit.why}")
     if alone is not None:
         return EngineChoice("native", f"auto: {alone} is its own")
-    if on_gpu:
-        return EngineChoice("deepspeed", "auto: on GPUs, until the native engine has been measured on several")
-    return EngineChoice("native", "auto: on CPUs")
+    if on_gpu and args.world_size != 1:
+        return EngineChoice("deepspeed", "auto: on several GPUs, where the native engine has not been measured")
+    return EngineChoice("native", "auto: on one GPU" if on_gpu else "auto: on CPUs")

@@ -32,16 +32,10 @@ def use_fp8(
         if choice.reason is not None:
             log(choice.reason)
         return
-    multiple = MXProduct.multiple if choice.recipe == "mxfp8" else TensorwiseProduct.multiple
-    taken, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
-    for name, linear in fp8_linears(stage, args):
-        shape = linear.projection()[0].shape if isinstance(linear, TiedHead) else linear.weight.shape
-        if any(size % multiple for size in shape):
-            unfit[f"{name.partition('.')[2]} {list(shape)}"] += 1
-        else:
-            taken.append((name, linear))
+    taken, unfit = fitting_linears(stage, args, choice.recipe)
     if not taken and unfit:
-        raise args.error("precision_fp8", f"no linear has features that are multiples of {multiple}; write off")
+        fix = f"no linear has features that are multiples of {multiple_of(choice.recipe)}; write off"
+        raise args.error("precision_fp8", fix)
     by_engine, backend = choose_te_backend(args, choice.recipe, groups.device)
     make = product_maker(choice.recipe, stage, args, groups, TransformerEngine() if by_engine else None)
     for name, linear in taken:
@@ -55,8 +49,33 @@ def use_fp8(
     if args.moe_num_experts > 1:
         line += "; experts and routers in bf16"
     if unfit:
-        line += f"; in bf16, not multiples of {multiple}: " + ", ".join(f"{n} x {name}" for name, n in unfit.items())
+        others = ", ".join(f"{n} x {name}" for name, n in unfit.items())
+        line += f"; in bf16, not multiples of {multiple_of(choice.recipe)}: {others}"
     log(line)
+
+
+def multiple_of(recipe: Recipe) -> int:
+    """What the features of a linear must be multiples of for a recipe."""
+    return MXProduct.multiple if recipe == "mxfp8" else TensorwiseProduct.multiple
+
+
+def fitting_linears(
+    stage: Stage, args: NeoXArgs, recipe: Recipe
+) -> tuple[list[tuple[str, Linear | TiedHead]], Counter[str]]:
+    """`fp8_linears` whose features the recipe takes, and how many there are of each kind that it does not."""
+    taken, unfit = list[tuple[str, Linear | TiedHead]](), Counter[str]()
+    for name, linear in fp8_linears(stage, args):
+        shape = weight_of(linear).shape
+        if any(size % multiple_of(recipe) for size in shape):
+            unfit[f"{name.partition('.')[2]} {list(shape)}"] += 1
+        else:
+            taken.append((name, linear))
+    return taken, unfit
+
+
+def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
+    """What a linear multiplies with, `[out, in]`."""
+    return linear.projection()[0] if isinstance(linear, TiedHead) else linear.weight
 
 
 def fp8_linears(stage: Stage, args: NeoXArgs) -> Iterator[tuple[str, Linear | TiedHead]]:

@@ -14,6 +14,7 @@ from megatron.training.compile_blocks import compile_blocks
 from megatron.training.engine import Engine, PipelineSchedule
 from megatron.training.fp8 import use_fp8
 from megatron.training.precision_policy import choose_precision
+from megatron.training.precision_trial import settle_precision
 from megatron.training.recompute import recompute_blocks
 from megatron.training.transformer_engine import use_transformer_engine_norms
 
@@ -31,7 +32,8 @@ def parallelize(
     engine: type[Engine],
     log: Callable[[str], None] | None = None,
 ) -> Engine:
-    """Freeze a stage, quantise what lies below adapters, give it FP8, pipeline its tensor parallelism,
+    """Freeze a stage, quantise what lies below adapters, give it FP8 (of `auto` where a trial finds it
+    faster: the engine's `args` have its choice), pipeline its tensor parallelism,
     recompute and compile it, give it the norms of a package that was asked for, and build the engine around
     it, which gives it memory; the stage was cut over tensor and pipeline ranks when it was built. log: takes
     what was chosen, a line each.
@@ -40,7 +42,9 @@ def parallelize(
     tensor parallelism that the device does not have.
     """
     freeze(stage_parameters(stage), args)
-    say, precision = log or (lambda line: None), choose_precision(args, groups.device)
+    say = log or (lambda line: None)
+    args = settle_precision(stage, args, groups, choose_precision(args, groups.device), say)
+    precision = choose_precision(args, groups.device)
     quantize_base(stage, args, say)
     use_fp8(stage, precision, args, groups, say)
     use_async_tensor_parallel(stage, args, groups, say)

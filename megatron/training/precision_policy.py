@@ -1,11 +1,15 @@
-"""By which recipe a run multiplies in FP8, if it does: what each kind of GPU is asked to do, as data."""
+"""By which recipe a run multiplies in FP8, if it does: what each kind of GPU is asked to do, as data. Whether
+it is faster than bf16 there, a trial says (`precision_trial.py`)."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import FrozenDict
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8", "te"]
 CompileMode = Literal["block", "block-max"]
@@ -13,28 +17,26 @@ CompileMode = Literal["block", "block-max"]
 
 @dataclass(frozen=True)
 class GPUPolicy:
-    """What `auto` chooses on GPUs from this CUDA compute capability on.
+    """What `auto` chooses on GPUs from this CUDA compute capability on, as far as `not_run_on` lets it.
 
-    fp8: the recipe where FP8 is asked for by `precision_fp8: auto`; None where the GPU has none. compile: how
-    blocks are compiled in bf16. why: of the recipe, for the log.
+    fp8: the recipe that `precision_fp8: auto` tries; None where the GPU has none. compile: how blocks are
+    compiled in bf16.
     """
 
     name: str
     capability: tuple[int, int]
     fp8: Recipe | None
     compile: CompileMode
-    why: str
 
 
-_TENSORWISE = "1.315 x bf16 for tensorwise, 1.15 x for rowwise, measured on one H200 with torchao"
 # Newest first. With FP8 blocks are compiled as `block`: products are cuBLAS's, for which there is nothing to
 # tune.
 POLICY = (
-    GPUPolicy("Blackwell", (10, 0), "tensorwise", "block-max", f"{_TENSORWISE}; mxfp8 is not measured"),
-    GPUPolicy("Hopper", (9, 0), "tensorwise", "block-max", _TENSORWISE),
-    GPUPolicy("Ada", (8, 9), "tensorwise", "block", "not measured"),
-    GPUPolicy("Ampere", (8, 0), None, "block", "it has no FP8"),
-    GPUPolicy("older GPUs", (0, 0), None, "block", "they have no FP8"),
+    GPUPolicy("Blackwell", (10, 0), "tensorwise", "block-max"),
+    GPUPolicy("Hopper", (9, 0), "tensorwise", "block-max"),
+    GPUPolicy("Ada", (8, 9), "tensorwise", "block"),
+    GPUPolicy("Ampere", (8, 0), None, "block"),
+    GPUPolicy("older GPUs", (0, 0), None, "block"),
 )
 _LEAST: dict[str, tuple[int, int]] = {"tensorwise": (8, 9), "rowwise": (8, 9), "te": (8, 9), "mxfp8": (10, 0)}
 
@@ -54,7 +56,7 @@ def gpu_policy(capability: tuple[int, int]) -> GPUPolicy:
 
 
 def choose_precision(args: NeoXArgs, device: torch.device) -> PrecisionChoice:
-    """What `precision_fp8` means on this device.
+    """What `precision_fp8` means on this device; of `auto`, the recipe that is to be tried.
 
     Raises ConfigError for a recipe that the GPU does not have. A CPU takes every recipe that is named, to see
     its numbers.
@@ -62,7 +64,7 @@ def choose_precision(args: NeoXArgs, device: torch.device) -> PrecisionChoice:
     asked = args.precision_fp8
     if asked == "off":
         return PrecisionChoice(None, None)
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    capability = capability_of(device)
     if asked == "auto":
         return _auto(args, capability)
     key = "precision_fp8" if args.user_values.get("precision_fp8") is not None else "te_fp8_mha"
@@ -92,5 +94,26 @@ def _auto(args: NeoXArgs, capability: tuple[int, int] | None) -> PrecisionChoice
         return off("first_last_layers_bf16 leaves no block for it")
     row = gpu_policy(capability)
     if row.fp8 is None:
-        return off(f"{row.name}: {row.why}")
-    return PrecisionChoice(row.fp8, f"precision_fp8: auto chose {row.fp8} for {row.name}: {row.why}")
+        return off(f"there is no FP8 on {row.name}")
+    unproven = not_run_on(f"precision_fp8: {row.fp8}", capability)
+    if unproven is not None:
+        return off(f"{row.fp8} on {row.name}: {unproven}")
+    if args.deterministic_mode:
+        return off(f"a clock would choose, which deterministic_mode forbids; set precision_fp8: {row.fp8} to use it")
+    return PrecisionChoice(row.fp8, f"precision_fp8: auto chose {row.fp8} for {row.name}")
+
+
+def recorded_precision(args: NeoXArgs, recorded: str | None, log: Callable[[str], None]) -> NeoXArgs:
+    """The configuration of a run that goes on: `auto` is the recipe, or off, that the run had. recorded:
+    `precision_fp8` of its checkpoint; None where there is none, or where it says nothing."""
+    if args.precision_fp8 != "auto" or recorded in (None, "auto"):
+        return args
+    log(f"precision_fp8: auto keeps {recorded}, that of the run it goes on from; name a recipe, or off, for another")
+    return with_precision(args, recorded)
+
+
+def with_precision(args: NeoXArgs, precision: str) -> NeoXArgs:
+    """The configuration with `precision_fp8: auto` replaced by a recipe or off; its place stays that of
+    `auto`."""
+    place, resolved = args.origin("precision_fp8"), args.replace(precision_fp8=precision)
+    return replace(resolved, origins=FrozenDict({**resolved.origins, "precision_fp8": place}))

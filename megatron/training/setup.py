@@ -64,6 +64,7 @@ from megatron.training.engine_choice import choose_engine
 from megatron.training.native.fused_update import resolve_fused_update
 from megatron.training.out_of_memory import explained
 from megatron.training.parallelize import parallelize
+from megatron.training.precision_policy import recorded_precision
 from megatron.training.preference.reference import resume_with_reference
 from megatron.training.run import Training
 from megatron.training.schedules import build_schedule
@@ -169,6 +170,8 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         engine = choice.load()
         engine.check(args)
         logger.info(f"engine: {choice.name} ({choice.reason})")
+    if manifest is not None:
+        args = recorded_precision(args, manifest.config.get("precision_fp8"), logger.info)
     args = resolve_compile(args, groups.device, engine.name, logger.info)
     args = with_masked_ids(args, tokenizer)
     args = adopt_vocabulary(args, source, tokenizer.vocab_size)
@@ -209,6 +212,7 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         built = build_engine(args, groups, logger, engine)
     except RuntimeError as problem:
         raise explained(problem, args, groups.world_rank, groups.device, watchdog.doing) from problem
+    args = built.args  # with the recipe that `precision_fp8: auto` chose
     check_best(args, built.objective, datasets.valid)
     schedule = build_schedule(args)
     scaling = f" (lr_scaling: {args.lr_scaling}, {args.data_parallel_size} data-parallel ranks)"

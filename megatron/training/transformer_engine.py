@@ -8,6 +8,7 @@ from megatron.model import Stage
 from megatron.model.norm_functions import transformer_engine_norms
 from megatron.model.norms import set_norm_functions
 from megatron.mpu.fp8.transformer_engine import engine_problem
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.precision_policy import Recipe
 
@@ -18,12 +19,15 @@ def choose_te_backend(args: NeoXArgs, recipe: Recipe | None, device: torch.devic
     """(whether Transformer-Engine multiplies in FP8, words about it for the log), by `te_backend`. recipe: of
     FP8; None: there is none.
 
-    `auto` takes it for delayed scaling (`te`), where it is installed and works, and blocks are not compiled:
-    torch cannot look into its calls.
+    `auto` takes it for delayed scaling (`te`), where it has run on such a GPU, is installed and works, and
+    blocks are not compiled: torch cannot look into its calls.
     Raises ConfigError where it is asked for and cannot be had.
     """
     if args.te_backend == "native" or (args.te_backend == "auto" and recipe != "te"):
         return False, ""
+    unproven = not_run_on("te_backend: transformer_engine", capability_of(device))
+    if args.te_backend == "auto" and unproven is not None:
+        return False, f"; te_backend: auto chose native, the other: {unproven}"
     problem = None
     if args.compile not in (False, "auto"):  # auto: nothing is compiled
         problem = f"compile: false, not {args.compile}: torch cannot compile its calls"

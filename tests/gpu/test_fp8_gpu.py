@@ -1,5 +1,6 @@
 """FP8 on tensor cores: casts bit for bit a CPU's, products to bf16, steps beside bf16's, compiled blocks."""
 
+import re
 import shutil
 from functools import partial
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.model import build_stage
 from megatron.mpu.fp8 import DelayedScaling, Formats, MXProduct, RowwiseProduct, ScaledProduct, TensorwiseProduct
 from megatron.mpu.groups import ParallelGroups
+from megatron.neox_arguments import NeoXArgs
 from megatron.training.loop import batches_of
+from megatron.training.precision_policy import PrecisionChoice
+from megatron.training.precision_trial import gpu_clock, settle_precision
 from tests.gpu.runs import run
 from tests.training.runs import ADAMW, LLAMA, config
 
@@ -52,6 +57,34 @@ def test_casts_and_products_are_the_cpu_s(recipe: str, device: torch.device) -> 
         # Hopper sums an output in 14 bits (fast accumulation), all else is one rounding to bf16.
         bound = 2**-8 if name != "output" else 2**-6
         assert (here - there).norm() <= bound * there.norm(), name
+
+
+@pytest.mark.only_gpu("a CPU has no clock for it; tests/training/test_precision_trial.py has one that is told")
+def test_auto_takes_what_is_faster(device: torch.device) -> None:
+    """The choice is that of the times that are said, by the GPU's clock; a run trains by what it took."""
+    compiled = "block" if any(map(shutil.which, ("gcc", "clang"))) else False
+    wide = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_kv_heads": 16}
+    given = config(
+        LLAMA, {**SHAPE, "padded_vocab_size": 512}, precision="bfloat16", precision_fp8="auto", compile=compiled
+    )
+    for shape in ({}, {**wide, "seq_length": 2048, "max_position_embeddings": 2048}):
+        args = NeoXArgs.from_dict({**given, **shape, "train_micro_batch_size_per_gpu": 8}).for_world(1)
+        groups, lines, slices = ParallelGroups.single(device), list[str](), list[float]()
+
+        def clock(work: Any, budget: float, slices: list[float] = slices) -> float:
+            slices.append(budget)
+            return gpu_clock(work, budget)
+
+        choice = PrecisionChoice("tensorwise", "precision_fp8: auto chose tensorwise")
+        settled = settle_precision(build_stage(args, groups), args, groups, choice, lines.append, clock)
+        (line,) = lines
+        fp8, bf16 = (float(time) for time in re.findall(r"(\d+\.\d+) ms", line))
+        assert 0 < bf16 and 0 < fp8 and sum(slices) == pytest.approx(2.0), line
+        if fp8 != bf16:  # as rounded for the line
+            assert settled.precision_fp8 == ("tensorwise" if fp8 < bf16 else "off"), line
+    with run({**given, **ADAMW, "train_micro_batch_size_per_gpu": 4}) as training:
+        assert training.args.precision_fp8 in ("tensorwise", "off") and training.engine.args is training.args
+        assert training.engine.train_step(next(batches_of(training)), 1e-3).loss.isfinite()
 
 
 def losses(steps: int, **more: Any) -> list[float]:

@@ -69,7 +69,8 @@ def on_gpu(capability: tuple[int, int], log_lines: list[str] | None = None, **ch
 
 @pytest.mark.parametrize("capability, changes, expected", [
     (HOPPER, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
-    (BLACKWELL, {}, {"plain": "Cudnn", "over documents": "Varlen"}),
+    (BLACKWELL, {}, {"plain": "Flash", "over documents": "Varlen"}),
+    (BLACKWELL, {"attention_backend": "cudnn"}, {"plain": "Cudnn", "over documents": "Varlen"}),
     (AMPERE, {}, {"plain": "Flash", "over documents": "Varlen", "from a cache": "Flash"}),
     (ADA, {}, {"plain": "Flash", "over documents": "Varlen"}),
     (HOPPER, {"sliding_window_width": 4}, {"in windows": "Varlen", "with a mask": "Cudnn"}),
@@ -118,8 +119,13 @@ def test_the_table_at_start() -> None:
     log_lines: list[str] = []
     on_gpu(HOPPER, log_lines, **PAIRS)
     on_gpu(AMPERE, log_lines, precision="fp32")
-    rows = [["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
-            [r"plain +flash +cudnn: .*9\.0, 10", "over documents +efficient +flash: .*16.*; flex: .*16"]]  # fmt: skip
+    rows = [
+        ["plain +cudnn.* 16 flash", "over documents +flash", "with shared prompts +flex"],
+        [
+            r"plain +flash +cudnn: .*9\.0 .*attention_backend: cudnn",
+            "over documents +efficient +flash: .*16.*; flex: .*16",
+        ],
+    ]
     for said, expected in zip(log_lines, rows, strict=True):
         assert said.startswith("attention_backend: auto")
         for row in expected:

@@ -8,6 +8,8 @@ import torch
 
 from megatron.model import block_specs
 from megatron.model.mamba import choose_scans
+from megatron.mpu import gpu_kernels
+from megatron.mpu.gpu_kernels import EVERY_GPU
 from megatron.neox_arguments import ConfigError
 from tests.model.stages import document_batch, random_batch, random_weights, small, stage_with
 from tests.model.test_mamba import MODELS
@@ -35,6 +37,26 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+RAN = {f"mamba_backend: {name}": EVERY_GPU for name in ("mamba_ssm", "fla")}
+
+
+def scans_on(keys: dict[str, Any], device: str, there: tuple[str, ...]) -> tuple[str, str]:
+    """The package that is chosen, and the line that says so."""
+    lines: list[str] = []
+    args = small(**{**MODELS["mamba2"], **keys})
+    with installed(*there), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        scans = choose_scans(args, torch.device(device), [b.mixer for b in block_specs(args)], lines.append)
+    (line,) = lines
+    return scans.package, line
+
+
+def test_auto_takes_no_package_that_has_run_on_no_gpu() -> None:
+    package, line = scans_on({"mamba_state_fp32": False}, "cuda", ALL)
+    assert package == "torch" and all(f"set mamba_backend: {name} " in line for name in ("mamba_ssm", "fla"))
+    assert scans_on({"mamba_backend": "mamba_ssm"}, "cuda", ALL)[0] == "mamba_ssm"
+
+
 @pytest.mark.parametrize(("there", "keys", "device", "package", "facts"), [
     ((), {}, "cpu", "torch", "auto .*GPU"),
     (ALL, {}, "cpu", "torch", "auto .*GPU"),
@@ -46,14 +68,13 @@ def test_logits_and_gradients_are_those_of_torch(package: str, model: str) -> No
     (("fla",), {"mamba_state_fp32": False}, "cuda", "fla", "auto .*torch's convolution; generation .*torch"),
 ])  # fmt: skip
 def test_what_is_chosen_is_said(
-    there: tuple[str, ...], keys: dict[str, Any], device: str, package: str, facts: str
-) -> None:
-    lines: list[str] = []
-    args = small(**{**MODELS["mamba2"], **keys})
-    with installed(*there):
-        scans = choose_scans(args, torch.device(device), [b.mixer for b in block_specs(args)], lines.append)
-    (line,) = lines
-    assert scans.package == package and re.match(f"mamba_backend: .*{package}.*", line) and re.search(facts, line)
+    there: tuple[str, ...], keys: dict[str, Any], device: str, package: str, facts: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Once the packages have run on GPUs."""
+    monkeypatch.setattr(gpu_kernels, "RUN_ON", RAN)
+    chosen, line = scans_on(keys, device, there)
+    assert chosen == package and re.match(f"mamba_backend: .*{package}.*", line) and re.search(facts, line)
 
 
 @pytest.mark.parametrize(("keys", "line"), [

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megatron.model import build_stage
 from megatron.model.norm_functions import TORCH_NORMS
-from megatron.mpu import Linear, ParallelGroups
+from megatron.mpu import Linear, ParallelGroups, gpu_kernels
 from megatron.neox_arguments import ConfigError, NeoXArgs
-from megatron.training import compile_blocks
+from megatron.training import apex, compile_blocks
+from megatron.training.apex import use_apex_norms, uses_apex
 from megatron.training.async_tensor_parallel import use_async_tensor_parallel
 from megatron.training.compile_blocks import choose_compile, resolve_compile
 from megatron.training.transformer_engine import choose_te_backend, use_transformer_engine_norms
@@ -39,6 +40,7 @@ HERE = "auto: Triton and a C compiler"
     ({}, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
     (NO_FP8, "native", GPU, (9, 0), True, {"gcc"}, "block-max", "auto: .*Hopper.*precision_fp8"),
     (NO_FP8, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
+    (NO_FP8, "native", GPU, (10, 0), True, {"gcc"}, "block", rf"{HERE}.*9\.0 alone.*compile: block-max"),
     (FP8, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
     ({}, "native", GPU, (9, 0), True, {"g++"}, False, "auto: no C compiler.*gcc or clang"),
     ({}, "native", GPU, (9, 0), False, {"gcc"}, False, "auto: Triton"),
@@ -132,6 +134,7 @@ NOT_SPLIT = "sequence_parallel: true.*model_parallel_size"
     (SPLIT, GPU, {"reach": False}, "NVLink.*cuda:0.*cuda:1"),
     (SPLIT, GPU, {}, None),
     (SPLIT, GPU, {"visible": 1, "reach": False}, None),
+    (SPLIT, GPU, {"ran": {}}, "no GPU; set async_tensor_parallel: true"),
 ])  # fmt: skip
 def test_async_tensor_parallel(
     values: dict[str, Any], device: torch.device, gpus: dict[str, Any], missing: str | None,
@@ -143,6 +146,7 @@ def test_async_tensor_parallel(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus.get("visible", 2))
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: gpus.get("reach", True))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(gpus.get("ranks", 2)))
+    monkeypatch.setattr(gpu_kernels, "RUN_ON", gpus.get("ran", {"async_tensor_parallel: true": gpu_kernels.EVERY_GPU}))
     for asked in (False, True, "auto"):
         said: list[str] = []
         args, groups = small(**values, async_tensor_parallel=asked), ParallelGroups.single()
@@ -152,15 +156,15 @@ def test_async_tensor_parallel(
             sizes = MappingProxyType({**groups.sizes, "tensor": 2})
             groups = replace(groups, handles=handles, sizes=sizes, world_size=2)
         groups = replace(groups, device=device)
-        if asked is True and missing is not None:
+        if asked is True and missing is not None and "ran" not in gpus:
             with pytest.raises(ConfigError, match=f"async_tensor_parallel: true.*{missing}"):
                 use_async_tensor_parallel(stage, args, groups, said.append)
             continue
         use_async_tensor_parallel(stage, args, groups, said.append)
         chosen = {module.async_tensor_parallel for module in stage.modules() if isinstance(module, Linear)}
-        assert chosen == {bool(asked) and missing is None}
+        assert chosen == {bool(asked) and (missing is None or asked is True)}
         assert len(said) == (asked == "auto")
-        assert all(f"auto chose {str(missing is None).lower()}: " in line for line in said)
+        assert all(re.search(f"auto chose {str(missing is None).lower()}: .*{missing or ''}", line) for line in said)
 
 
 # -- te_backend
@@ -190,6 +194,19 @@ def test_auto_takes_the_package_for_delayed_scaling_where_it_works() -> None:
         assert "DelayedProduct" in made and re.search("auto chose native.*compile: false", line)
     made, line = _said(precision_fp8="te")
     assert "DelayedProduct" in made and re.search("auto chose native.*Transformer-Engine", line)
+
+
+def test_auto_takes_no_package_that_has_run_on_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    args, said = _args(precision_fp8="te", apex="auto"), list[str]()
+    stage = build_stage(args, ParallelGroups.single())
+    stage.device_of_groups = GPU
+    with installed("transformer_engine", "apex"):
+        chosen, words = choose_te_backend(args, "te", GPU)
+        use_apex_norms(stage, args, "native", said.append)
+    monkeypatch.setattr(apex, "apex_problem", lambda device: None)
+    assert not chosen and "no GPU; set te_backend: transformer_engine " in words
+    assert not uses_apex(args, GPU) and "no GPU; set apex: true " in said[0]
 
 
 @pytest.mark.parametrize("recipe, product", [("te", "EngineDelayedProduct"), ("mxfp8", "EngineProduct")])

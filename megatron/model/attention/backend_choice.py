@@ -124,14 +124,14 @@ def choose_backends(
     """Choose the backends of all layers, by `AttentionSpec.backend`; each is tried with one tiny call of each
     kind.
 
-    `auto` takes the first of `ATTENTION_BACKENDS` that works and is not `unasked` there: cuDNN on Hopper and
-    Blackwell, for rows of seq_length (it plans anew, for long, for every shape, as generation and scoring
-    have them), flash on other GPUs and for other lengths; torch's varlen, else FlexAttention, for documents
-    and windows; FlexAttention for shared prompts. A named one is used for all of training, and where it takes
-    no mask, the first that does for packed documents and generation. One that `attention_config` names for
-    some layers is used where it can do the run, else `attention_backend`. Documents, shared prompts, and
-    layers with a window run under a mask where none takes them without: biases need one, and `math`. On a CPU
-    only one that is asked for takes them.
+    `auto` takes the first of `ATTENTION_BACKENDS` that works and is not `unasked` there: cuDNN on Hopper, for
+    rows of seq_length (it plans anew, for long, for every shape, as generation and scoring have them), flash
+    on other GPUs and for other lengths; torch's varlen, else FlexAttention, for documents and windows;
+    FlexAttention for shared prompts. What has run on no such GPU (`not_run_on`) it leaves out. A named one is
+    used for all of training, and where it takes no mask, the first that does for packed documents and
+    generation. One that `attention_config` names for some layers is used where it can do the run, else
+    `attention_backend`. Documents, shared prompts, and layers with a window run under a mask where none takes
+    them without: biases need one, and `math`. On a CPU only one that is asked for takes them.
     capability: compute capability of the GPU; None: it is asked for. It has no meaning on a CPU.
     Raises ConfigError for a named one that is not installed, or does not work on this device or for this run.
     """

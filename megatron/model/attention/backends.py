@@ -17,6 +17,7 @@ from megatron.model.attention.seeded_attention import VARLEN, efficient_varlen, 
 from megatron.model.cache import LayerCache
 from megatron.model.specs import AttentionSpec
 from megatron.mpu import seed_tensor
+from megatron.mpu.gpu_kernels import Capability, not_run_on
 from megatron.mpu.torch_versions import varlen_attn
 
 
@@ -84,13 +85,13 @@ class AttentionBackend:
         """None where what it needs is installed, else the package to install, in words."""
         return None
 
-    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
+    def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
         """None where it may run such calls without being named (by `auto`, or where a named one cannot), else
-        the reason in words.
+        the reason in words: where it has not run on such a GPU, or is slow.
 
         capability: compute capability of the GPU; None on a CPU.
         """
-        return None
+        return not_run_on(f"attention_backend: {self.name}", capability)
 
     def handles(self, call: AttentionCall) -> bool:
         """Whether it is made for such calls; `supports` tries whether it can do one."""
@@ -197,10 +198,6 @@ class Sdpa(AttentionBackend):
 
 class Cudnn(Sdpa):
     needs_gpu, plans_shapes, kernel = True, True, SDPBackend.CUDNN_ATTENTION
-
-    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
-        fast = capability == (9, 0) or (capability or (0, 0))[0] == 10
-        return None if fast else "it is the fastest on Hopper and Blackwell alone (9.0, 10.x)"
 
 
 class Flash(Sdpa):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.model.attention.backends import AttentionBackend, AttentionCall, AttentionOptions
 from megatron.model.attention.inputs import AttentionInputs
+from megatron.mpu.gpu_kernels import Capability
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -24,10 +25,11 @@ class Flex(AttentionBackend):
 
     needs_gpu, plans_shapes, caps_logits, has_sinks, form = True, True, True, True, "blocks"
 
-    def unasked(self, call: AttentionCall, capability: tuple[int, int] | None) -> str | None:
+    def unasked(self, call: AttentionCall, capability: Capability | None) -> str | None:
         if not (call.documents or call.contexts or call.spec.sinks) and call.spec.softcap is None:
             return ""  # without a mask, others are faster
-        return "it is for 16 bits" if call.dtype == torch.float32 and not call.contexts else None
+        slow = call.dtype == torch.float32 and not call.contexts
+        return "it is for 16 bits" if slow else super().unasked(call, capability)
 
     def handles(self, call: AttentionCall) -> bool:
         return not call.masked

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron.model.mamba.inputs import StateInputs
 from megatron.model.specs import Mamba2Spec, MambaSpec
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.optional_packages import PackageProblem, import_compiled
 
@@ -54,6 +55,9 @@ def choose_scans(
         if asked == "auto" and device.type != "cuda":
             passed_over.append("packages need a GPU")
             break
+        if asked == "auto" and (unproven := not_run_on(f"mamba_backend: {name}", capability_of(device))) is not None:
+            passed_over.append(f"{name}: {unproven}")
+            continue
         if asked == "auto" and name == "fla" and (MambaSpec in kinds or args.mamba_state_fp32):
             passed_over.append("fla: Mamba 2 alone, with mamba_state_fp32: false")
             continue

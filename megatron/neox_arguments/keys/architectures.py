@@ -21,8 +21,9 @@ class TransformerEngineKeys:
     te_backend: Literal["auto", "native", "transformer_engine"] = new_key(
         "auto",
         "Whose kernels compute FP8 products and norms; native: torch's; transformer_engine: that package's, not in "
-        "compiled blocks; auto: its products for precision_fp8: te where it works, else native. The layers, and their "
-        "names on disk with te_mha and te_layernorm_mlp, are our own with either",
+        "compiled blocks; auto: its products for precision_fp8: te where it works, on GPUs that they have run on (none "
+        "so far), else native. The layers, and their names on disk with te_mha and te_layernorm_mlp, are our own with "
+        "either",
     )
     te_mha: bool = key(False, "Transformer-Engine's attention")
     te_layernorm_mlp: bool = key(False, "Transformer-Engine's MLP, which holds the norm before it")
@@ -137,8 +138,8 @@ class MambaKeys:
     mamba_backend: Literal["auto", "torch", "mamba_ssm", "fla"] = new_key(
         "auto",
         "Kernels of scans and convolutions. torch: its own operations; mamba_ssm: that package, with causal-conv1d "
-        "where it is installed; fla: flash-linear-attention, for Mamba 2; auto: on GPUs the first of mamba_ssm and fla "
-        "that is installed and can do the run, else torch; printed",
+        "where it is installed; fla: flash-linear-attention, for Mamba 2; auto: the first of mamba_ssm and fla that is "
+        "installed and can do the run, on GPUs that it has run on (none so far), else torch; printed",
     )
     mamba_state_dim: int | None = new_key(
         None, "Numbers of the state of a channel (Mamba 2: of a head's), N; unset: 16, Mamba 2: 128", ge=1

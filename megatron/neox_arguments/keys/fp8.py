@@ -18,7 +18,8 @@ class FP8Keys:
     precision_fp8: Literal["auto", "off", "tensorwise", "rowwise", "mxfp8", "te"] = new_key(
         None,
         "FP8 products of the blocks' linears: a scale a matrix (tensorwise), a row (rowwise) or 32 values (mxfp8), or "
-        "Transformer-Engine's delayed scaling (te); auto: by the GPU; unset: te with te_fp8_mha, else off",
+        "Transformer-Engine's delayed scaling (te); auto: that of the run it goes on from, else tensorwise on Hopper "
+        "where a trial at the start finds it faster than bf16; unset: te with te_fp8_mha, else off",
     )
     first_last_layers_bf16: bool = new_key(
         True, "FP8: the first and last blocks stay in bf16, as many as num_layers_at_*_in_bf16 say (Megatron)"

@@ -173,15 +173,16 @@ class ModelKeys:
     )
     attention_backend: AttentionBackendName = new_key(
         "auto",
-        "Kernel of attention. auto, for each kind of call: cudnn for rows of seq_length on Hopper and Blackwell, flash "
-        "on other GPUs, for other lengths, for documents and windows, flex for shared prompts, else the first that "
-        "works, in the order named; printed once. Only where they are named run flash3 and flash4 (packages that "
-        "torch puts in the place of its own flash, for the whole process), flash_attn and transformer_engine",
+        "Kernel of attention. auto, for each kind of call: cudnn for rows of seq_length on Hopper, flash on other "
+        "GPUs, for other lengths, for documents and windows, flex for shared prompts, else the first that works, in "
+        "the order named; printed once. Only where they are named run flash3 and flash4 (packages that torch puts in "
+        "the place of its own flash, for the whole process), flash_attn and transformer_engine",
     )
     apex: Literal["auto"] | bool = new_key(
         False,
         "Use FusedLayerNorm, FusedRMSNorm and (native engine) FusedAdam of NVIDIA's apex; auto: where it is installed "
-        "and works. Compiled blocks keep torch's norms, which the compiler fuses",
+        "and works, on GPUs that it has run on: none so far. Compiled blocks keep torch's norms, which the compiler "
+        "fuses",
     )
     make_vocab_size_divisible_by: int = key(
         128,

@@ -63,8 +63,8 @@ class ParallelKeys:
 
     engine: Literal["auto", "native", "deepspeed"] = new_key(
         "auto",
-        "What trains: native (torch alone), deepspeed; auto: that of the run it goes on from, else native on CPUs "
-        "where it can, deepspeed on GPUs",
+        "What trains: native (torch alone), deepspeed; auto: that of the run it goes on from, else native on CPUs and "
+        "on one GPU where it can, deepspeed on several GPUs",
     )
     pipe_parallel_size: int = key(
         0,
@@ -81,7 +81,7 @@ class ParallelKeys:
         False,
         "With sequence_parallel on GPUs of one machine that read each other's memory (NVLink): gather and scatter in "
         "pieces, while the linear's product computes others, by torch's symmetric memory; linears in FP8 do without. "
-        "auto: where that can be had",
+        "auto: where that can be had, on GPUs that it has run on: none so far",
     )
     distributed_backend: Literal["auto", "nccl", "gloo", "mpi"] = key(
         "auto",

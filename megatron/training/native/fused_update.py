@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.mpu import DTYPES, ParallelGroups
+from megatron.mpu import DTYPES, ParallelGroups, capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.apex import uses_apex
 from megatron.training.compile_blocks import has_compiler
@@ -33,7 +33,7 @@ def resolve_fused_update(
             f"fused_update: {str(problem is None).lower()} (auto"
             + (")" if problem is None else f": it needs {problem})")
         )
-    return args.replace(fused_update=problem is None)
+    return args.replace(fused_update=reason is None)
 
 
 def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:

@@ -51,18 +51,24 @@ def test_auto_keeps_the_engine_of_a_run(tmp_path: Path) -> None:
     assert engine_of(tmp_path, "global_step1") == engine_of(tmp_path, "global_step2") == "deepspeed"
 
 
-@pytest.mark.parametrize(("more", "on_gpu", "recorded", "name", "reason"), [
-    ({}, False, None, "native", "auto: on CPUs"),
-    ({}, True, None, "deepspeed", "auto: on GPUs"),
-    ({}, True, "native", "native", "auto: .* run it goes on from"),
-    ({"engine": "native"}, True, "deepspeed", "native", "program"),
-    ({"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}, True, None, "native", "optimizer.type .* Muon is"),
-    ({"pipe_parallel_size": 2}, False, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
-    ({"precision": "fp16", "fp16": {"enabled": True}}, False, None, "deepspeed", "auto: precision .* fp16"),
-    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, False, None, "deepspeed", "cpu_offload"),
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+
+
+@pytest.mark.parametrize(("more", "gpus", "recorded", "name", "reason"), [
+    ({}, 0, None, "native", "auto: on CPUs"),
+    ({}, 1, None, "native", "auto: on one GPU"),
+    ({}, 2, None, "deepspeed", "auto: on several GPUs"),
+    ({}, 1, "deepspeed", "deepspeed", "auto: .* run it goes on from"),
+    ({}, 2, "native", "native", "auto: .* run it goes on from"),
+    ({"engine": "native"}, 2, "deepspeed", "native", "program"),
+    (MUON, 2, None, "native", "optimizer.type .* Muon is"),
+    ({"pipe_parallel_size": 2}, 0, None, "deepspeed", r"auto: pipe_parallel_size \(program\) 2: pipelines"),
+    ({"precision": "fp16", "fp16": {"enabled": True}}, 1, None, "deepspeed", "auto: precision .* fp16"),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 1, None, "deepspeed", "cpu_offload"),
 ], ids=str)  # fmt: skip
-def test_choice(more: dict[str, Any], on_gpu: bool, recorded: str | None, name: str, reason: str) -> None:
-    choice = choose_engine(NeoXArgs.from_dict(config(NEOX, more)), on_gpu, recorded)
+def test_choice(more: dict[str, Any], gpus: int, recorded: str | None, name: str, reason: str) -> None:
+    args = NeoXArgs.from_dict(config(NEOX, more)).for_world(gpus or 2)
+    choice = choose_engine(args, gpus > 0, recorded)
     assert choice.name == name and re.search(reason, choice.reason), choice
 
 

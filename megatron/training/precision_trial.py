@@ -1,0 +1,139 @@
+"""`precision_fp8: auto` before the first step: a model's linears are timed in bf16 and in the recipe of its
+GPU, and the recipe is taken where it is faster."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron.distributed import run_on_all_ranks
+from megatron.model import Stage
+from megatron.mpu import ParallelGroups, Product
+from megatron.mpu.fp8.transformer_engine import TransformerEngine
+from megatron.mpu.products import PlainProduct, linear
+from megatron.neox_arguments import NeoXArgs
+from megatron.training.fp8 import fitting_linears, multiple_of, product_maker, weight_of
+from megatron.training.precision_policy import PrecisionChoice, Recipe, with_precision
+from megatron.training.transformer_engine import choose_te_backend
+
+_SECONDS, _TURNS = 2.0, 2  # of the whole trial, without the compiler's time
+_MOST_TOKENS = 16_384  # more change no ratio, but would need memory
+
+Clock = Callable[[Callable[[], object], float], float]
+"""(work, seconds to spend) to the seconds of one call of it."""
+
+
+@dataclass(frozen=True)
+class TrialTimes:
+    """Seconds that a micro-batch spends in the linears which FP8 is for, forwards and backwards; 0 where
+    there are none."""
+
+    bf16: float
+    fp8: float
+
+
+def gpu_clock(work: Callable[[], object], budget: float) -> float:
+    """A `Clock` of the current GPU; three calls before compile and warm up."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def timed(calls: int) -> float:
+        start.record()
+        for _ in range(calls):
+            work()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / calls
+
+    timed(3)
+    return timed(max(3, min(1000, int(budget / timed(3)))))
+
+
+def settle_precision(
+    stage: Stage,
+    args: NeoXArgs,
+    groups: ParallelGroups,
+    choice: PrecisionChoice,
+    log: Callable[[str], None],
+    clock: Clock = gpu_clock,
+) -> NeoXArgs:
+    """The configuration with `precision_fp8: auto` replaced by what it chose, which is printed with the times
+    of the trial; any other is returned as it is, and nothing is timed. choice: of `choose_precision`, the
+    recipe to try. All ranks choose alike: off where the GPU of one has nothing to try, else by the slowest
+    rank in either precision, for which the others wait.
+    """
+    if args.precision_fp8 != "auto":
+        return args
+    without = [each for each in run_on_all_ranks(groups, lambda: choice) if each.recipe is None]
+    if without:
+        log(without[0].reason or "")
+        return with_precision(args, "off")
+    recipe = choice.recipe
+    assert recipe is not None
+    ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
+    bf16, fp8 = (max(getattr(times, name) for times in ranks) for name in ("bf16", "fp8"))
+    if bf16 == 0.0:
+        log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
+        return with_precision(args, "off")
+    found = f"the linears of a micro-batch take {1000 * fp8:.2f} ms in {recipe}, {1000 * bf16:.2f} ms in bf16"
+    if fp8 >= bf16:
+        log(f"precision_fp8: auto chose off: {found}; set precision_fp8: {recipe} to use it")
+        return with_precision(args, "off")
+    log(f"{choice.reason}: {found}")
+    return with_precision(args, recipe)
+
+
+def try_linears(
+    stage: Stage, args: NeoXArgs, groups: ParallelGroups, recipe: Recipe, clock: Clock = gpu_clock
+) -> TrialTimes:
+    """Time each shape of this rank's linears once in both precisions, in turns, and count it as often as it
+    occurs. Products are compiled where blocks are, but as `block`. No random numbers of the run are drawn."""
+    linears, _ = fitting_linears(stage, args, recipe)
+    weights = [weight_of(linear) for _, linear in linears]
+    shapes = Counter((weight.shape, weight.requires_grad) for weight in weights)
+    by_engine, _ = choose_te_backend(args, recipe, groups.device)
+    fp8 = product_maker(recipe, stage, args, groups, TransformerEngine() if by_engine else None)("trial")
+    steps = [_step(product, args.compile not in (False, "auto")) for product in (PlainProduct(), fp8)]
+    totals = [0.0, 0.0]
+    torch._dynamo.reset_code(_output.__code__)  # graphs of a trial before in this process
+    with torch._dynamo.config.patch(recompile_limit=len(steps) * len(shapes)):  # a graph for each, of one function
+        for ((out, features), trained), number in shapes.items():
+            given = _operands(args, out, features, trained, groups.device)
+            works = [partial(step, *given) for step in steps]
+            budget = _SECONDS / _TURNS / len(works) / len(shapes)
+            turns = [[clock(work, budget) for work in works] for _ in range(_TURNS)]
+            totals = [total + number * min(each) for total, each in zip(totals, zip(*turns, strict=True), strict=True)]
+            del given, works
+    if groups.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return TrialTimes(*totals)
+
+
+def _step(product: Product, compiled: bool) -> Callable[[Tensor, Tensor, Tensor], object]:
+    """Output and gradients of a linear, from input, weight and the output's gradient."""
+    output = torch.compile(_output, fullgraph=True, dynamic=False) if compiled else _output
+
+    def step(x: Tensor, weight: Tensor, grad: Tensor) -> object:
+        wanted = [each for each in (x, weight) if each.requires_grad]
+        return torch.autograd.grad(output(x, weight, product), wanted, grad)
+
+    return step
+
+
+def _output(x: Tensor, weight: Tensor, product: Product) -> Tensor:
+    return linear(x, weight, None, product)
+
+
+def _operands(
+    args: NeoXArgs, out: int, features: int, trained: bool, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Input, weight and output's gradient of a micro-batch, in bf16; zeros would be multiplied faster."""
+    tokens = min(_MOST_TOKENS, args.seq_length * (args.train_micro_batch_size_per_gpu or 1))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.bfloat16)
+
+    return drawn(tokens, features).requires_grad_(), drawn(out, features).requires_grad_(trained), drawn(tokens, out)
