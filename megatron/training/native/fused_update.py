@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.mpu import DTYPES, ParallelGroups, capability_of, not_run_on
+from megatron.mpu import DTYPES, ParallelGroups
+from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.apex import uses_apex
 from megatron.training.compile_blocks import has_compiler
@@ -26,13 +27,13 @@ def resolve_fused_update(
         if problem is not None:
             raise args.error("fused_update", f"true needs {problem}; write auto or false")
         return args
-    if problem is None and groups.device.type != "cuda":
-        problem = "a GPU to be faster"
+    reason = (
+        not_run_on("fused_update: true", capability_of(groups.device)) if problem is None else f"it needs {problem}"
+    )
+    if reason is None and groups.device.type != "cuda":
+        reason = "it needs a GPU to be faster"
     if log is not None:
-        log(
-            f"fused_update: {str(problem is None).lower()} (auto"
-            + (")" if problem is None else f": it needs {problem})")
-        )
+        log(f"fused_update: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
     return args.replace(fused_update=reason is None)
 
 
