@@ -116,10 +116,8 @@ CORRECTNESS: tuple[Part, ...] = (
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
         "test_layers_gpu.py", 25, 90,
     ),
-    _tests(
-        "training", "steps in fp32, bf16, fp16 with a dynamic scale; AdamW in one pass",
-        "test_update_gpu.py test_training_gpu.py", 120, 240,
-    ),
+    _tests("update", "AdamW in one pass over memory beside torch's", "test_update_gpu.py", 25, 90),
+    _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 115, 240),
     _tests(
         "compile", "compiled blocks beside eager ones",
         "test_compile_gpu.py::test_compiled_blocks_equal_eager_ones", 90, 150,
