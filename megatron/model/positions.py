@@ -155,31 +155,13 @@ def _query_scale(rotary: RotarySpec, positions: Tensor) -> Tensor | None:
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate the first `rotary_dim` dimensions of `[seq, batch, heads, head_dim]` in fp32; the others
     stay."""
-    turned: Tensor = _Rotation.apply(x, rope.cos, rope.sin, rope.interleaved)  # type: ignore[no-untyped-call]
-    return turned
-
-
-class _Rotation(torch.autograd.Function):
-    """A rotation, whose gradient is turned back. Autograd would make of its slices and shifts sums over the
-    whole width, which a compiler does not take apart."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(x, cos, sin, interleaved)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _rotate(gradient, cos, -sin, ctx.interleaved), None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    rotary_dim = cos.shape[-1]
+    rotary_dim = rope.cos.shape[-1]
     turning = x[..., :rotary_dim].float()
-    partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if interleaved else turning.roll(rotary_dim // 2, -1)
-    turned = (turning * cos + partner * sin).to(x.dtype)
+    if rope.interleaved:
+        partner = turning.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    else:
+        partner = turning.roll(rotary_dim // 2, -1)
+    turned = (turning * rope.cos + partner * rope.sin).to(x.dtype)
     return turned if rotary_dim == x.shape[-1] else torch.cat([turned, x[..., rotary_dim:]], dim=-1)
 
 
