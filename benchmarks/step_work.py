@@ -38,8 +38,10 @@ _VIEW = re.compile(
 )
 _NO_OUTPUT = re.compile(r"_$|^triton_|::(copy_|sum|mean|amax|any|all|dot|embedding|index_select)")
 # Bytes a parameter and step of operations over lists of tensors, whose shapes a trace lacks: gradients, which
-# clipping divides in place, and state in fp32; weights in 16 bits.
-_BYTES_OF_LISTS = {"_fused_adamw_": 32, "_fused_adam_": 32, "_foreach_norm": 4, "_foreach_copy_": 6}
+# clipping divides in place, and state in fp32; weights in 16 bits. `fused_update` reads gradients in 16 bits.
+_FUSED_UPDATE = "megatron::adamw"
+_BYTES_OF_LISTS = {"_fused_adamw_": 32, "_fused_adam_": 32, "_foreach_norm": 4, "_foreach_copy_": 6, _FUSED_UPDATE: 28}
+_BESIDE_FUSED_UPDATE = {**_BYTES_OF_LISTS, "_foreach_norm": 2}
 
 
 @dataclass(frozen=True)
@@ -294,11 +296,12 @@ def work_rows(
             row[1] += flops_of(piece.operation)
             row[2] += bytes_of(piece.operation)
     attention = sum(row[0] for (kind, _), row in totals.items() if kind == ATTENTION)
+    of_lists = _BESIDE_FUSED_UPDATE if (OPTIMIZER, _FUSED_UPDATE) in totals else _BYTES_OF_LISTS
     made = []
     for (kind, name), (taken, flops, size) in totals.items():
         if kind == ATTENTION:  # a trace does not say which places a mask leaves out
             flops = steps * model.attention_flops * taken / attention
-        size = steps * model.parameters * _BYTES_OF_LISTS.get(name, 0) or size
+        size = steps * model.parameters * of_lists.get(name, 0) or size
         floor = max(flops / rates.products, size / rates.copies) / steps if flops or size else None
         calls = len(numbers[kind, name]) / steps
         made.append(WorkRow(kind, name, calls, taken / steps, flops / steps, size / steps, floor))

@@ -154,7 +154,6 @@ SPEED: tuple[Part, ...] = (
     _speed("7B shape, native, FP8", "7B shape", "native", *_FP8),
 )
 MORE_SPEED: tuple[Part, ...] = (
-    anatomy("1.4B"),
     anatomy("7B shape"),
     replace(
         _speed("1.4B, native, 16 micro-batches", "1.4B", "native", "--micro-batches", "16", "--steps", "2"),

@@ -15,7 +15,7 @@ import pytest
 from benchmarks import gpu
 from benchmarks.gpu_run import memory, results, run
 from benchmarks.gpu_run.memory import Memory, Pass
-from benchmarks.gpu_run.parts import FACTS, PASSED, Part, parts
+from benchmarks.gpu_run.parts import FACTS, PASSED, Part, ablations, parts
 from benchmarks.gpu_run.plan import Known, Plan, Rank, Step, alone, at_a_time, make_plan, side_by_side
 from benchmarks.gpu_run.process import Outcome, Stop
 from tests.benchmarks.stub_parts import FACTS_FOUND, STEP
@@ -287,3 +287,9 @@ def test_a_plan_is_printed_without_a_gpu(
     assert "a: 1.json" in said("--card", "stub") and "card unknown" in said() and "a: 1.json" not in said()
     with pytest.raises(SystemExit):
         gpu.main(["--card", "stub"])
+
+
+def test_a_part_stands_once() -> None:
+    for every in (parts(), ablations()):
+        names = [part.name for part in every]
+        assert len(names) == len(set(names))
