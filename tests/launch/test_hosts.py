@@ -41,6 +41,11 @@ def test_hostfile_and_hosts_flag(hostfile):
         nodes(None, ["a:2,3", "train.py"])
 
 
+def test_a_host_without_slots_is_left_out(tmp_path):
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=0\n")
+    assert read_hostfile(tmp_path / "hosts") == {"a": 2} and nodes(tmp_path / "hosts") == ["a=2"]
+
+
 @pytest.mark.parametrize(("changes", "expected"), [
     ({"include": "b:1,3@a"}, ["a=2", "b:1,3"]),
     ({"exclude": "b:0@c"}, ["a=2", "b:1,2,3"]),

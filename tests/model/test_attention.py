@@ -50,6 +50,16 @@ def test_bf16_stays_bf16_with_a_bias() -> None:
     assert chosen(small()).attend(q, q, q, inputs, AttentionOptions()).dtype == torch.bfloat16
 
 
+def test_all_three_are_clipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = small(clip_qkv=0.1, pos_emb="none", num_layers=1)
+    stage, seen = stage_with(args), []
+    backends = stage.layers["2"].attention.backends  # type: ignore[union-attr]
+    attend = backends.attend  # type: ignore[union-attr]
+    monkeypatch.setattr(type(backends), "attend", lambda self, *given: seen.extend(given[:3]) or attend(*given))
+    stage(None, random_batch(args))
+    assert [float(each.detach().abs().max()) for each in seen] == pytest.approx([0.1] * 3)
+
+
 @pytest.mark.parametrize("pos_emb", ["rotary", "learned", "none", "alibi"])
 def test_plain_causal_attention_makes_no_mask(pos_emb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, seen = F.scaled_dot_product_attention, []

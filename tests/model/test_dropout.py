@@ -20,8 +20,9 @@ def test_hidden_dropout_is_the_same_for_any_layout_of_whole_activations() -> Non
     assert_steps([({**m, **layout}, step) for layout in layouts for m, step in zip(models, references, strict=True)], 2)
 
 
-def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
-    """What is dropped after the embedding, and attention whose weights are alike on every rank."""
+def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor, list[int]]:
+    """What is dropped after the embedding, attention whose weights are alike on every rank, and the seeds of
+    a block: of attention, and of what is added to the hidden states."""
     dropout = {"hidden_dropout": 0.5, "attention_dropout": 0.5}
     args = small(model_parallel_size=2, sequence_parallel=sequence, num_layers=1, **dropout)
     groups, batch = groups_of(args, world_size), random_batch(args)
@@ -33,12 +34,14 @@ def masks(rank: int, world_size: int, sequence: bool) -> tuple[Tensor, Tensor]:
         attention.query_key_value.weight.fill_(0.1)  # type: ignore[union-attr,operator]
         attention.query_key_value.bias.fill_(1.0)  # type: ignore[union-attr,operator]
         x = torch.ones(args.seq_length // (2 if sequence else 1), 2, args.hidden_size)
-        return embedded, attention.core(x, AttentionInputs(), seeds.attention)  # type: ignore[union-attr,operator]
+        kept = attention.core(x, AttentionInputs(), seeds.attention)  # type: ignore[union-attr,operator]
+        return embedded, kept, list(map(int, seeds[:3]))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_masks_differ_between_tensor_ranks_only_where_their_values_do(sequence: bool) -> None:
-    (first, attention), (second, other) = run_ranks(masks, 2, sequence)
+    (first, attention, seeds), (second, other, others) = run_ranks(masks, 2, sequence)
+    assert [one == another for one, another in zip(seeds, others, strict=True)] == [False, not sequence, not sequence]
     assert 0.4 < first.float().mean() < 0.6
     assert torch.equal(first, second) != sequence, "whole activations share a mask, parts of the sequence do not"
     assert not torch.equal(attention, other), "every rank's heads have their own mask"

@@ -36,7 +36,10 @@ def expert(moe: MoE, number: int, x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(x @ w1.T + b1) * (x @ w3.T + b3)) @ w2 + b2
 
 
-@pytest.mark.parametrize("changes", [{}, {"moe_expert_bias": True, "moe_router_bias": True, "norm_topk_prob": True}])
+@pytest.mark.parametrize("changes", [
+    {},
+    {"moe_expert_bias": True, "moe_router_bias": True, "norm_topk_prob": True, "moe_router_topk_scaling_factor": 2.5},
+])  # fmt: skip
 def test_a_token_is_the_sum_of_its_experts(changes: dict[str, Any]) -> None:
     moe, x = moe_of(**changes), torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0))
     routing, _ = moe.router(x, None, None)
@@ -48,7 +51,7 @@ def test_a_token_is_the_sum_of_its_experts(changes: dict[str, Any]) -> None:
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert sums.chosen.sum() == 2 * 16 * 2 and sums.tokens.tolist() == [16.0, 16.0]
     if changes:
-        torch.testing.assert_close(routing.weights.sum(-1), torch.ones(16, 2))
+        torch.testing.assert_close(routing.weights.sum(-1), torch.full((16, 2), 2.5))
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
@@ -150,7 +153,7 @@ def test_what_padding_is_changes_nothing(train: bool) -> None:
 def test_an_expert_keeps_the_choices_with_the_highest_weights() -> None:
     experts = torch.tensor([[0], [0], [0], [1], [0]])
     weights = torch.tensor([[0.1], [0.9], [0.5], [0.2], [0.7]])
-    assert limit(experts, weights, 2, 0.8).flatten().tolist() == [2, 0, 2, 1, 0]  # ceil(0.8 * 5 / 2) = 2 each
+    assert limit(experts, weights, 2, 0.7).flatten().tolist() == [2, 0, 2, 1, 0]  # ceil(0.7 * 5 / 2) = 2 each
 
 
 def test_the_balancing_loss_is_least_where_all_are_alike() -> None:
@@ -189,12 +192,17 @@ def test_padding_goes_to_no_expert_and_takes_no_room() -> None:
 def test_a_step_that_is_left_out_moves_no_bias() -> None:
     args = small(**SPEC, moe_router_bias_update_rate=0.1)
     stage, groups = stage_with(args).train(), ParallelGroups.single()
-    bias = stage.layers["2"].mlp.router.expert_bias  # type: ignore[union-attr]
+    router, seen = stage.layers["2"].mlp.router, []  # type: ignore[union-attr]
+    bias = router.expert_bias  # type: ignore[union-attr]
+    router.register_forward_hook(lambda module, given, out: seen.append(out[0].experts))  # type: ignore[operator,union-attr]
     for left_out in (True, False):
         before = bias.clone()  # type: ignore[operator]
         stage.balance.begin(1.0, 1)
         stage(None, random_batch(args))
         stage.balance.end(groups, torch.tensor(left_out))
+        tokens = seen[-1].flatten().bincount(minlength=8).float()
+        moved = 0.0 if left_out else 0.1 * (tokens.mean() - tokens).sign()  # busy ones are chosen less often
+        torch.testing.assert_close(bias, before + moved)
         assert torch.equal(bias, before) is left_out  # type: ignore[arg-type]
     assert bias.dtype == torch.float32
 

@@ -1,5 +1,6 @@
 """Scaled rotary positions: tables are those of transformers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron.data import Batch
 from megatron.generation import Model, SamplingParams, complete, for_inference
-from megatron.model.positions import rope_frequencies
+from megatron.model.positions import apply_rope, rope_frequencies, rope_tables
 from megatron.model.specs import rotary_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
@@ -61,6 +62,21 @@ def test_tables_are_those_of_transformers(name: str, length: int, head_dim: int)
     assert torch.equal(frequencies, expected) and own_factor == factor
     plain, _ = rope_frequencies(rotary_spec(small(rotary_emb_base=500, hidden_size=4 * head_dim)), length, CPU)
     assert torch.equal(frequencies, plain) == (name == "dynamic" and length == 6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("name", ["linear", "yarn factor"])
+def test_a_rotation_is_a_product_of_complex_numbers(name: str, interleaved: bool) -> None:
+    """Of halves, or of neighbours; YaRN makes the numbers longer, and dimensions behind these stay."""
+    spec = replace(rotary_spec(args_of(SCALINGS[name], hidden_size=64, rotary_pct=0.5)), interleaved=interleaved)
+    positions, x = torch.tensor([[0, 1, 5, 6]]), torch.randn(4, 1, 2, 16, generator=torch.Generator().manual_seed(0))
+    frequencies, factor = rope_frequencies(spec, 7, CPU)
+    angles = (positions.t().unsqueeze(-1) * frequencies).unsqueeze(2)
+    turning = x[..., :8].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    numbers = torch.complex(*turning.unbind(-1 if interleaved else -2)) * torch.polar(angles * 0 + factor, angles)
+    turned = torch.stack([numbers.real, numbers.imag], -1 if interleaved else -2).flatten(-2)
+    torch.testing.assert_close(apply_rope(x, rope_tables(spec, positions, 7)), torch.cat([turned, x[..., 8:]], -1))
+    assert (factor != 1.0) == (name == "yarn factor")
 
 
 def test_generation_with_dynamic_frequencies() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpointing import CheckpointError
+from megatron.data import Batch
 from megatron.generation import Batcher, Event, Model, Request, RequestError, SamplingParams
 from megatron.generation.batching.block_allocator import BLOCK_SIZE
 from megatron.neox_arguments import ConfigError
@@ -104,6 +105,20 @@ def test_together_as_alone(alone: list[tuple], rows: int, blocks: int | None, ch
         same(outcomes(batcher, REQUESTS), alone)
         same(outcomes(batcher, REQUESTS[::-1]), alone[::-1])  # all that was read is known now
     assert (sum(preempted) > 0) == (blocks is not None)
+
+
+@pytest.mark.parametrize("processed", [False, True])
+def test_log_probabilities_are_the_models_or_those_drawn_from(processed: bool) -> None:
+    """Over the whole vocabulary; the latter of logits divided by the temperature."""
+    model, prompt, temperature = model_of(), [5, 9, 20, 3], 2.0
+    request = Request(prompt, SamplingParams(temperature), 1, seed=3, logprobs=0, processed_logprobs=processed)
+    (events,) = answers(Batcher(model), [request])
+    ((token,), (said,)) = ([t for e in events for t in e.tokens], [one for e in events for one in e.logprobs])
+    text = torch.tensor([prompt])
+    with torch.no_grad():
+        logits = model.stage(None, Batch(text, text, torch.ones_like(text)))[-1, 0, : model.columns]  # type: ignore[index]
+    expected = (logits / (temperature if processed else 1.0)).log_softmax(-1)[token]
+    assert said.logprob == pytest.approx(float(expected), abs=1e-5)
 
 
 def everywhere(rank: int, world_size: int, layout: dict[str, Any]) -> list[tuple]:

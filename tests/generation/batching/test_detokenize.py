@@ -40,7 +40,7 @@ def test_pieces_make_the_whole_text() -> None:
 
 @pytest.mark.parametrize(("text", "stop", "expected"), [
     ("one.\n\nTwo", ["\n\n"], "one."), ("one two three", ["three", "two"], "one "), ("aaab", ["aab"], "a"),
-    ("aaaa", ["aab"], "aaaa"), ("abc", ["abcd", "c"], "ab"), ("STOP", ["STOP"], ""),
+    ("aaaa", ["aab"], "aaaa"), ("abc", ["abcd", "c"], "ab"), ("STOP", ["STOP"], ""), ("xab", ["b", "ab"], "x"),
     ("ends with ST", ["STOP"], "ends with ST"), ("né€", ["€"], "né"), ("plain", ["", "\n"], "plain"),
 ])  # fmt: skip
 def test_stop_strings(text: str, stop: list[str], expected: str) -> None:
