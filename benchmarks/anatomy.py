@@ -5,8 +5,9 @@ Steps run one behind the other under torch's profiler, on one device. The kinds 
 other clocks time; where they are off by more than 2 %, that is an error. With --fake it counts what a step
 asks for on a GPU that is not there, beside floors at given rates, and times nothing.
 
-A floor is the larger of FLOPs over the rate of matrix products and of bytes over the rate of copies, each
-operand met in memory once; one that is written in place counts once, so that a floor may be too low.
+A floor is the larger of FLOPs over the rate of matrix products (twice that in FP8) and of bytes over the
+rate of copies, each operand met in memory once. It is an estimate: a trace does not say what is written in
+place, how large a result is, or which places documents leave out of attention.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def main(argv: list[str] | None = None) -> int:
         if (reason := lacking()) is not None:
             raise SystemExit(f"anatomy.py: {reason}")
         preload(build())
-    from benchmarks.step_profile import counted, measured  # torch comes after the fake device
+    from benchmarks.step_profile import SumError, counted, measured  # torch comes after the fake device
 
     try:
         report = counted(options, rest) if options.fake else measured(options, rest)
-    except RuntimeError as problem:
+    except SumError as problem:
         sys.stderr.write(f"anatomy.py: {problem}\n")
         return 1
     rows = [WorkRow(**{key: row[key] for key in WorkRow.__dataclass_fields__}) for row in report["work"]]

@@ -37,6 +37,10 @@ BOUND = 0.02  # by which the kinds may miss the step
 _STEPS, _WARM = 4, 4
 
 
+class SumError(Exception):
+    """A trace and a clock do not agree on how long a step is."""
+
+
 class Profile(NamedTuple):
     """A trace of steps one behind the other. window: seconds at which the first began and the last ended, by
     the trace. seconds: of a step, by another clock at the same places. plain: of a step without a profiler,
@@ -148,7 +152,7 @@ def _rows(work: Sequence[WorkRow]) -> dict[str, Any]:
 
 
 def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """What `--json` writes. Raises RuntimeError where the kinds do not add up."""
+    """What `--json` writes. Raises SumError where the kinds do not add up to the step."""
     from benchmarks.gpu_run.facts import copy_rate
 
     chosen = train_throughput.parse([*rest, "--only", options.only])
@@ -161,12 +165,12 @@ def measured(options: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     trace = profiled(step, device, trace=options.trace)
     # Measured as warm as the steps were
     rates = Rates(
-        train_throughput.matmul_ceiling(device, dtype), copy_rate(device, 2**30 if device.type == "cuda" else 2**24)
+        train_throughput.matmul_ceiling(device, dtype), copy_rate(device, 4 * 2**30 if device.type == "cuda" else 2**24)
     )
     rows = work_rows(trace.events, trace.window, trace.steps, model, rates)
     whole = sum(row.seconds for row in rows)
     if abs(whole - trace.seconds) > BOUND * trace.seconds:
-        raise RuntimeError(f"the kinds add up to {whole * 1e3:.1f} ms, but a step took {trace.seconds * 1e3:.1f} ms")
+        raise SumError(f"the kinds add up to {whole * 1e3:.1f} ms, but a step took {trace.seconds * 1e3:.1f} ms")
     torch.distributed.destroy_process_group()
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return {

@@ -39,7 +39,7 @@ _VIEW = re.compile(
 _NO_OUTPUT = re.compile(r"_$|^triton_|::(copy_|sum|mean|amax|any|all|dot|embedding|index_select)")
 # Bytes a parameter and step of operations over lists of tensors, whose shapes a trace lacks: gradients, which
 # clipping divides in place, and state in fp32; weights in 16 bits. `fused_update` reads gradients in 16 bits.
-_FUSED_UPDATE = "megatron::adamw"
+_FUSED_UPDATE, _IN_FP8 = "megatron::adamw", ", FP8"
 _BYTES_OF_LISTS = {"_fused_adamw_": 32, "_fused_adam_": 32, "_foreach_norm": 4, "_foreach_copy_": 6, _FUSED_UPDATE: 28}
 _BESIDE_FUSED_UPDATE = {**_BYTES_OF_LISTS, "_foreach_norm": 2}
 
@@ -64,8 +64,8 @@ class Operation:
 
 @dataclass(frozen=True)
 class Model:
-    """What a trace does not say of the model: trained parameters, size of the vocabulary, FLOPs of attention
-    in a step (forward and backward)."""
+    """What a trace does not say of the model: parameters, size of the vocabulary, FLOPs of attention over
+    whole rows in a step (forward and backward)."""
 
     parameters: int
     vocabulary: int
@@ -122,7 +122,7 @@ def name_of(operation: Operation, kind: str) -> str:
     """The name of a row: a product's sizes, else the operation, without what a compiler numbers."""
     if operation.name in _FACTORS and kind in (PRODUCTS, HEAD):
         left, right = factors(operation)
-        return " x ".join(map(str, (*left, right[-1])))
+        return " x ".join(map(str, (*left, right[-1]))) + (_IN_FP8 if "scaled" in operation.name else "")
     if kind == COPIES and any("AccumulateGrad" in name for name in operation.names):
         return "gradients of micro-batches"
     return _NUMBERED.sub("", operation.name)
@@ -152,9 +152,8 @@ def bytes_of(operation: Operation) -> float:
         return 0.0
     if operation.name in _FACTORS:
         left, right = factors(operation)
-        return sum(sizes[:3]) + math.prod(left[:-1]) * right[-1] * _SIZES.get(
-            operation.dtypes[_FACTORS[operation.name][0]], 0
-        )
+        of_result = max(_SIZES.get(operation.dtypes[_FACTORS[operation.name][0]], 0), 2)  # of 8 bits it has 16
+        return sum(sizes[:3]) + math.prod(left[:-1]) * right[-1] * of_result
     return float(sum(sizes) + (0 if _NO_OUTPUT.search(operation.name) else max(sizes)))
 
 
@@ -302,7 +301,8 @@ def work_rows(
         if kind == ATTENTION:  # a trace does not say which places a mask leaves out
             flops = steps * model.attention_flops * taken / attention
         size = steps * model.parameters * of_lists.get(name, 0) or size
-        floor = max(flops / rates.products, size / rates.copies) / steps if flops or size else None
+        faster = 2 if name.endswith(_IN_FP8) else 1  # than in 16 bits, on Hopper and later
+        floor = max(flops / rates.products / faster, size / rates.copies) / steps if flops or size else None
         calls = len(numbers[kind, name]) / steps
         made.append(WorkRow(kind, name, calls, taken / steps, flops / steps, size / steps, floor))
     made.append(WorkRow(IDLE, "nothing runs", 0, idle / steps, 0.0, 0.0, 0.0))

@@ -59,18 +59,12 @@ def _speed(name: str, shape: str, contestant: str, *more: str, needs: tuple[str,
 
 
 def anatomy(shape: str) -> Part:
-    """Where the time of the native engine's step goes."""
+    """Where the time of the native engine's step goes; drawn in the part's folder."""
     style, preset = _SHAPE_OF[shape]
     command = (
-        "benchmarks/anatomy.py",
-        "--shape",
-        preset,
-        "--style",
-        style,
-        "--compile",
-        "--json",
-        "{folder}/" + RESULT,
-    )
+        "benchmarks/anatomy.py", "--shape", preset, "--style", style, "--compile", "--json", "{folder}/" + RESULT,
+        "--png", "{folder}/step.png",
+    )  # fmt: skip
     return Part(f"anatomy, {shape}", f"every kernel of a step of the {shape}, beside its floor", command, 30, 120)
 
 

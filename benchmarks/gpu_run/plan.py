@@ -125,8 +125,8 @@ def make_plan(
 ) -> Plan:
     """Put chosen parts in order, as many as fit. again: known parts too.
 
-    A part that is compared brings its partner of `runnable` along, unless today's table of this card has the
-    partner with the same code. Of tests of a rank those that take longest begin first.
+    A part that is compared brings its partner of `runnable` along, since clocks are others in another run. Of
+    tests of a rank those that take longest begin first.
     """
     table_of = {part.name: here[0].table for part in chosen if not again and (here := known.here(part))}
     waiting = sorted((known.step(part) for part in chosen if part.name not in table_of), key=known.age)
@@ -138,7 +138,7 @@ def make_plan(
         if step.part.name in planned:  # another has brought it along
             continue
         new, partner = [step], runnable.get(step.part.beside or "")
-        if partner and partner.name not in planned and all(one.date != known.today for one in known.here(partner)):
+        if partner and partner.name not in planned:
             new.insert(0, replace(known.step(partner), why=f"beside {step.part.name}"))
         more_timed = timed + [one for one in new if not one.part.tests]
         more_tests = tests + [one for one in new if one.part.tests]

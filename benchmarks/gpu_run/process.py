@@ -26,7 +26,8 @@ class Outcome:
 
     reason: why it did not pass, one line. tests: a row for each, as they ended. result: what it measured.
     log: the end of what it printed, where it did not pass. code: digest of the files it ran, as
-    `memory.codes` makes it; "" where that is unknown, as in tables of before there were digests.
+    `memory.codes` makes it; run: when the command began that ran it; both "" where that is unknown, as in
+    tables of before they were noted.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Outcome:
     result: dict[str, Any] | None = None
     log: str = ""
     code: str = ""
+    run: str = ""
 
 
 @dataclass

@@ -92,6 +92,11 @@ def lines(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | None)
     """What became of a part: a line, its failed and skipped tests, or the end of its log."""
     words = "; ".join(filter(None, (summary(outcome, outcomes, beside), outcome.reason)))
     made = [f"{outcome.name:<24} {outcome.state}, {outcome.seconds:.0f} s: {words}"]
+    if "gaps" in (outcome.result or {}):
+        made += [
+            f"    {row['kind']:<22} {row['seconds'] * 1e3:8.1f} ms, floor {row['floor_ms']:8.1f}"
+            for row in (outcome.result or {})["rows"]
+        ]
     for row in outcome.tests:
         if row["outcome"] == "failed":
             made.append(f"    failed {row['name']}: {row['reason'].splitlines()[0] if row['reason'] else ''}")
@@ -119,8 +124,10 @@ def summary(outcome: Outcome, outcomes: Mapping[str, Outcome], beside: str | Non
     if len(rows) == 1 and "model_flops" in rows[0]:
         row, words = rows[0], []
         words.append(f"{row['model_flops'] / 1e12:.4g} TFLOP/s, {row['of_ceiling']:.1%} of the ceiling")
-        own, other = seconds_of(found), seconds_of(outcomes[beside].result) if beside and beside in outcomes else None
-        if own is not None and other is not None:
+        partner = outcomes.get(beside or "")
+        own, other = seconds_of(found), seconds_of(partner.result) if partner is not None else None
+        # A card's clocks are others in another run
+        if own is not None and other is not None and partner is not None and partner.run == outcome.run:
             words.append(f"{other / own:.3f} of the speed of: {beside}")
         return ", ".join([*words, f"peak {row['peak_bytes'] / 1e9:.1f} GB"])
     if rows and "beside_ours" in rows[0]:

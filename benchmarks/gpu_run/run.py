@@ -97,7 +97,7 @@ class Run:
 
     def __init__(self, every: Sequence[Part], options: Options, stop: Stop) -> None:
         self.every, self.options, self.stop = every, options, stop
-        self.end = time.monotonic() + 60 * options.minutes
+        self.end, self.began = time.monotonic() + 60 * options.minutes, time.strftime("%Y-%m-%dT%H:%M:%S")
         self.env = environment(options.kind == "rehearsal", options.work)
         self.path: Path | None = options.output
         self.about: dict[str, Any] = {
@@ -165,13 +165,13 @@ class Run:
 
         def progress(outcome: Outcome) -> None:
             with self.lock:
-                self.running[part.name] = replace(outcome, code=step.code)
+                self.running[part.name] = replace(outcome, code=step.code, run=self.began)
                 self._write()
 
         if part.name != FACTS:  # before which there is no table
             progress(Outcome(part.name, "running"))
         told = progress if part.name != FACTS else lambda outcome: None
-        return replace(run_part(part, folder, limit_s, self.env, told, self.stop), code=step.code)
+        return replace(run_part(part, folder, limit_s, self.env, told, self.stop), code=step.code, run=self.began)
 
     def _end(self, part: Part, outcome: Outcome) -> None:
         with self.lock:

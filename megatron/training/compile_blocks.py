@@ -19,7 +19,7 @@ from megatron.mpu import Linear
 from megatron.mpu.gpu_kernels import not_run_on
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.frozen import FrozenDict
-from megatron.training.precision_policy import choose_precision, gpu_policy
+from megatron.training.precision_policy import gpu_policy
 
 Compile = Literal[False, "block", "block-max"]
 # Graphs of one kind of block: with and without gradients, another length of rows, dropout in training alone.
@@ -57,8 +57,9 @@ def choose_compile(args: NeoXArgs, device: torch.device, engine: str) -> Compile
     policy, reason = gpu_policy(capability), "auto: Triton and a C compiler are here"
     if policy.compile == "block-max" and (unproven := not_run_on("compile: block-max", capability)) is not None:
         reason += f"; not block-max: {unproven}"
-    elif policy.compile == "block-max" and choose_precision(args, device).recipe is None:
-        if args.user_values.get("precision_fp8") is not None:  # what FP8 or bf16 is best asks for all of the policy
+    elif policy.compile == "block-max" and args.precision_fp8 == "off" and not args.deterministic_mode:
+        # Who turns FP8 off asks for what is best in bf16; what `auto` may choose later is compiled as `block`
+        if args.user_values.get("precision_fp8") == "off":
             place = args.origin("precision_fp8")
             why = f"auto: bf16 on {policy.name} by precision_fp8 ({place}); minutes more at the start"
             return CompileChoice("block-max", why)

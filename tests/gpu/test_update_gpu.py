@@ -13,7 +13,7 @@ from tests.training.runs import LLAMA, config
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1000, 33), (7,), (3, 1024), (1,))
-NUMBERS: dict[str, float] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+NUMBERS: dict[str, float] = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def states(device: torch.device) -> dict[str, list[Tensor]]:

@@ -91,7 +91,8 @@ def _speed_row(part: Part, by_name: Mapping[str, Part]) -> str:
     row, beside = _speed(part), by_name.get(part["beside"] or "")
     assert row is not None
     own, other = seconds_of(part["result"]), seconds_of(beside["result"]) if beside is not None else None
-    ratio = f"{other / own:.3f} of: {part['beside']}" if own and other else ""
+    in_one_run = beside is not None and beside.get("run", "") == part.get("run", "")
+    ratio = f"{other / own:.3f} of: {part['beside']}" if own and other and in_one_run else ""
     return (
         f"| {part['name']} | {row['tokens']:,.0f} | {1e9 / row['tokens'] / 3600:.2f} | {row['seconds'] * 1e3:.1f} | "
         f"{row['model_flops'] / 1e12:.1f} | {row['neox_flops'] / 1e12:.1f} | {row['of_ceiling']:.1%} | {ratio} | "

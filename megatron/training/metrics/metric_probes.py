@@ -28,4 +28,4 @@ def sum_of_squares(parts: list[Tensor], device: torch.device) -> Tensor:
     """fp64 scalar on `device`; each part's norm in fp32."""
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm([part.float() for part in parts])).to(device).double().square().sum()
+    return torch.stack(torch._foreach_norm(parts, 2, torch.float32)).to(device).double().square().sum()

@@ -2,6 +2,7 @@
 layout."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,7 +70,7 @@ class ParameterNorms:
         return names, torch.cat(values)
 
     def _squares(self, parts: Parts) -> Tensor:
-        return self._by_name(parts, torch.linalg.vector_norm).square()
+        return self._by_name(parts, partial(torch.linalg.vector_norm, dtype=torch.float32)).square()
 
     def _by_name(self, parts: Parts, measure: Callable[[Tensor], Tensor]) -> Tensor:
         """[parameters of the model] fp64, 0 where this rank owns nothing."""

@@ -10,7 +10,7 @@ BLOCK = 1024
 
 @triton.jit
 def _kernel(
-    master, gradient, average, square, weight, corrections, scale, skip, size, rate, decay, beta1, beta2, eps,
+    master, gradient, average, square, weight, corrections, scale, skip, size, rate, decay, rest1, beta2, rest2, eps,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     if tl.load(skip) != 0:
@@ -22,8 +22,8 @@ def _kernel(
     m = tl.load(average + places, mask=inside)
     v = tl.load(square + places, mask=inside)
     p -= rate * decay * p
-    m += (1 - beta1) * (g - m)
-    v = beta2 * v + (1 - beta2) * g * g
+    m += rest1 * (g - m)
+    v = beta2 * v + rest2 * g * g
     p -= rate / tl.load(corrections) * m / (tl.sqrt(v) / tl.load(corrections + 1) + eps)
     tl.store(master + places, p, mask=inside)
     tl.store(average + places, m, mask=inside)
@@ -44,6 +44,7 @@ def update(
     size = master.numel()
     with torch.cuda.device(master.device):
         _kernel[(triton.cdiv(size, BLOCK),)](
-            master, gradient, average, square, weight, corrections, scale, skip, size, rate, decay, beta1, beta2, eps,
+            master, gradient, average, square, weight, corrections, scale, skip, size, rate, decay,
+            1 - beta1, beta2, 1 - beta2, eps,  # in fp32 what is near 1 would lose digits
             BLOCK=BLOCK,
         )  # fmt: skip

@@ -91,7 +91,7 @@ class NativeEngine(EngineBase):
         gradients = self.shards.gradients()
         norm = self._update.judge(gradients)
         if on_gradients is not None:
-            on_gradients(self._parts([None if g is None else g.float() for g in gradients]))
+            on_gradients(self._parts(gradients))
         self.groups.sum(loss, "data")
         if self.spikes is not None:
             self.spikes.decide(float(loss + self.watch.verdict))

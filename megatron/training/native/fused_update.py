@@ -2,6 +2,7 @@
 moments updated, 16-bit weights written."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.apex import uses_apex
 from megatron.training.compile_blocks import has_compiler
 
@@ -21,7 +23,7 @@ def resolve_fused_update(
     """The configuration with `auto` replaced by the choice, which is printed. Raises ConfigError where
     `fused_update: true` asks for what the run cannot have."""
     if args.fused_update is False or (args.fused_update == "auto" and engine != "native"):
-        return args.replace(fused_update=False)
+        return _resolved(args, False)
     problem = _problem(args, groups, engine)
     if args.fused_update is True:
         if problem is not None:
@@ -34,7 +36,13 @@ def resolve_fused_update(
         reason = "it needs a GPU to be faster"
     if log is not None:
         log(f"fused_update: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
-    return args.replace(fused_update=reason is None)
+    return _resolved(args, reason is None)
+
+
+def _resolved(args: NeoXArgs, fused: bool) -> NeoXArgs:
+    """The configuration with the choice; its place stays that of the key."""
+    place, resolved = args.origin("fused_update"), args.replace(fused_update=fused)
+    return replace(resolved, origins=FrozenDict({**resolved.origins, "fused_update": place}))
 
 
 def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
@@ -55,10 +63,11 @@ def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW over fp32 masters that reads the gradient of each one's 16-bit weight, and writes that weight.
+    """AdamW over fp32 masters that reads a 16-bit gradient of each, and writes its 16-bit weight.
 
-    weights: of each master. Clipping, skipping and state are those of torch's fused AdamW: `grad_scale`
-    divides gradients, `found_inf` leaves everything as it is.
+    weights: of each master, which lie in memory alike. gradients: to be set before a step, which takes them;
+    one that is None or not there is of zeros. Clipping, skipping and state are those of torch's fused AdamW:
+    `grad_scale` divides gradients, `found_inf` leaves everything as it is.
     """
 
     _step_supports_amp_scaling = True
@@ -72,13 +81,15 @@ class FusedAdamW(torch.optim.Optimizer):
         eps: float,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self._weights = weights
+        self._weights, self.gradients = weights, dict[Tensor, Tensor | None]()
+        if not all(each.is_contiguous() for pair in weights.items() for each in pair):
+            raise ValueError("FusedAdamW needs parameters that are contiguous")
         device = self.param_groups[0]["params"][0].device
         self._one, self._no = torch.ones((), device=device), torch.zeros((), device=device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One update of every parameter; one that backward gave no gradient has a gradient of zeros."""
+        """One update of every parameter."""
         scale, skip = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group in self.param_groups:
             masters = [master for master in group["params"] if master.numel()]
@@ -87,7 +98,11 @@ class FusedAdamW(torch.optim.Optimizer):
             for master in masters:
                 self._fill_state(master)
             weights, states = [self._weights[master] for master in masters], [self.state[m] for m in masters]
-            gradients = [torch.zeros_like(w) if w.grad is None else w.grad.contiguous() for w in weights]
+            given = [self.gradients.pop(master, None) for master in masters]
+            gradients = [
+                torch.zeros_like(weight) if gradient is None else gradient.contiguous()
+                for gradient, weight in zip(given, weights, strict=True)
+            ]
             adamw(
                 masters, gradients, *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")),
                 weights, self._one if scale is None else scale, self._no if skip is None else skip,

@@ -47,7 +47,9 @@ class Update:
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
         """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
         that cannot do so inside, the host waits for `skip`."""
-        if not self._fused:
+        if isinstance(self.optimizer, FusedAdamW):
+            self.optimizer.gradients = dict(zip(self._held, gradients, strict=True))
+        else:
             for held, gradient in zip(self._held, gradients, strict=True):
                 held.grad = gradient
         set_learning_rate(self.optimizer, lr)

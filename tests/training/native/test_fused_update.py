@@ -53,7 +53,7 @@ def updated(skip: float) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Te
     weight = torch.nn.Parameter(master.detach().bfloat16())
     optimizer = FusedAdamW([{"params": [master], "weight_decay": 0.1}], {master: weight}, 0.01, (0.9, 0.95), 1e-8)
     for found_inf in (0.0, skip):
-        weight.grad = torch.full_like(weight, 2.0)
+        optimizer.gradients = {master: torch.full_like(weight, 2.0)}
         optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(found_inf)  # type: ignore[attr-defined]
         optimizer.step()
     return master.detach(), weight.detach(), dict(optimizer.state[master])
