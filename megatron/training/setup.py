@@ -170,9 +170,9 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         engine = choice.load()
         engine.check(args)
         logger.info(f"engine: {choice.name} ({choice.reason})")
-    if manifest is not None:
-        args = recorded_precision(args, manifest.config.get("precision_fp8"), logger.info)
     args = resolve_compile(args, groups.device, engine.name, logger.info)
+    if manifest is not None:  # behind `compile`, so that the run goes on with kernels chosen as at its first start
+        args = recorded_precision(args, manifest.config.get("precision_fp8"), logger.info)
     args = with_masked_ids(args, tokenizer)
     args = adopt_vocabulary(args, source, tokenizer.vocab_size)
     real = on_rank_zero(groups, lambda: real_rows(source, tokenizer.vocab_size))

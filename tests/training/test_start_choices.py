@@ -41,6 +41,7 @@ HERE = "auto: Triton and a C compiler"
     (NO_FP8, "native", GPU, (9, 0), True, {"gcc"}, "block-max", "auto: .*Hopper.*precision_fp8"),
     (NO_FP8, "native", GPU, (8, 0), True, {"gcc"}, "block", HERE),
     (NO_FP8, "native", GPU, (10, 0), True, {"gcc"}, "block", rf"{HERE}.*9\.0 alone.*compile: block-max"),
+    ({**NO_FP8, "deterministic_mode": True}, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
     (FP8, "native", GPU, (9, 0), True, {"gcc"}, "block", HERE),
     ({}, "native", GPU, (9, 0), True, {"g++"}, False, "auto: no C compiler.*gcc or clang"),
     ({}, "native", GPU, (9, 0), False, {"gcc"}, False, "auto: Triton"),
