@@ -190,7 +190,7 @@ def graphs_of(rank: int, world_size: int, values: dict[str, Any]) -> list[int]:
 
 @pytest.mark.parametrize("kind", cells(["language modelling"], ["DPO"]))
 def test_validation_makes_no_graphs(kind: str, tmp_path: Path) -> None:
-    """One of blocks and two of logits, for their rows and themselves; DPO two, and one of the reference's blocks."""
+    """One of blocks and two of logits; DPO two of logits, and one of the reference's blocks."""
     if kind == "DPO":
         values, graphs = preferences(tmp_path, FLY, PADDED, compile="block"), 4
     else:
