@@ -77,7 +77,7 @@ def codes(parts: Sequence[Part], root: Path) -> dict[str, str]:
     except (OSError, subprocess.CalledProcessError):
         return {part.name: "" for part in parts}
     texts: dict[str, str] = {}
-    found = {}
+    digests: dict[str, str] = {}
     for part in parts:
         paths = (word.partition("::")[0] for word in part.command)
         starts = {graph.modules.get(path, path) for path in paths} & graph.files
@@ -86,5 +86,5 @@ def codes(parts: Sequence[Part], root: Path) -> dict[str, str]:
             if path not in texts:
                 texts[path] = hashlib.sha256((root / path).read_bytes()).hexdigest()
             digest.update(f"{path} {texts[path]}\n".encode())
-        found[part.name] = digest.hexdigest()[:16]
-    return found
+        digests[part.name] = digest.hexdigest()[:16]
+    return digests

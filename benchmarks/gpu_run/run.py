@@ -68,18 +68,18 @@ def print_plan(every: Sequence[Part], options: Options, card: str | None) -> Non
     """Print what a run would do, without running anything. card: as in the names of tables, or its beginning;
     None for that of this machine. Raises ValueError for a file among the tables that is none."""
     past, device = remembered(options), card or ask_nvidia_smi("name")
-    found = None if device is None else past.card(results.card_of(device))
+    known_card = None if device is None else past.card(results.card_of(device))
     if options.kind == "rehearsal":
-        found = REHEARSAL_CARD
-    elif found is None:
+        known_card = REHEARSAL_CARD
+    elif known_card is None:
         print("card unknown: no part counts as known, times are estimates; --card h200 names it")
-    elif found not in past.cores:
-        print(f"no table is of a card {found}: times are estimates")
+    elif known_card not in past.cores:
+        print(f"no table is of a card {known_card}: times are estimates")
     for package, names in lacking(every, options.only).items():
         print(f"for want of {package} will be left out: {'; '.join(names)}")
     facts_s = next(part.typical_s for part in every if part.name == FACTS)
-    cores, limit_s = past.cores.get(found or "", cores_here()), 60 * options.minutes - facts_s - _SPARE_S
-    print("\n".join(plan_of(every, options, past, found, cores, limit_s).lines()))
+    cores, limit_s = past.cores.get(known_card or "", cores_here()), 60 * options.minutes - facts_s - _SPARE_S
+    print("\n".join(plan_of(every, options, past, known_card, cores, limit_s).lines()))
 
 
 def lacking(every: Sequence[Part], only: Sequence[str] | None) -> dict[str, list[str]]:

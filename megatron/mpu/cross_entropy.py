@@ -198,7 +198,7 @@ def _loss_slopes(
 
 
 def _own_sums(logits: Tensor, labels: Tensor, statistics: bool) -> tuple[Tensor, Tensor]:
-    """As `_row_sums`; the sums as of one rank."""
+    """What `_row_sums` returns, with the sums in the shape of all ranks', of which there is one."""
     exp, sums = _row_sums(logits, labels, statistics)
     return exp, sums.unsqueeze(1)
 

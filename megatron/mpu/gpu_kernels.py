@@ -31,7 +31,7 @@ RUN_ON: Mapping[str, tuple[Capability, ...]] = {
 
 
 def capability_of(device: torch.device) -> Capability | None:
-    """Of a GPU; None of a CPU."""
+    """The compute capability of a GPU; None for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 

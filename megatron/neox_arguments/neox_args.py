@@ -2,14 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.neox_arguments.compat.key_groups import key_group
 from megatron.neox_arguments.compat.methods import GPTNeoXMethods
 from megatron.neox_arguments.errors import ErrorCollector
-from megatron.neox_arguments.frozen import freeze, thaw
+from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
 from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.reading.files import RawConfig, parse_overrides, read_deepspeed_config, read_files
 from megatron.neox_arguments.resolved import ResolvedArgs
@@ -51,6 +51,12 @@ class NeoXArgs(GPTNeoXMethods):
             config.assign(path, value, "program")
         args = _resolve(config)
         return args if self.world_size is None else args.for_world(self.world_size)
+
+    def settle(self, key: str, value: Any) -> "NeoXArgs":
+        """A new object where a key that is `auto` has the value that was chosen; its place stays that of
+        `auto`."""
+        settled = self.replace(**{key: value})
+        return replace(settled, origins=FrozenDict({**settled.origins, key: self.origin(key)}))
 
     def for_world(self, world_size: int) -> "NeoXArgs":
         """The configuration on `world_size` ranks: batch sizes and data_parallel_size known. Raises

@@ -18,7 +18,6 @@ from megatron.model.specs import BlockSpec, MoESpec
 from megatron.mpu import Linear
 from megatron.mpu.gpu_kernels import not_run_on
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.precision_policy import gpu_policy
 
 Compile = Literal[False, "block", "block-max"]
@@ -84,9 +83,7 @@ def resolve_compile(args: NeoXArgs, device: torch.device, engine: str, log: Call
         return args
     if log is not None:
         log(f"compile: {choice.compile or 'false'} ({choice.reason})")
-    place = args.origin("compile")
-    resolved = args.replace(compile=choice.compile)
-    return replace(resolved, origins=FrozenDict({**resolved.origins, "compile": place}))
+    return args.settle("compile", choice.compile)
 
 
 def compile_blocks(stage: Stage, args: NeoXArgs) -> None:

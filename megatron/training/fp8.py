@@ -55,7 +55,7 @@ def use_fp8(
 
 
 def multiple_of(recipe: Recipe) -> int:
-    """What the features of a linear must be multiples of for a recipe."""
+    """The number that a linear's features must be multiples of, for a recipe to multiply it."""
     return MXProduct.multiple if recipe == "mxfp8" else TensorwiseProduct.multiple
 
 
@@ -74,7 +74,7 @@ def fitting_linears(
 
 
 def weight_of(linear: Linear | TiedHead) -> torch.Tensor:
-    """What a linear multiplies with, `[out, in]`."""
+    """The weight of a linear or of a tied head, `[out, in]`."""
     return linear.projection()[0] if isinstance(linear, TiedHead) else linear.weight
 
 

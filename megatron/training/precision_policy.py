@@ -2,14 +2,13 @@
 it is faster than bf16 there, a trial says (`precision_trial.py`)."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.frozen import FrozenDict
 
 Recipe = Literal["tensorwise", "rowwise", "mxfp8", "te"]
 CompileMode = Literal["block", "block-max"]
@@ -109,11 +108,4 @@ def recorded_precision(args: NeoXArgs, recorded: str | None, log: Callable[[str]
     if args.precision_fp8 != "auto" or recorded in (None, "auto"):
         return args
     log(f"precision_fp8: auto keeps {recorded}, that of the run it goes on from; name a recipe, or off, for another")
-    return with_precision(args, recorded)
-
-
-def with_precision(args: NeoXArgs, precision: str) -> NeoXArgs:
-    """The configuration with `precision_fp8: auto` replaced by a recipe or off; its place stays that of
-    `auto`."""
-    place, resolved = args.origin("precision_fp8"), args.replace(precision_fp8=precision)
-    return replace(resolved, origins=FrozenDict({**resolved.origins, "precision_fp8": place}))
+    return args.settle("precision_fp8", recorded)

@@ -16,7 +16,7 @@ from megatron.mpu.fp8.transformer_engine import TransformerEngine
 from megatron.mpu.products import PlainProduct, linear
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.fp8 import fitting_linears, multiple_of, product_maker, weight_of
-from megatron.training.precision_policy import PrecisionChoice, Recipe, with_precision
+from megatron.training.precision_policy import PrecisionChoice, Recipe
 from megatron.training.transformer_engine import choose_te_backend
 
 _SECONDS, _TURNS = 2.0, 2  # of the whole trial, without the compiler's time
@@ -69,20 +69,20 @@ def settle_precision(
     without = [each for each in run_on_all_ranks(groups, lambda: choice) if each.recipe is None]
     if without:
         log(without[0].reason or "")
-        return with_precision(args, "off")
+        return args.settle("precision_fp8", "off")
     recipe = choice.recipe
     assert recipe is not None
     ranks = run_on_all_ranks(groups, lambda: try_linears(stage, args, groups, recipe, clock))
     bf16, fp8 = (max(getattr(times, name) for times in ranks) for name in ("bf16", "fp8"))
     if bf16 == 0.0:
         log(f"precision_fp8: auto chose off: no linear has features that are multiples of {multiple_of(recipe)}")
-        return with_precision(args, "off")
+        return args.settle("precision_fp8", "off")
     found = f"the linears of a micro-batch take {1000 * fp8:.2f} ms in {recipe}, {1000 * bf16:.2f} ms in bf16"
     if fp8 >= bf16:
         log(f"precision_fp8: auto chose off: {found}; set precision_fp8: {recipe} to use it")
-        return with_precision(args, "off")
+        return args.settle("precision_fp8", "off")
     log(f"{choice.reason}: {found}")
-    return with_precision(args, recipe)
+    return args.settle("precision_fp8", recipe)
 
 
 def try_linears(

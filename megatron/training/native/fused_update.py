@@ -2,7 +2,6 @@
 moments updated, 16-bit weights written."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from megatron.mpu import DTYPES, ParallelGroups
 from megatron.mpu.gpu_kernels import capability_of, not_run_on
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.frozen import FrozenDict
 from megatron.training.apex import uses_apex
 from megatron.training.compile_blocks import has_compiler
 
@@ -23,7 +21,7 @@ def resolve_fused_update(
     """The configuration with `auto` replaced by the choice, which is printed. Raises ConfigError where
     `fused_update: true` asks for what the run cannot have."""
     if args.fused_update is False or (args.fused_update == "auto" and engine != "native"):
-        return _resolved(args, False)
+        return args.settle("fused_update", False)
     problem = _problem(args, groups, engine)
     if args.fused_update is True:
         if problem is not None:
@@ -36,13 +34,7 @@ def resolve_fused_update(
         reason = "it needs a GPU to be faster"
     if log is not None:
         log(f"fused_update: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
-    return _resolved(args, reason is None)
-
-
-def _resolved(args: NeoXArgs, fused: bool) -> NeoXArgs:
-    """The configuration with the choice; its place stays that of the key."""
-    place, resolved = args.origin("fused_update"), args.replace(fused_update=fused)
-    return replace(resolved, origins=FrozenDict({**resolved.origins, "fused_update": place}))
+    return args.settle("fused_update", reason is None)
 
 
 def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
