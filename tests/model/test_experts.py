@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from megatron.model.moe.dispatch import limit
 from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups, grouped_mm
 from tests.model.stages import random_batch, small, stage_with
+from tests.training.runs import GOLDEN
 
 SPEC: dict[str, Any] = {"activation": "swiglu", "intermediate_size": 48, "compat_ffn_width": "none",
                         "use_bias_in_mlp": False, "moe_num_experts": 8, "moe_top_k": 2, "moe_router_type": "topk",
@@ -105,26 +107,15 @@ def test_groups_of_experts() -> None:
         assert experts.tolist() == best
 
 
-def neox_sinkhorn(cost: Tensor, tol: float = 1e-4) -> Tensor:
-    """GPT-NeoX's `SinkhornRouter.sinkhorn` in words of its own: until columns move less than `tol`."""
-    cost, columns, error = cost.exp(), torch.ones(cost.shape[1]), 1.0
-    while error > tol:
-        rows = 1 / (cost.shape[0] * ((columns * cost).sum(1) + 1e-8))
-        before, columns = columns, 1 / (cost.shape[1] * ((rows.unsqueeze(1) * cost).sum(0) + 1e-8))
-        error = float((before - columns).abs().mean())
-    return columns * cost * rows.unsqueeze(1)
-
-
-@pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
-def test_sinkhorn_is_that_of_gpt_neox(spread: float) -> None:
-    router = router_of(moe_num_experts=8)
-    logits = spread * torch.randn(64, 4, 8, generator=torch.Generator().manual_seed(0))
-    logits += torch.tensor([2.0, 0, 0, 0, 0, 0, 0, -2.0])
-    ours = router._sinkhorn(logits).flatten(0, 1)
-    torch.testing.assert_close(ours, neox_sinkhorn(logits.flatten(0, 1)), rtol=1e-5, atol=1e-9)
-    alone = torch.bincount(logits.flatten(0, 1).argmax(1), minlength=8)
-    balanced = torch.bincount(ours.argmax(1), minlength=8)
-    assert balanced.max() < 60 and balanced.min() > 10 and alone.max() > balanced.max()
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_sinkhorn_is_that_of_gpt_neox(rounds: int) -> None:
+    """Golden: what GPT-NeoX's own function returned."""
+    with np.load(GOLDEN / "sinkhorn/upstream.npz") as golden:
+        logits, expected = (torch.from_numpy(golden[f"{rounds}_{name}"]).float() for name in ("logits", "scores"))
+    ours = router_of(moe_num_experts=logits.shape[1])._sinkhorn(logits.unsqueeze(1))[:, 0]
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
+    assert ours.topk(2).indices.equal(expected.topk(2).indices)
+    assert not ours.argmax(1).equal(logits.argmax(1))
 
 
 def test_sinkhorn_balances_without_padding() -> None:

@@ -1,5 +1,6 @@
 """Runs that unlearn: gradients, layouts, the threshold, rows of metrics, and going on within a burst."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -15,9 +16,12 @@ from torch import Tensor
 from megatron.callbacks import Parts
 from megatron.data import Batch
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.values.unlearning import begins_burst, is_ascent
 from megatron.training import Training, unlearning
 from megatron.training.checkpoint.progress import TrainingProgress, UnlearningProgress
 from megatron.training.loop import batches_of
+from megatron.training.schedules import Schedule
+from megatron.training.unlearning import lr_scale
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on
@@ -64,6 +68,24 @@ def test_the_gradient_is_that_of_the_difference(engine: str) -> None:
     for name, gradient in difference.items():
         torch.testing.assert_close(gradient, 3.0 * retain[name] - forget[name], rtol=0, atol=1e-6 * largest)
     assert largest > 0.1
+
+
+@pytest.mark.parametrize("mode", ["interval", "interleaved"])
+def test_rates_beside_the_fork(mode: str) -> None:
+    """Golden: the fork's statements over its schedule. It scales the first step of a burst alone, and the
+    step after one takes the rate of before; ours scales each, and then goes on with the schedule."""
+    golden = json.loads((GOLDEN / "fork/ascent_rates/rates.json").read_text())
+    args = NeoXArgs.from_dict(config(LLAMA, ADAMW, {"ga_dataset": OTHER, "ga_mode": mode}, golden["keys"][mode]))
+    schedule = Schedule(1e-3, 1e-4, "cosine", warmup=10, end=100)
+    apart = []
+    for step, (role, rate) in enumerate(golden[mode]):
+        assert is_ascent(args, step) == (role == "forget")
+        if schedule(step) * lr_scale(args, role) != pytest.approx(rate, rel=1e-12):
+            apart.append(step)
+    ascents = [step for step in range(len(golden[mode])) if is_ascent(args, step)]
+    first = [step for step in ascents if begins_burst(args, step)]
+    after = [step + 1 for step in ascents if step + 1 < len(golden[mode]) and step + 1 not in ascents]
+    assert apart == sorted({*ascents, *after} - {*first}) and len(first) > 3
 
 
 # -- sequences beside a reference ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from megatron.mpu import (
     with_prefix,
 )
 
-SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 32, 1e-4
+_SINKHORN_ROUNDS, _SINKHORN_TOLERANCE = 3, 1e-4  # GPT-NeoX's
 
 
 class RoutingSums(NamedTuple):
@@ -135,20 +135,21 @@ class Router(nn.Module):
         return scores.topk(spec.top_k, dim=-1).indices
 
     def _sinkhorn(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
-        """exp(logits), rows and columns scaled in turn until all experts have the same sum, and all tokens;
-        as GPT-NeoX over all tokens of the micro-batch, but for padding, `[seq, batch, experts]`."""
+        """exp(logits) `[seq, batch, experts]`, whose rows and columns are scaled in turn until experts have nearly
+        the same sum. As GPT-NeoX over all tokens of the micro-batch, but for padding: from its start, three
+        rounds, fewer where experts' factors move less than its tolerance."""
         if self.sequence_parallel:
             logits = gather_from_sequence(logits, self.group)
         cost = logits.exp().flatten(0, 1)
         experts, tokens = cost.shape[1], cost.new_full((), len(cost))
         if counted is not None:
             cost, tokens = cost * counted.flatten().unsqueeze(1), counted.sum().clamp(min=1)
-        of_experts, error = cost.new_ones(experts), cost.new_full((), float("inf"))
-        of_tokens = cost.new_ones(len(cost))
-        for _ in range(SINKHORN_ROUNDS):
-            done = error <= _SINKHORN_TOLERANCE  # decided on the device
-            of_tokens = torch.where(done, of_tokens, 1.0 / (tokens * ((of_experts * cost).sum(1) + 1e-8)))
-            now = 1.0 / (experts * ((of_tokens.unsqueeze(1) * cost).sum(0) + 1e-8))
+        of_tokens, error = cost.new_ones(len(cost)), cost.new_full((), float("inf"))
+        of_experts = 1.0 / (experts * cost.sum(0).clamp(min=torch.finfo(cost.dtype).tiny))
+        for _ in range(_SINKHORN_ROUNDS):
+            done = error < _SINKHORN_TOLERANCE  # decided on the device
+            of_tokens = torch.where(done, of_tokens, (1.0 / tokens) / ((of_experts * cost).sum(1) + 1e-8))
+            now = (1.0 / experts) / ((of_tokens.unsqueeze(1) * cost).sum(0) + 1e-8)
             error = torch.where(done, error, (of_experts - now).abs().mean())
             of_experts = torch.where(done, of_experts, now)
         balanced = (of_experts * cost * of_tokens.unsqueeze(1)).view(logits.shape)

@@ -62,7 +62,7 @@ class MoEKeys:
         "sinkhorn",
         "How tokens find experts: the moe_top_k best of each, or (sinkhorn, in training) of scores that are balanced "
         "over the tokens of a micro-batch first",
-        differs="sinkhorn stops after 32 rounds at the latest, where GPT-NeoX waits for the device in each",
+        differs="sinkhorn balances without padding, and never waits for the device",
     )
     moe_router_score_function: Literal["softmax", "sigmoid"] | None = new_key(
         None, "Scores of experts from the router's logits; unset: softmax, and sigmoid for sinkhorn with moe_top_k 1"

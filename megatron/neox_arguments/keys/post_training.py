@@ -292,7 +292,14 @@ class UnlearningKeys:
     )
     ga_iters: int | None = key(None, "interval: steps of a burst", ge=1, source="fork")
     ga_interleave_ratio: int = key(1, "interleaved: ordinary iterations for each of ascent", ge=1, source="fork")
-    ga_lr_scale: float = key(1.0, "Multiplies the learning rate in steps on ga_dataset", gt=0, source="fork")
+    ga_lr_scale: float = key(
+        1.0,
+        "Multiplies the learning rate in steps on ga_dataset",
+        gt=0,
+        source="fork",
+        differs="each step of a burst is scaled, where the fork scales the first alone; the step after one takes the "
+        "schedule's rate, where the fork's takes that of before the burst",
+    )
     ga_loss_threshold: float | None = key(
         None,
         "A step on ga_dataset whose loss has come above this is left out; an ordinary one is taken instead",
