@@ -16,6 +16,14 @@ _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE of cuda.h
 _MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
+def driver_cuda() -> tuple[int, int] | None:
+    """The CUDA version that the driver of this machine serves; None without a driver."""
+    driver, number = _driver(), ctypes.c_int()
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(number)) or not number.value:
+        return None
+    return number.value // 1000, number.value % 1000 // 10
+
+
 def device_count() -> int | None:
     """Number of devices; None where there is no driver, or one that does not answer."""
     driver = _driver()

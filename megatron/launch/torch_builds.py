@@ -1,28 +1,37 @@
-"""Which build of torch a machine needs: by its Python, its processor and the CUDA version that its driver
-serves.
+"""Which build of torch a machine needs: by its Python, its processor, its GPUs and the CUDA version that its
+driver serves.
 
 Run before anything is installed, so it needs the standard library alone; prints what `pip install` is to be
 told:
 
     python -I megatron/launch/torch_builds.py [--torch 2.11.0] [--cuda 12.6 | --cpu]
 
-Builds and their Pythons: the release compatibility matrix in RELEASE.md of pytorch/pytorch.
+Builds and their Pythons: the release compatibility matrix in RELEASE.md of pytorch/pytorch; the GPUs that
+each has code for: get_cuda_arch_list of pytorch/test-infra.
 """
 
 import argparse
-import ctypes
 import os
 import re
+import runpy
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 INDEX = "https://download.pytorch.org/whl"
 RELEASES = ("2.11.0", "2.13.0")  # the suite passes on both
 OLDEST, OLDEST_PYTHON = (2, 11), (3, 11)
 PYTHONS = {"2.11.0": (3, 14), "2.13.0": (3, 15)}  # the newest that the release has wheels for
+BUILDS = {"cu130": (13, 0), "cu128": (12, 8), "cu126": (12, 6)}  # newest first, and the CUDA of each
+_WITHOUT_CU128 = ("cu130", "cu126")  # releases after 2.11
+CAPABILITIES = {  # that a build has code for; each runs newer minor ones of its major number too
+    "cu126": ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)),
+    "cu128": ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
+    "cu130": ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
+}
 PLATFORMS = ("linux-x86_64", "linux-aarch64", "macosx-arm64")
 # (torch, build, Python, platform): where this project's tests have run. All else is what the matrix promises.
 TRIED = {
@@ -58,11 +67,15 @@ class TorchBuild:
 
 
 def choose(
-    python: tuple[int, int], platform: str, driver: tuple[int, int] | None, torch: str | None = None
+    python: tuple[int, int],
+    platform: str,
+    driver: tuple[int, int] | None,
+    torch: str | None = None,
+    devices: Sequence[tuple[int, int]] = (),
 ) -> TorchBuild:
-    """The build for an interpreter, a platform as `linux-x86_64` and the CUDA version of the driver (None
-    without one). torch: the release wanted; None is 2.13.0, but 2.11.0 with drivers of CUDA 12, on which
-    others train with it.
+    """The newest build for an interpreter, a platform as `linux-x86_64`, the CUDA version of the driver (None
+    without one) and the compute capabilities of GPUs. torch: the release wanted; None is 2.13.0, but 2.11.0
+    with drivers of CUDA 12, on which others train with it.
 
     A driver runs what is built for its own CUDA version or an older one of the same major number, and mostly
     for a newer one of it. Raises NoBuild.
@@ -76,27 +89,47 @@ def choose(
             f"the driver serves CUDA {_dotted(driver)}, and torch needs 12 or newer: update it (R525 and later), or "
             "install for the CPU"
         )
-    build = "cpu" if driver is None else "cu126" if driver < (13, 0) else "cu130"
-    torch = torch or ("2.11.0" if build == "cu126" else "2.13.0")
-    if not re.fullmatch(r"\d+\.\d+\.\d+", torch) or tuple(map(int, torch.split(".")))[:2] < OLDEST:
+    torch = torch or ("2.13.0" if driver is None or driver >= (13, 0) else "2.11.0")
+    if not re.fullmatch(r"\d+\.\d+\.\d+", torch) or _minor(torch) < OLDEST:
         raise NoBuild(f"torch {torch} is no release of 2.11 or newer; tested are {' and '.join(RELEASES)}")
     newest = PYTHONS.get(torch)
     if python < OLDEST_PYTHON or newest and python > newest:
         known = f"3.11 to {_dotted(newest)}" if newest else "3.11 or newer"
         raise NoBuild(f"Python {_dotted(python)} does not go with torch {torch}, which needs {known}")
-    pin = f"torch=={torch}+cu126" if build == "cu126" else f"torch=={torch}"
+    build = "cpu" if driver is None else _cuda_build(torch, driver, devices)
+    pin = f"torch=={torch}+{build}" if build.startswith("cu12") else f"torch=={torch}"
     tried = (torch, build, python, platform) in TRIED
-    return TorchBuild(pin, f"{INDEX}/{build}", {"cu126": "12.6", "cu130": "13.0"}.get(build), tried)
+    return TorchBuild(pin, f"{INDEX}/{build}", _dotted(BUILDS[build]) if build in BUILDS else None, tried)
 
 
-def driver_cuda() -> tuple[int, int] | None:
-    """The CUDA version that the driver of this machine serves; None without a driver."""
-    number = ctypes.c_int()
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if status or not number.value else (number.value // 1000, number.value % 1000 // 10)
+def _cuda_build(torch: str, driver: tuple[int, int], devices: Sequence[tuple[int, int]]) -> str:
+    """The newest build of the release that the driver runs and that has code for all devices."""
+    published = tuple(BUILDS) if _minor(torch) == OLDEST else _WITHOUT_CU128
+    runs = [build for build in published if BUILDS[build] <= driver] or ["cu126"]
+    for build in runs:
+        if all(_has_code(build, device) for device in devices):
+            return build
+    missing = next(device for device in devices if not any(_has_code(build, device) for build in runs))
+    fitting = [f"torch {torch} for CUDA {_dotted(BUILDS[b])}" for b in published if _has_code(b, missing)]
+    if "cu128" not in published and driver >= BUILDS["cu128"] and _has_code("cu128", missing):
+        fitting.append("torch 2.11.0 for CUDA 12.8, which this driver runs")
+    raise NoBuild(
+        f"a GPU here has compute capability {_dotted(missing)}, for which no build of torch {torch} that a driver of "
+        f"CUDA {_dotted(driver)} runs has code; "
+        + (
+            f"{' and '.join(fitting)} {'has' if len(fitting) == 1 else 'have'} it"
+            if fitting
+            else "it is too old or new"
+        )
+    )
+
+
+def _has_code(build: str, device: tuple[int, int]) -> bool:
+    return any(major == device[0] and minor <= device[1] for major, minor in CAPABILITIES[build])
+
+
+def _minor(torch: str) -> tuple[int, ...]:
+    return tuple(map(int, torch.split(".")))[:2]
 
 
 def own_index(pip_config: str, env: Mapping[str, str]) -> bool:
@@ -121,13 +154,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     if options.cuda and not re.fullmatch(r"\d+\.\d+", options.cuda):
         parser.error(f"--cuda {options.cuda}: a version as 12.6 or 13.0, as nvidia-smi shows it")
-    driver = driver_cuda() if not options.cpu else None
+    driver, devices = None, []
     if options.cuda:
         major, minor = options.cuda.split(".")
         driver = int(major), int(minor)
+    elif not options.cpu:  # the package itself cannot be imported yet
+        asked = runpy.run_path(str(Path(__file__).with_name("cuda_driver.py")))
+        driver, devices = asked["driver_cuda"](), asked["capabilities"]()
     python = sys.version_info[:2]
     try:
-        build = choose(python, here(), driver, options.torch or None)
+        build = choose(python, here(), driver, options.torch or None, devices)
     except NoBuild as problem:
         sys.exit(f"torch_builds.py: error: {problem}")
     why = "no driver" if driver is None else f"a driver of CUDA {_dotted(driver)}"

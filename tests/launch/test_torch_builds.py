@@ -12,7 +12,7 @@ from tests.launch.runs import ROOT
 
 COMMAND = ROOT / "megatron/launch/torch_builds.py"
 X86, ARM, MAC = PLATFORMS
-CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126", "cu130"))
+CPU, CU126, CU128, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("cpu", "cu126", "cu128", "cu130"))
 
 
 @pytest.mark.parametrize(("python", "platform", "driver", "wanted", "pin", "index", "cuda", "tried"), [
@@ -28,11 +28,32 @@ CPU, CU126, CU130 = (f"https://download.pytorch.org/whl/{build}" for build in ("
     ((3, 12), ARM, (12, 7), None, "torch==2.11.0+cu126", CU126, "12.6", False),
     ((3, 12), ARM, (12, 6), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 11), X86, (12, 2), None, "torch==2.11.0+cu126", CU126, "12.6", False),
+    ((3, 12), X86, (12, 8), None, "torch==2.11.0+cu128", CU128, "12.8", False),
+    ((3, 12), X86, (12, 9), "2.13.0", "torch==2.13.0+cu126", CU126, "12.6", False),
     ((3, 12), X86, (13, 0), "2.12.1", "torch==2.12.1", CU130, "13.0", False),
 ])  # fmt: skip
 def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cuda, tried):
     build = choose(python, platform, driver, wanted)
     assert (build.pin, build.index, build.cuda, build.tried) == (pin, index, cuda, tried)
+
+
+@pytest.mark.parametrize(("driver", "wanted", "devices", "chosen"), [
+    ((12, 8), None, [(10, 0)], "torch==2.11.0+cu128"),  # B200
+    ((13, 0), None, [(10, 3), (9, 0)], "torch==2.13.0"),  # B300 beside H100
+    ((13, 0), "2.11.0", [(7, 0)], "torch==2.11.0+cu128"),  # V100: CUDA 13 has left it
+    ((13, 0), None, [(7, 0)], "torch==2.13.0+cu126"),
+    ((12, 8), None, [(6, 1)], "torch==2.11.0+cu126"),
+    ((12, 7), None, [(10, 0)], "10.0 12.7 2.11.0"),
+    ((12, 8), "2.13.0", [(10, 0)], "10.0 12.8 2.13.0 2.11.0"),
+    ((12, 8), None, [(3, 7)], "3.7 12.8"),
+])  # fmt: skip
+def test_the_build_has_code_for_each_gpu(driver, wanted, devices, chosen):
+    if chosen.startswith("torch=="):
+        assert choose((3, 12), X86, driver, wanted, devices).pin == chosen
+        return
+    with pytest.raises(NoBuild) as refused:
+        choose((3, 12), X86, driver, wanted, devices)
+    assert all(word in str(refused.value) for word in chosen.split())
 
 
 @pytest.mark.parametrize(("python", "platform", "driver", "wanted", "said"), [
@@ -51,9 +72,9 @@ def test_what_nothing_fits_is_refused(python, platform, driver, wanted, said):
 def test_every_machine_of_the_documents_table_gets_what_it_says():
     """docs/install.md lists every combination; what nobody tried is marked there as here."""
     text = (ROOT / "docs/install.md").read_text()
-    rows = re.findall(r"^\| (CUDA 1\d|none) \| `(.+?)` \| (\w+) \| (.+?) \|$", text, re.MULTILINE)
-    assert len(rows) == 6
-    drivers = {"none": None, "CUDA 12": (12, 6), "CUDA 13": (13, 0)}
+    rows = re.findall(r"^\| (CUDA 1[\d.]+|none) \| `(.+?)` \| (\w+) \| (.+?) \|$", text, re.MULTILINE)
+    assert len(rows) == 7
+    drivers = {"none": None, "CUDA 12": (12, 6), "CUDA 12.8": (12, 8), "CUDA 13": (13, 0)}
     for driver, pin, build, tried in rows:
         torch = pin.removeprefix("torch==").partition("+")[0]
         for python, platform in product(((3, 11), (3, 12), (3, 13)), (X86, ARM)):

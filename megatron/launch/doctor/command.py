@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 
+from megatron.launch.cuda_driver import driver_cuda
 from megatron.launch.devices import visible_gpus
 from megatron.launch.doctor.check import Check, as_json, failed, table, verdict, warning
 from megatron.launch.doctor.config import (
@@ -41,7 +42,6 @@ from megatron.launch.doctor.transport import interface_checks, nccl_check, read_
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
 from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
-from megatron.launch.torch_builds import driver_cuda
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
@@ -75,6 +75,7 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         checks += [*data_checks(args), load_check(args), tokenizer_check(args, build_tokenizer)]
     port = options.port or (args.master_port if args else port_of(env.get("MASTER_PORT") or DEFAULT_PORT))
     site, problem = _site(env)
+    serves = driver_cuda()
     several = bool(options.peer) or (args is not None and args.num_nodes > 1)
     results: list[Check | None] = [
         python_check(),
@@ -84,8 +85,8 @@ def examine(options: argparse.Namespace, build_tokenizer: Callable[[NeoXArgs], o
         *extras_checks(),
         *compiled_checks(gpus=bool(gpus)),
         arch_list_check(),
-        driver_check(driver_version(), torch, len(gpus), driver_cuda()),
-        *gpu_checks(gpus, options.gpus),
+        driver_check(driver_version(), torch, len(gpus), serves),
+        *gpu_checks(gpus, options.gpus, serves),
         ability_check(gpus, torch),
         nccl_check(own_nccl(), env, network.loaded),
         transport_check(env, network, several),

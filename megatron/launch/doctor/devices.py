@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.launch.cuda_driver import capabilities
 from megatron.launch.doctor.check import Check, failed, warning
 from megatron.launch.doctor.software import Torch
 from megatron.launch.torch_builds import NoBuild, choose, here
@@ -75,17 +76,19 @@ def driver_check(driver: str | None, torch: Torch, gpus: int, serves: tuple[int,
 
 
 def _suited(serves: tuple[int, int] | None) -> str:
-    """What to type for the build of torch that the driver runs."""
+    """What to type for the build of torch that the driver and the devices run."""
     if serves is None:
         return "install torch without --cpu"
     try:
-        return f"pip install {' '.join(choose(sys.version_info[:2], here(), serves).words())}"
+        build = choose(sys.version_info[:2], here(), serves, devices=capabilities())
+        return f"pip install {' '.join(build.words())}"
     except NoBuild as problem:
         return str(problem)
 
 
-def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
-    """One check a device, of those wanted or all; a wanted one that is not there fails."""
+def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = (), serves: tuple[int, int] | None = None) -> list[Check]:
+    """One check a device, of those wanted or all; a wanted one that is not there fails. serves: the driver's
+    CUDA."""
     checks = []
     for name in wanted:
         if name not in [gpu.name for gpu in gpus]:
@@ -97,13 +100,9 @@ def gpu_checks(gpus: Sequence[Gpu], wanted: Sequence[str] = ()) -> list[Check]:
         title, used = f"gpu {gpu.name}", (gpu.total - gpu.free) / GIB
         description = f"{gpu.model}, {gpu.total / GIB:.1f} GiB, {gpu.free / GIB:.1f} free"
         if gpu.problem:
-            checks.append(
-                failed(
-                    title,
-                    f"{gpu.model}: {gpu.problem}",
-                    "nvidia-smi -q shows its state; leave it out with --exclude",
-                )
-            )
+            without_code = "no kernel image" in gpu.problem  # torch's build is for other devices
+            advice = _suited(serves) if without_code else "nvidia-smi -q shows its state; leave it out with --exclude"
+            checks.append(failed(title, f"{gpu.model}: {gpu.problem}", advice))
         elif used > _IN_USE:
             checks.append(warning(title, description, f"{used:.1f} GiB are in use by other processes: nvidia-smi"))
         else:

@@ -135,9 +135,11 @@ class Router(nn.Module):
         return scores.topk(spec.top_k, dim=-1).indices
 
     def _sinkhorn(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
-        """exp(logits) `[seq, batch, experts]`, whose rows and columns are scaled in turn until experts have
-        nearly the same sum. As GPT-NeoX over all tokens of the micro-batch, but for padding: from its start, three
-        rounds, fewer where experts' factors move less than its tolerance."""
+        """exp(logits) `[seq, batch, experts]`, with rows and columns scaled in turn: experts draw near one sum.
+
+        As GPT-NeoX over all tokens of the micro-batch, but for padding: from its start, three rounds, fewer
+        where experts' factors move less than its tolerance.
+        """
         if self.sequence_parallel:
             logits = gather_from_sequence(logits, self.group)
         cost = logits.exp().flatten(0, 1)
