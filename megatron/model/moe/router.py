@@ -135,7 +135,7 @@ class Router(nn.Module):
         return scores.topk(spec.top_k, dim=-1).indices
 
     def _sinkhorn(self, logits: Tensor, counted: Tensor | None = None) -> Tensor:
-        """exp(logits) `[seq, batch, experts]`, with rows and columns scaled in turn: experts draw near one sum.
+        """exp(logits) `[seq, batch, experts]`, rows and columns scaled in turn: experts draw near one sum.
 
         As GPT-NeoX over all tokens of the micro-batch, but for padding: from its start, three rounds, fewer
         where experts' factors move less than its tolerance.
