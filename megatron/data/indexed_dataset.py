@@ -196,6 +196,11 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
     if code not in DTYPES and code not in FLOAT_CODES:
         raise DataError(f"{path}: unknown dtype code {code}; known are {sorted([*DTYPES, *FLOAT_CODES])}")
     expected = HEADER.size + 12 * n + 8 * boundaries
+    if n and size == expected + n:
+        raise DataError(
+            f"{path}: Megatron's multimodal index, with a mode of each sequence behind its tables; text alone is read "
+            "here: make the pair from the text with tools/datasets/preprocess_data.py"
+        )
     if size != expected or boundaries < 1:
         raise DataError(
             f"{path}: {size} bytes, but its header ({n} sequences, {boundaries} document boundaries) needs {expected}; "

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.data import open_dataset
 from megatron.data.batch import collate
 from megatron.model.attention import document_mask
-from tests.data.samples import DATASET, ROOT, pair, rows_of, write_rows
+from tests.data.samples import DATASET, ROOT, pair, refused, rows_of, write_rows
 
 VERSION = "0.16.1"
 PACKAGE = ROOT / ".cache" / f"megatron-core-{VERSION}"
@@ -31,6 +32,9 @@ for prefix in sys.argv[1:]:
         tokens = torch.tensor([int(t) for row in rows for t in row], dtype=torch.int64)
         builder.add_document(tokens, [len(row) for row in rows])
     builder.finalize(prefix + "_copy.idx")
+    modes = IndexedDatasetBuilder(prefix + "_modes.bin", dtype=data.index.dtype, multimodal=True)
+    modes.add_document(torch.arange(5), [2, 3], modes=[0, 1])
+    modes.finalize(prefix + "_modes.idx")
     seen.append({"rows": [data[i].tolist() for i in range(len(data))], "boundaries": boundaries})
 for row in json.load(sys.stdin):
     mask, loss_mask, positions = resets(torch.tensor(row), 0, True, True, True, True)
@@ -76,6 +80,11 @@ def test_both_ways(read: Any):
     for prefix, seen in zip(*read[:2], strict=True):
         assert seen == {"rows": EXPECTED, "boundaries": [*range(5), *range(4, 81)]}
         assert rows_of(f"{prefix}_copy") == EXPECTED and pair(prefix) == pair(f"{prefix}_copy")
+
+
+def test_a_multimodal_index_is_refused_by_name(read: Any):
+    for prefix in read[0]:
+        refused("_modes.idx: .*multimodal", open_dataset, f"{prefix}_modes")
 
 
 def test_resets_at_documents_are_megatrons(read: Any):

@@ -27,6 +27,10 @@ def copy_lazy(folder: Path, change: dict[int, int]) -> Path:
     return folder / "x"
 
 
+def test_data_in_an_object_store_are_refused_with_what_to_do():
+    refused("s3://bucket/text_document: .*copy", open_dataset, "s3://bucket/text_document")
+
+
 def test_neox_lazy_files_hold_what_its_mmap_files_do():
     ours, theirs = open_dataset(LAZY), IndexedDataset(A)
     assert isinstance(ours, LegacyDataset) and ours.dtype == np.int32 and theirs.dtype == np.uint16

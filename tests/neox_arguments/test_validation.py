@@ -211,6 +211,15 @@ def test_what_training_needs():
     assert [line.split(":")[0] for line in problems] == ["vocab_file", "merge_file"], "GPT-NeoX's default is GPT-2's"
 
 
+@pytest.mark.parametrize("paths", [
+    {"data_path": "s3://b/a"}, {"data_path": None, "train_data_paths": ["t", "gs://b/a"], "valid_data_paths": ["v"]},
+    {"ga_dataset": "s3://b/a", "ga_mode": "interleaved"},
+])  # fmt: skip
+def test_training_refuses_data_in_an_object_store(paths):
+    (problem,) = problems_of(TRAINABLE | paths, NeoXArgs.check_training)
+    assert "://b/a" in problem and any(f"{key}: " in problem for key in paths)
+
+
 def test_what_generation_needs():
     enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
     for given in (

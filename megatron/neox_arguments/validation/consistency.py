@@ -1,6 +1,9 @@
 """Checks that need more than one key; every problem names its key, where it was set, and what to change."""
 
+import re
+
 from megatron.neox_arguments.errors import ErrorCollector, format_value
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.resolved import ResolvedArgs
 from megatron.neox_arguments.validation.data import validate_packing, validate_pairs, validate_weights
 from megatron.neox_arguments.validation.distillation import validate_distillation
@@ -18,7 +21,9 @@ from megatron.neox_arguments.validation.unlearning import validate_unlearning
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.losses import sample_kind
-from megatron.neox_arguments.values.remote_paths import is_remote, remote_path_error
+from megatron.neox_arguments.values.remote_paths import is_remote, remote_data_error, remote_path_error
+
+_DATA_PATHS = re.compile(r"(.+_)?data_paths?|ga_dataset|ga_label_dataset|gd_retain_dataset|gd_retain_label_dataset")
 
 
 def validate(args: ResolvedArgs) -> ErrorCollector:
@@ -62,12 +67,21 @@ def validate_training(args: ResolvedArgs) -> ErrorCollector:
     for key in ("demo_prompts", "eval_tasks") if args.score_head else ():
         if getattr(args, key):
             problems.add(key, "a reward model gives scores, no text; remove it")
+    _remote_data(args, problems)
     _vocab_file(args, problems)
     _best(args, problems)
     _demos(args, problems)
     _fp8(args, problems)
     validate_hub(args, problems)
     return problems
+
+
+def _remote_data(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    for name in filter(_DATA_PATHS.fullmatch, keys_of(type(args))):
+        paths = getattr(args, name) or ()
+        for path in (paths,) if isinstance(paths, str) else paths:
+            if (wrong := remote_data_error(path)) is not None:
+                problems.add(name, wrong)
 
 
 def _fp8(args: ResolvedArgs, problems: ErrorCollector) -> None:

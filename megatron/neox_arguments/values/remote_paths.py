@@ -1,4 +1,5 @@
-"""Folders of a run that are not on this machine: `save` and `load` as scheme://bucket/folder."""
+"""Paths that are not on this machine: `save` and `load` as scheme://bucket/folder, and data that must be
+copied."""
 
 import difflib
 import getpass
@@ -45,3 +46,13 @@ def remote_path_error(path: str) -> str | None:
     if not inner.strip("/") or (inner.startswith("/") and scheme not in ("file", "local")):
         return f"{path}: names no bucket; write {scheme}://BUCKET/FOLDER"
     return None
+
+
+def remote_data_error(path: str) -> str | None:
+    """What to do with data in an object store, which are mapped into memory here; None for a local path."""
+    if not is_remote(path):
+        return None
+    return (
+        f"{path}: data are mapped from a file system, not read from an object store; copy PREFIX.idx and PREFIX.bin "
+        "to a disk that each machine sees (aws s3 cp, or fsspec's get), or mount the bucket, and name that path"
+    )
