@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, adapters_of, linear
+from megatron.mpu import Linear, LinearSpec, LoraSpec, ParallelGroups, Product, adapters_of, linear, seed_tensor
 from megatron.mpu.quantized import QuantizedProduct
 
 SHAPES = {"x": (6, 2, 12), "weight": (16, 12), "bias": (16,), "grad": (6, 2, 16)}
@@ -174,3 +174,18 @@ def test_dora_takes_the_norms_of_unpacked_rows() -> None:
         out.square().sum().backward()
     for name, param in packed.named_parameters():
         torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
+
+
+def test_projections_drop_inputs_of_their_own() -> None:
+    """Adapters of two projections, with one seed: the low-rank part alone shows which inputs each keeps."""
+    lora = LoraSpec(4, 2.0, 0.5, False, "kaiming_uniform", "kaiming_uniform", frozenset(["up_proj", "gate_proj"]))
+    kept = []
+    for name in ("up_proj", "gate_proj"):
+        spec = LinearSpec(COLUMNS, COLUMNS, "column", False, adapters=adapters_of(lora, COLUMNS, name))
+        made = Linear(spec, ParallelGroups.single()).train()
+        with torch.no_grad():
+            made.weight.zero_()
+            for param in made.lora.parameters():  # type: ignore[union-attr]
+                param.copy_(torch.eye(*param.shape))
+        kept.append(made(torch.ones(1, 1, COLUMNS), seed_tensor(3))[0, 0, :4] != 0)
+    assert not kept[0].equal(kept[1])

@@ -187,10 +187,13 @@ def test_contradictions(refused, change, key, facts):
     assert problems_of({key: value for key, value in (refused | change).items() if value is not None}) == ()
 
 
-def test_prompts_are_shared_but_in_models_with_states(model):
+def test_prompts_are_shared_but_where_a_prompt_depends_on_its_row(model):
+    """States, and dropout."""
     packed = ANCHORS["pairs"] | {"pack_impl": "best_fit", "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    shared, alone = (NeoXArgs.from_dict(model | packed | changes) for changes in ({}, ANCHORS["mamba"]))
-    assert least_prefix_saving(shared) is not None and least_prefix_saving(alone) is None
+    dropout = [{"hidden_dropout": 0.1}, {"attention_dropout": 0.1}, {"lora": {"r": 2, "dropout": 0.1}}]
+    alone = [ANCHORS["mamba"], *({"disable_dropout": False} | each for each in dropout)]
+    found = [least_prefix_saving(NeoXArgs.from_dict(model | packed | changes)) for changes in ({}, *alone)]
+    assert found[0] is not None and found[1:] == [None] * 4
 
 
 def test_places_of_both_keys_are_named(write):

@@ -90,8 +90,8 @@ def least_prefix_saving(args: ResolvedArgs) -> float | None:
     if not args.prefix_sharing or sample_kind(args) != "pairs" or args.pack_impl != "best_fit" or args.compat_pack_impl:
         return None
     if args.prefix_sharing == "auto":
-        unlike = args.hidden_dropout or args.attention_dropout or args.rotates_by_length or args.mamba_blocks
-        return None if unlike else _SAVING_THAT_PAYS
+        dropout = args.hidden_dropout or args.attention_dropout or args.lora_dropout
+        return None if dropout or args.rotates_by_length or args.mamba_blocks else _SAVING_THAT_PAYS
     return 0.0
 
 
