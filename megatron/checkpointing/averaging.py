@@ -1,6 +1,5 @@
 """Averaging the weights of several checkpoints of one model, with one layer in memory at a time."""
 
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys
 from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import FileRecord, copy_file, save_tensors
 from megatron.checkpointing.weights import load_weights, save_layer
@@ -74,7 +73,7 @@ def average(
         )
         return publish(temporary, save, made.iteration, made, {})
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        end_checkpoint(temporary)
 
 
 def _manifest(checkpoint: OpenCheckpoint) -> Manifest:

@@ -2,7 +2,6 @@
 engine."""
 
 import json
-import shutil
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +12,7 @@ from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
-from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
 from megatron.checkpointing.resharding import bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
@@ -68,7 +67,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProg
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        end_checkpoint(temporary)
 
 
 def _already(final: Path, save: Path) -> Manifest | None:

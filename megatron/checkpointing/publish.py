@@ -53,6 +53,14 @@ def begin_checkpoint_if_space(
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
 
 
+def end_checkpoint(temporary: Path) -> None:
+    """Remove what `begin_checkpoint_if_space` made and `publish` has not renamed, and `save` where nothing
+    else is in it: a command that failed leaves no folder."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    with suppress(OSError):  # not empty
+        temporary.parent.rmdir()
+
+
 def _settle(aside: Path) -> None:
     """Give a checkpoint that was set aside its name back, or delete it where its successor has that name."""
     final = aside.with_name(aside.name.removeprefix(aside_tag("")))

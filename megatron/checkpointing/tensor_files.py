@@ -20,6 +20,7 @@ import torch
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.data.files import sync
+from megatron.neox_arguments.errors import lfs_pointer_error
 
 _WORTH_A_THREAD = 1 << 18  # bytes: their hash takes longer than it takes to hand them over
 
@@ -255,6 +256,8 @@ def load_tensors(path: str | Path, extra_safe: Iterable[Any] = ()) -> Any:
     path = Path(path)
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file; the checkpoint is incomplete, load another `iteration`")
+    if (pointer := lfs_pointer_error(path)) is not None:
+        raise CheckpointError(pointer)
     try:
         with torch.serialization.safe_globals(_safe_list(extra_safe)):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

@@ -2,7 +2,6 @@
 (sparse upcycling, arXiv 2212.05055), one layer in memory at a time."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
 from megatron.checkpointing.opening import open_checkpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
 from megatron.checkpointing.resharding import (
     PRECISIONS,
     bare_state,
@@ -167,7 +166,7 @@ def upcycle(
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        end_checkpoint(temporary)
 
 
 def _blocks(args: NeoXArgs) -> list[int]:

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from megatron.data.errors import DataError
 from megatron.data.files import map_file, sha256, sync, temporary
+from megatron.neox_arguments.errors import lfs_pointer_error
 
 MAGIC = b"MMIDIDX\x00\x00"
 OLD_MAGIC = b"TNTIDX\x00\x00"
@@ -186,6 +187,8 @@ def _read_header(path: Path) -> tuple[np.dtype, int, int]:
         head = file.read(HEADER.size)
     if head.startswith(OLD_MAGIC):
         raise DataError(f"{path}: the old cached/lazy format; set data_impl: cached to read it")
+    if (pointer := lfs_pointer_error(path)) is not None:
+        raise DataError(pointer)
     if not head.startswith(MAGIC[: len(head)]):
         raise DataError(f"{path}: not an index of a .bin/.idx pair (it does not begin with MMIDIDX)")
     if len(head) < HEADER.size:

@@ -3,12 +3,14 @@ problems."""
 
 import errno
 from collections.abc import Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 from megatron.neox_arguments.addresses import without_secrets
 from megatron.neox_arguments.frozen import thaw
 
 _DISK = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR)
+_LFS_POINTER = b"version https://git-lfs"
 
 
 def disk_problem(problem: BaseException | None) -> str | None:
@@ -19,6 +21,15 @@ def disk_problem(problem: BaseException | None) -> str | None:
             return f"{problem.filename}: {problem.strerror}"
         problem = problem.__cause__ or problem.__context__
     return None
+
+
+def lfs_pointer_error(path: str | PathLike[str]) -> str | None:
+    """What to do about a file that is a pointer, which git-lfs leaves in the place of what it has not
+    fetched; None for any other."""
+    with open(path, "rb") as file:
+        if file.read(len(_LFS_POINTER)) != _LFS_POINTER:
+            return None
+    return f"{path}: a pointer of git-lfs, not the file itself; run git lfs pull in its folder"
 
 
 class UserError(Exception):

@@ -143,8 +143,10 @@ def _declared_tokens(path: Path) -> dict[str, str]:
                 value = value.get("content") if isinstance(value, dict) else value
                 if isinstance(value, str):
                     declared[role] = value
+                elif content.get(role) is not None:
+                    raise ValueError(f"{role}: expected a token's text, got {json.dumps(content[role])}")
         except (ValueError, AttributeError) as problem:
-            raise TokenizerError(f"{file}: not a JSON object ({problem})") from None
+            raise TokenizerError(f"{file}: cannot be read ({problem})") from None
     return declared
 
 

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron.neox_arguments.errors import UserError
+from megatron.neox_arguments.errors import UserError, lfs_pointer_error
 
 END_OF_DOCUMENT = "<|endoftext|>"  # GPT-NeoX's names, looked for before what a tokenizer says of itself
 PADDING = "<|padding|>"
@@ -79,6 +79,8 @@ class CharLevelTokenizer(Tokenizer):
 def read_file(path: str | Path) -> bytes:
     if not Path(path).is_file():
         raise TokenizerError(f"{path}: no such file (vocab_file, --vocab-file)")
+    if (pointer := lfs_pointer_error(path)) is not None:
+        raise TokenizerError(pointer)
     return Path(path).read_bytes()
 
 

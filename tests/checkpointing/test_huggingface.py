@@ -330,7 +330,7 @@ def test_an_interrupted_conversion_is_made_again(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["hf"] and (tmp_path / "hf" / "model.safetensors").stat().st_size < len(before)
     with pytest.raises(KeyboardInterrupt):
         import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", each=stop)
-    assert not list((tmp_path / "neox").iterdir())
+    assert not (tmp_path / "neox").exists()
     for tensor in (1, 2):  # an import replaces an import, never a run's checkpoint
         path, _ = import_hf(HFFolder(tmp_path / "hf"), tmp_path / "neox", tensor=tensor)
     manifest = read_manifest(path)

@@ -187,7 +187,9 @@ def test_end_of_document_is_looked_up(tmp_path: Path):
     (folder / "tokenizer_config.json").unlink()
     refused(rf"^{folder}/tokenizer.json: .*<\|endoftext\|>.*eos_token.*--eod-token", HFTokenizer, folder)
     (folder / "tokenizer_config.json").write_text("[]")
-    refused(r"tokenizer_config\.json: not a JSON object", HFTokenizer, folder)
+    refused(r"tokenizer_config\.json", HFTokenizer, folder)
+    (folder / "tokenizer_config.json").write_text('{"eos_token": 3}')
+    refused(r"tokenizer_config\.json: .*eos_token.* 3", HFTokenizer, folder)
 
 
 def test_an_answer_may_end_otherwise_than_a_document(tmp_path: Path):

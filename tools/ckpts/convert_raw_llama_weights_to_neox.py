@@ -46,7 +46,7 @@ def convert(options: argparse.Namespace) -> None:
     """Convert as the options say. Raises CheckpointError, ConfigError."""
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.huggingface import import_hf
-    from megatron.checkpointing.huggingface.folder import read_json
+    from megatron.checkpointing.huggingface.model_files import read_json
     from megatron.checkpointing.huggingface.raw_llama import PARAMS, TOKENIZER, RawLlama
     from megatron.checkpointing.tensor_files import replace_file
 

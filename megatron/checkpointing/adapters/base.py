@@ -13,9 +13,10 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import FAMILIES, from_hf, text_config
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
-from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, find_hf, has_hf_score, is_hf, read_json
+from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader
 from megatron.checkpointing.huggingface.logit_check import plain_args
+from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
 from megatron.checkpointing.manifest import read_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
@@ -69,7 +70,7 @@ def family_below(path: str | Path | None) -> str | None:
         return None
     try:
         folder = find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER
-        model_type = text_config(read_json(folder / CONFIG)).get("model_type")
+        model_type = text_config(read_config(folder)).get("model_type")
     except CheckpointError:
         return None
     return model_type if model_type in FAMILIES else None

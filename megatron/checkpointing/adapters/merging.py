@@ -1,7 +1,6 @@
 """Checkpoints made of adapters: weights that have taken them in, and adapters alone of a folder of peft's."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -20,10 +19,10 @@ from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
-from megatron.checkpointing.huggingface.folder import CONFIG
 from megatron.checkpointing.huggingface.logit_check import our_logits
+from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
-from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.weights import local_layer_state, save_layer
@@ -207,7 +206,7 @@ def _publish(
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        end_checkpoint(temporary)
 
 
 def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:

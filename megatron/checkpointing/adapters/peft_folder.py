@@ -23,8 +23,10 @@ from megatron.checkpointing.adapters.peft_names import (
     vocabulary_modules,
 )
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import check_adapter_fields
 from megatron.checkpointing.families.family import Family
-from megatron.checkpointing.huggingface.folder import SafetensorsFile, read_json, write_weights
+from megatron.checkpointing.huggingface.folder import SafetensorsFile, write_weights
+from megatron.checkpointing.huggingface.model_files import read_json
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.values.adapters import copied_modules
 
@@ -49,6 +51,7 @@ _HINTS = {
     "layers_to_transform": "all layers have adapters here",
     "bias": "biases stay as they are here",
 }
+_PEFT_DEFAULT = 8  # of r and of lora_alpha, where a file leaves them out
 _SHOWN = 4
 
 
@@ -68,6 +71,7 @@ class PeftFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = read_json(self.path / CONFIG)
+        check_adapter_fields(self.config, str(self.path / CONFIG))
         self._check_config()
         if not (self.path / WEIGHTS).is_file():
             old = " (adapter_model.bin: save it again with peft, which writes safetensors)"
@@ -135,11 +139,14 @@ class PeftFolder:
         base = base.replace(score_head=True) if self.scores else base
         family = family_of_modules(base, self.modules)
         lora = {
-            "r": given["r"], "alpha": given["lora_alpha"], "dropout": given.get("lora_dropout") or 0.0,
-            "rslora": bool(given.get("use_rslora")), "dora": bool(given.get("use_dora")),
+            "r": given.get("r") or _PEFT_DEFAULT,
+            "alpha": given.get("lora_alpha") or _PEFT_DEFAULT,
+            "dropout": given.get("lora_dropout") or 0.0,
+            "rslora": bool(given.get("use_rslora")),
+            "dora": bool(given.get("use_dora")),
             "target": sorted({target_of(base, family, name) for name in self.modules}),
             "modules_to_save": sorted({"embed_out": "lm_head"}.get(name, name) for name in heads) or None,
-        }  # fmt: skip
+        }
         try:
             return base.replace(lora=lora)
         except ConfigError as problem:

@@ -23,6 +23,7 @@ from megatron.checkpointing.families.convert import (
 )
 from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
 from megatron.checkpointing.families.family import gives_score
+from megatron.checkpointing.families.field_types import check_adapter_fields, check_fields
 from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
     stored_name,
@@ -36,6 +37,8 @@ __all__ = [
     "FAMILIES",
     "TEXT_TOWERS",
     "ExpertRows",
+    "check_adapter_fields",
+    "check_fields",
     "check_hf_tensors",
     "family_kept",
     "family_of",

@@ -55,12 +55,15 @@ def transformers_logits(folder: HFFolder, tokens: Tensor) -> tuple[Tensor, str |
             stored = _stored_names(folder, model)
             why_not = _why_not_loaded(folder, stored)
             loaded = _loaded(auto, config, folder) if why_not is None else None
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, ImportError) as problem:
-        raise CheckpointError(f"{folder.origin}: transformers cannot load this model ({problem})") from problem
-    if loaded is not None:
-        _compare_loaded(folder, loaded, stored)
-    _lend_all(model, partial(_value, folder, loaded, stored), stored)
-    return model(tokens, use_cache=False).logits, why_not
+        if loaded is not None:
+            _compare_loaded(folder, loaded, stored)
+        _lend_all(model, partial(_value, folder, loaded, stored), stored)
+        return model(tokens, use_cache=False).logits, why_not
+    except CheckpointError:
+        raise
+    except Exception as problem:  # of a library that reads the user's files: errors of its own kinds, too
+        words = f"{type(problem).__name__}: {' '.join(str(problem).split())}"
+        raise CheckpointError(f"{folder.origin}: transformers cannot load and run this model ({words})") from problem
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:

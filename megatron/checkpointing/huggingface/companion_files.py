@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import text_config
-from megatron.checkpointing.huggingface.folder import CONFIG, LEGAL, TEMPLATES
+from megatron.checkpointing.families import check_fields, text_config
+from megatron.checkpointing.huggingface.folder import LEGAL, TEMPLATES
+from megatron.checkpointing.huggingface.model_files import CONFIG, read_json
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes
 from megatron.data.files import sync
 from megatron.neox_arguments import NeoXArgs
@@ -36,6 +37,7 @@ _PROCESSORS = (
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     "audio_tokenizer_config.json", "*SYSTEM_PROMPT.txt",
 )  # fmt: skip
+_OBJECTS = (CONFIG, GENERATION, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")  # and small
 _ROLES = ("bos", "eos", "pad")
 
 
@@ -63,12 +65,17 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
     """The companion files that a checkpoint keeps of a HuggingFace folder, by name.
 
     tokenizer: the files of the tokenizer that a run uses; where it is not the folder's, the folder's
-    tokenizer files are left out.
+    tokenizer files are left out. Raises CheckpointError for a file of another kind than its name says.
     """
     path = Path(folder)
     patterns = (CONFIG, GENERATION, CARD, *_TOKENIZER, *_PROCESSORS, *LEGAL)
     found = dict.fromkeys(file for pattern in patterns for file in sorted(path.glob(pattern)) if file.is_file())
     files = {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
+    for name in _OBJECTS:
+        if name in files:
+            content = read_json(path / name)
+            if name in (CONFIG, GENERATION):
+                check_fields(content, str(path / name))
     if tokenizer is not None and tokenizer.get("tokenizer.json") != files.get("tokenizer.json"):
         return {name: content for name, content in files.items() if not is_of_tokenizer(name)}
     return files
@@ -105,9 +112,9 @@ def check_tokens(files: Mapping[str, bytes], rows: int, where: str) -> None:
             continue
         try:
             ids = _ids(json.loads(files[name]), json.loads(files.get("added_tokens.json", b"{}")))
+            beyond = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
         except (ValueError, TypeError, KeyError, AttributeError) as problem:
             raise CheckpointError(f"{where}: {name} cannot be read ({type(problem).__name__}: {problem})") from problem
-        beyond = sorted((token_id, token) for token, token_id in ids.items() if token_id >= rows)
         if beyond:
             raise CheckpointError(
                 f"{where}: {name} has {beyond[-1][0] + 1} tokens, the embedding {rows} rows (vocab_size): none for "

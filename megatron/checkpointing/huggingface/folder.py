@@ -33,11 +33,12 @@ from megatron.checkpointing.families import (
 )
 from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.dequantize import Packed, Stored, dequantize, scheme_of, weight_dtype
+from megatron.checkpointing.huggingface.model_files import CONFIG, other_kind, read_config, read_json
 from megatron.checkpointing.tensor_files import OneBehind, load_tensors, write_bytes
 from megatron.data.files import sync
-from megatron.neox_arguments.errors import disk_problem
+from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _BIN = "pytorch_model.bin"
 _PREFIX = "hf://"
 # Dtypes of weights: what else a file may hold (masks, counters) is never asked for.
@@ -61,7 +62,7 @@ def is_hf(name: str | Path) -> bool:
 def has_hf_score(path: str | Path) -> bool:
     """Whether the model of a folder is a reward model: its config.json names a class for sequence
     classification."""
-    return gives_score(read_json(Path(path) / CONFIG))
+    return gives_score(read_config(Path(path)))
 
 
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
@@ -71,6 +72,8 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     text = str(name)
     if Path(text).is_dir():
         return Path(text)
+    if Path(text).is_file():
+        raise CheckpointError(f"{text}: a file, not the folder of a HuggingFace model{other_kind(Path(text))}")
     hub = text.removeprefix(_PREFIX)
     hub, _, named_revision = hub.partition("@")
     revision = revision or named_revision or None
@@ -134,7 +137,7 @@ class HFFolder:
     def __init__(self, path: str | Path, origin: str | None = None, dtype: torch.dtype | None = None) -> None:
         self.path, self.dtype = Path(path), dtype
         self.origin = origin or str(path)
-        file_config = read_json(self.path / CONFIG)
+        file_config = read_config(self.path)
         self.config = text_config(file_config)
         self._scheme = scheme_of(file_config, self.origin)
         self._open: tuple[Path | None, Mapping[str, Tensor]] = (None, {})
@@ -221,14 +224,18 @@ class HFFolder:
     def _weight_files(self) -> list[Path]:
         for whole, index in ((WEIGHTS, INDEX), (_BIN, f"{_BIN}.index.json")):
             if (self.path / index).is_file():
-                names = sorted(set(read_json(self.path / index).get("weight_map", {}).values()))
+                weight_map = read_json(self.path / index).get("weight_map") or {}
+                if not isinstance(weight_map, dict) or not all(isinstance(n, str) for n in weight_map.values()):
+                    raise CheckpointError(f"{self.path / index}: weight_map: expected a file's name for each tensor")
+                names = sorted(set(weight_map.values()))
                 missing = [name for name in names if not (self.path / name).is_file()]
                 if missing or not names:
                     raise CheckpointError(f"{self.path}: incomplete, without {', '.join(missing) or 'any weights'}")
                 return [self.path / name for name in names]
             if (self.path / whole).is_file():
                 return [self.path / whole]
-        raise CheckpointError(f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts")
+        none = f"{self.path}: holds no weights: no {WEIGHTS}, {_BIN}, nor an index of their parts"
+        raise CheckpointError(none + other_kind(self.path))
 
     @property
     def stored_dtypes(self) -> dict[str, torch.dtype | None]:
@@ -332,18 +339,6 @@ def _mapped(entry: _Entry) -> Tensor:
     return torch.from_numpy(data).view(entry.dtype).view(entry.shape)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; not a HuggingFace model folder")
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as problem:
-        raise CheckpointError(f"{path}: not JSON ({problem})") from problem
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return content
-
-
 def load_named(file: Path) -> dict[str, Tensor]:
     """What `torch.save` wrote, tensors by name. Raises CheckpointError for anything else."""
     state = load_tensors(file)
@@ -359,6 +354,8 @@ def _pickled(path: Path) -> dict[str, _Entry]:
 def _header(path: Path) -> dict[str, _Entry]:
     """What a safetensors file says of itself, held to its size."""
     size = path.stat().st_size
+    if (pointer := lfs_pointer_error(path)) is not None:
+        raise CheckpointError(pointer)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,7 +1,6 @@
 """A HuggingFace model as a checkpoint of ours, and as the start of a run: streamed, whole or not at all."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -31,7 +30,7 @@ from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, publish
+from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
@@ -122,7 +121,7 @@ def import_hf(
     except OSError as problem:
         raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        end_checkpoint(temporary)
 
 
 def _by_layer(tensors: Iterator[tuple[int, str, Tensor]], layers: Iterable[int]) -> Iterator[dict[str, Tensor]]:

@@ -25,8 +25,9 @@ from megatron.checkpointing.huggingface.exporting import (
     put_in_place,
     read_layers,
 )
-from megatron.checkpointing.huggingface.folder import CONFIG, weight_bytes
+from megatron.checkpointing.huggingface.folder import weight_bytes
 from megatron.checkpointing.huggingface.logit_check import plain_args
+from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.opening import open_checkpoint
 from megatron.checkpointing.tensor_files import save_tensors
 from megatron.data.files import sync

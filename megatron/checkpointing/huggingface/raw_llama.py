@@ -21,7 +21,8 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import gives_score
 from megatron.checkpointing.families.config_fields import rope_of
 from megatron.checkpointing.huggingface.exporting import check_space
-from megatron.checkpointing.huggingface.folder import CONFIG, HFFolder, load_named, read_json, weight_bytes
+from megatron.checkpointing.huggingface.folder import HFFolder, load_named, weight_bytes
+from megatron.checkpointing.huggingface.model_files import CONFIG, read_json
 from megatron.checkpointing.tensor_files import save_tensors, write_bytes
 from megatron.data.files import sync
 

@@ -19,11 +19,10 @@ from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES, file_kind, file_shards
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.splits import WHOLE, requested_splits, split_of, split_rows
-from megatron.neox_arguments.errors import disk_problem
+from megatron.neox_arguments.errors import disk_problem, lfs_pointer_error
 from megatron.neox_arguments.optional_packages import import_optional
 
 HUB = "hf://"
-LFS_POINTER = b"version https://git-lfs"
 # Kinds whose rows are here what they are in `datasets`; it copies all others into its cache, as Arrow
 READ_IN_PLACE = ("parquet", "arrow", "lines", "json")
 _ENDINGS = tuple(f"{suffix}{packing}" for suffix in SUFFIXES for packing in ("", *COMPRESSED))
@@ -312,7 +311,6 @@ def _chosen(
 
 
 def _file(path: Path) -> InputFile:
-    with open(path, "rb") as file:
-        if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            raise DataError(f"{path}: a pointer of git-lfs, not the data itself; run git lfs pull in its folder")
+    if (pointer := lfs_pointer_error(path)) is not None:
+        raise DataError(pointer)
     return InputFile.of(path)

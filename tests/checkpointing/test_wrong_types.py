@@ -1,0 +1,149 @@
+"""A HuggingFace folder whose files hold values of other types, or that is of another format: one line that
+names the file and the field, and nothing is left behind."""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpointing import CheckpointError
+from megatron.checkpointing.adapters.peft_folder import PeftFolder
+from megatron.checkpointing.huggingface import HFFolder, find_hf
+from tests.checkpointing.family_models import CASES, random_model
+from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
+from tools.ckpts import convert_hf_to_neox
+
+WRONG: list[Any] = ["6", "yarn", 1.5, -1, 0, [1], ["x"], {"a": 1}, True, None, float("nan")]
+SAMPLE = ["llama 3", "gpt_neox", "gpt 2", "olmo 3", "qwen 2 moe windows", "mamba 2", "nemotron h"]
+KINDS = [[], 3, "x", None]  # instead of an object
+
+
+def folder_of(case: str, place: Path) -> Path:
+    tokenizer = fast_tokenizer(CHATML)
+    random_model(case, torch.float32, vocab_size=len(tokenizer)).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    (place / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    return place
+
+
+def fields(config: dict[str, Any], *path: str) -> Iterator[tuple[str, ...]]:
+    for name, value in config.items():
+        yield (*path, name)
+        if isinstance(value, dict):
+            yield from fields(value, *path, name)
+
+
+def with_field(config: dict[str, Any], path: tuple[str, ...], value: Any) -> str:
+    """The file with another value of a field."""
+    changed = json.loads(json.dumps(config))
+    inner = changed
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = value
+    return json.dumps(changed)
+
+
+def imported(folder: Path, target: Path) -> str | None:
+    """What the command says as it refuses a folder; None where it takes it. Other exceptions pass."""
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        convert_hf_to_neox.main(["--hf-model", str(folder), "--output-dir", str(target)])
+    except SystemExit as ended:
+        assert not target.exists()
+        return str(ended.code)
+    assert target.exists()
+    return None
+
+
+@pytest.mark.parametrize("case", [
+    *SAMPLE, *(pytest.param(case, marks=pytest.mark.product) for case in CASES if case not in SAMPLE),
+])  # fmt: skip
+def test_a_field_of_another_type(case: str, tmp_path: Path) -> None:
+    """Drawn by a seed: refused in words, or taken; no other exception, and no folder after a refusal."""
+    folder = folder_of(case, tmp_path / "model")
+    config, draw = json.loads((folder / "config.json").read_text()), random.Random(case)
+    drawn = draw.sample([(path, value) for path in fields(config) for value in WRONG], 16)
+    for path, value in drawn:
+        (folder / "config.json").write_text(with_field(config, path, value))
+        said = imported(folder, tmp_path / "neox")
+        assert said is None or said.startswith("convert_hf_to_neox.py: error: ")
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    (("rope_parameters",), "yarn"), (("rope_parameters", "rope_theta"), "1e4"), (("num_attention_heads",), "6"),
+    (("model_type",), ["llama"]), (("hidden_act",), ["silu"]), (("tie_word_embeddings",), "false"),
+    (("architectures",), 1.5), (("rope_parameters", "factor"), [8]), (("eos_token_id",), "2"),
+    (("num_hidden_layers",), None), (("rms_norm_eps",), "1e-5"), (("pretraining_tp",), True), (("head_dim",), 0),
+])  # fmt: skip
+def test_the_line_names_the_field(path: tuple[str, ...], value: Any, tmp_path: Path) -> None:
+    folder = folder_of("llama 3", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(with_field(config, path, value))
+    said = imported(folder, tmp_path / "neox")
+    assert said is not None and "\n" not in said and path[-1] in said and str(folder) in said
+
+
+def test_companions_of_another_kind(tmp_path: Path) -> None:
+    folder = folder_of("llama 3", tmp_path / "model")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(HFFolder(folder).shapes, "part.safetensors")}
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert imported(folder, tmp_path / "neox") is None
+    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors.index.json"):
+        before = (folder / name).read_bytes()
+        for wrong in (*map(json.dumps, KINDS), before[: len(before) // 2].decode()):
+            (folder / name).write_text(wrong)
+            said = imported(folder, tmp_path / "neox")
+            assert said is not None and "\n" not in said and name in said
+        (folder / name).write_bytes(before)
+    for name, wrong in (("generation_config.json", {"eos_token_id": "2"}), ("model.safetensors.index.json",
+                         {"weight_map": ["part.safetensors"]})):  # fmt: skip
+        before = (folder / name).read_bytes()
+        (folder / name).write_text(json.dumps(wrong))
+        said = imported(folder, tmp_path / "neox")
+        assert said is not None and f"{name}: {next(iter(wrong))}: " in said
+        (folder / name).write_bytes(before)
+
+
+@pytest.mark.parametrize("values", [
+    {"r": "8"}, {"r": 0}, {"lora_alpha": "16"}, {"use_dora": "no"}, {"peft_type": ["LORA"]},
+    {"target_modules": {"q": 1}}, {"modules_to_save": "lm_head"},
+])  # fmt: skip
+def test_adapter_config_of_other_types(values: dict[str, Any], tmp_path: Path) -> None:
+    given = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], **values}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(given))
+    with pytest.raises(CheckpointError, match=f"adapter_config.json: {next(iter(values))}: "):
+        PeftFolder(tmp_path)
+
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+
+
+LLAMA = b'{"model_type": "llama"}'
+
+
+@pytest.mark.parametrize(("files", "facts"), [
+    ({"a.gguf": b"GGUF"}, ["GGUF"]), ({"consolidated.safetensors": b""}, ["consolidated.safetensors", "Mistral"]),
+    ({"consolidated.00.pth": b"", "params.json": b"{}"}, ["convert_raw_llama_weights_to_neox.py"]),
+    ({"adapter_config.json": b"{}"}, ["peft", "adapter.py"]), ({"latest": b"global_step3"}, ["load"]),
+    ({"config.json": POINTER}, ["config.json: ", "git lfs pull"]),
+    ({"config.json": LLAMA, "model.safetensors": POINTER}, ["model.safetensors: ", "git lfs pull"]),
+    ({"config.json": LLAMA, "pytorch_model.bin": POINTER}, ["pytorch_model.bin: ", "git lfs pull"]),
+], ids=str)  # fmt: skip
+def test_other_formats_are_named(files: dict[str, bytes], facts: list[str], tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as refused:
+        HFFolder(find_hf(tmp_path))
+    assert all(fact in str(refused.value) for fact in facts)
+
+
+def test_a_file_given_as_model_is_named(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(CheckpointError, match=r"m\.gguf: .*GGUF"):
+        find_hf(tmp_path / "m.gguf")
