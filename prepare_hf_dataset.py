@@ -28,13 +28,15 @@ from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_
 from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import progress_line
 from tools.site import site_defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     site = site_defaults(parser)
     tokenizer = site.get("NEOX_TOKENIZER_DIR")
     data = parser.add_argument_group("data")
@@ -269,4 +271,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -27,14 +27,19 @@ from megatron.operations.hub.flags import (  # noqa: E402
     patience_of,
     tasks_of,
 )
-from megatron.process import begin_process, end_process  # noqa: E402
+from megatron.process import (  # noqa: E402
+    begin_process,
+    end_process,
+    run_command,  # noqa: E402
+)
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 _NAME = "upload_and_evaluate_checkpoint.py"
 _WRITTEN_WITHIN_S = 1800.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--experiment_name", "--experiment-name", required=True, help="below the site's NEOX_CHECKPOINT_DIR, or a path"
     )
@@ -100,4 +105,4 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     begin_process(_NAME, "the same command goes on")
-    end_process(main())
+    run_command(lambda: end_process(main()))

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.process import run_command
 
 # What deepy.py starts on ranks, with the words of `neox --help`.
 ON_RANKS = {
@@ -35,6 +37,11 @@ tools (in a clone: python tools/...; a dash may stand for each _):
 
 presets and recipes: {presets}
 """
+
+
+def command() -> NoReturn:
+    """What is installed as `neox`."""
+    run_command(main)
 
 
 def main() -> int:

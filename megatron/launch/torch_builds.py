@@ -9,7 +9,6 @@ told:
 Builds and their Pythons: the release compatibility matrix in RELEASE.md of pytorch/pytorch.
 """
 
-import argparse
 import ctypes
 import os
 import re
@@ -18,6 +17,12 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 INDEX = "https://download.pytorch.org/whl"
 RELEASES = ("2.11.0", "2.13.0")  # the suite passes on both
@@ -112,7 +117,7 @@ def here() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
@@ -143,4 +148,4 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

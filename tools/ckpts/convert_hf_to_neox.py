@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import (  # noqa: E402
     PRECISIONS,
     add_dry_run_flag,
@@ -32,7 +34,7 @@ NAME = "convert_hf_to_neox.py"
 
 def parser(names: str) -> argparse.ArgumentParser:
     """The command line; names: the default of --names."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser(description=__doc__)
     made.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
     made.add_argument("--revision", help="branch, tag or commit on the Hub")
     made.add_argument(
@@ -104,4 +106,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

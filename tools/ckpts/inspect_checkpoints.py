@@ -9,7 +9,6 @@ given. Nothing that a file asks to run is run.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import local, place  # noqa: E402
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("path", nargs="?", type=place, help="a global_stepN, their folder, or one file")
     parser.add_argument("--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="the same by name")
     parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
@@ -118,11 +119,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with local(options, ["path"]):
             show(options)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (UserError, OSError) as problem:
         sys.exit(f"inspect_checkpoints.py: error: {problem}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -34,7 +34,8 @@ from megatron.operations.hub.names import (
     repository_id,
     run_name,
 )
-from megatron.process import begin_process, end_process
+from megatron.process import begin_process, end_process, run_command
+from megatron.process.command_parser import CommandParser
 
 _NAME = "batch_submit_checkpoints.sh"
 _LONGEST_DELAY_H = 12.0
@@ -163,9 +164,7 @@ def delay_minutes(delay: str, draw: random.Random) -> int:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=_NAME, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog=_NAME, description=_HELP)
     parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
     parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
     parser.add_argument(
@@ -215,4 +214,4 @@ def _submit(line: Sequence[str], dry_run: bool) -> None:
 
 if __name__ == "__main__":
     begin_process(_NAME)
-    end_process(main())
+    run_command(lambda: end_process(main()))
