@@ -1,6 +1,7 @@
 """Scores of a converted folder, by eval.py in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.launch.environment import install_root
+from megatron.launch.typed_variables import OF_ALL_MACHINES
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Say, hide_token
 
@@ -23,8 +25,15 @@ def evaluate_folder(
         command += ["--eval_limit", f"{limit:g}"] if limit is not None else []
         command += ["--eval_output_dir", results]
         say(f"{folder.name}: evaluating {' '.join(tasks)}")
+        alone = {name: value for name, value in os.environ.items() if name not in OF_ALL_MACHINES}
         done = subprocess.run(
-            command, cwd=install_root(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            cwd=install_root(),
+            env=alone,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
         files = list(Path(results).glob("*eval_results_*.json"))
         if done.returncode or not files:
