@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.launch.environment import install_root
 from megatron.launch.typed_variables import OF_ALL_MACHINES
@@ -15,15 +16,16 @@ from megatron.operations.hub.retrying import Say, hide_token
 
 
 def evaluate_folder(
-    folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, say: Say
+    folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, keys: Mapping[str, Any], say: Say
 ) -> dict[str, float]:
     """Scores by `TASK_METRIC`, as a run logs them. include: folders of own tasks. limit: documents of each
-    task, for a trial. Raises HubError with eval.py's last lines."""
+    task, for a trial. keys: more of eval.py's. Raises HubError with eval.py's last lines."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *tasks]
         command += ["--eval_include_path", *include] if include else []
         command += ["--eval_limit", f"{limit:g}"] if limit is not None else []
         command += ["--eval_output_dir", results]
+        command += ["--set", *(f"{key}={json.dumps(value)}" for key, value in keys.items())] if keys else []
         say(f"{folder.name}: evaluating {' '.join(tasks)}")
         alone = {name: value for name, value in os.environ.items() if name not in OF_ALL_MACHINES}
         done = subprocess.run(
