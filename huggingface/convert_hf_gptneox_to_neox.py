@@ -3,8 +3,8 @@ is given.
 
     python huggingface/convert_hf_gptneox_to_neox.py --hf-model EleutherAI/pythia-70m --iteration 0
 
-The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine, with the name and flags of the geodesic
-fork.
+The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine --save-tokenizer, with the name and flags
+of the geodesic fork.
 """
 
 import sys
