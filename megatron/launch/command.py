@@ -85,6 +85,7 @@ def tools(folder: Path) -> dict[str, Path]:
     name."""
     places = [*folder.glob("prepare*.py"), *folder.glob("tools/**/*.py"), *folder.glob("huggingface/*.py")]
     left_out = {folder / script for script, _ in ON_RANKS.values()} | set(folder.glob("tools/docs/*"))
+    left_out |= {folder / "tools" / "retired.py", *(path for path in places if path.is_symlink())}
     scripts = [path for path in places if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")]
     names = [path.stem for path in scripts]
     named = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}

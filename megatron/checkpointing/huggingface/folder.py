@@ -71,10 +71,7 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     text = str(name)
     if Path(text).is_dir():
         if revision is not None:
-            raise CheckpointError(
-                f"{text}: is a folder here and has no revisions; leave --revision {revision} out, or name the model on "
-                "the Hub"
-            )
+            raise CheckpointError(f"{text}: is a folder here and has no revisions; leave --revision {revision} out")
         return Path(text)
     hub = text.removeprefix(_PREFIX)
     hub, _, named_revision = hub.partition("@")
