@@ -30,7 +30,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", help="kind of tokenizer (GPT2BPETokenizer)")
     folder = os.environ.get("DATA_DIR") or site_defaults(parser).get("NEOX_DATA_DIR", "./data")
     parser.add_argument("-d", "--data-dir", type=Path, default=Path(folder), help="$DATA_DIR, the site's, or ./data")
-    parser.add_argument("-v", "--vocab-file", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
+    parser.add_argument("-v", "--vocab-file", "--vocab", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
     parser.add_argument("-m", "--merge-file", help="its merges (<data-dir>/gpt2-merges.txt)")
     parser.add_argument(
         "-f", "--force-redownload", action="store_true", help="fetch and tokenise what is there already"

@@ -52,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     text.add_argument("--skip-chat-template", action="store_true", help="messages as Python writes them")
     tokens = parser.add_argument_group("tokenizers")
     tokens.add_argument(
-        "--vocab-file", default=tokenizer and f"{tokenizer}/tokenizer.json",
+        "--vocab-file", "--vocab", default=tokenizer and f"{tokenizer}/tokenizer.json",
         help="tokenizer.json for the .bin/.idx (the site's)",
     )  # fmt: skip
     tokens.add_argument(
