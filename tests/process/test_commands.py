@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.process.command_parser import CommandParser
-from tests.launch.runs import ROOT, environment
+from tests.launch.runs import DEEPY, ROOT, environment, write_script
 
 # Writes as a command does, within its own handling of errors; what it leaves says how it was unwound.
 COMMAND = """
@@ -64,6 +64,19 @@ def test_a_command_ends_by_sigpipe(how: str, unbuffered: list[str], tmp_path: Pa
 def test_a_run_outlives_its_readers(tmp_path: Path) -> None:
     ended = read_by_nobody([sys.executable, "-c", COMMAND, "run"], tmp_path)
     assert ended.returncode == 1 and ended.stderr.startswith("BrokenPipeError")
+
+
+def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        """
+        for number in range(3000):
+            print("iteration", number, flush=True)
+        Path(f"trained_{rank}").touch()
+    """,
+    )
+    ended = read_by_nobody([*DEEPY, "--num_gpus", "2", "script.py", "model.yml"], tmp_path)
+    assert ended.returncode == 0 and {path.name for path in tmp_path.glob("trained_*")} == {"trained_0", "trained_1"}
 
 
 @pytest.mark.parametrize("words", [
