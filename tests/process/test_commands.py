@@ -42,14 +42,12 @@ run_command(main)
 """
 
 
-def read_by_nobody(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str]":
+def read_by_nobody(words: list[str], folder: Path, stderr: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
     """A command whose stdout has no reader from its beginning, as behind a `head` that has ended."""
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as pipe:
-        return subprocess.run(
-            words, cwd=folder, env=environment(), stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120
-        )
+        return subprocess.run(words, cwd=folder, env=environment(), stdout=pipe, stderr=stderr, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
@@ -67,15 +65,19 @@ def test_a_run_outlives_its_readers(tmp_path: Path) -> None:
 
 
 def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
+    """It has something to say itself: that it starts the ranks again."""
     write_script(
         tmp_path,
         """
         for number in range(3000):
             print("iteration", number, flush=True)
+        if start == 0:
+            raise ValueError("not yet")
         Path(f"trained_{rank}").touch()
     """,
     )
-    ended = read_by_nobody([*DEEPY, "--num_gpus", "2", "script.py", "model.yml"], tmp_path)
+    words = [*DEEPY, "--num_gpus", "2", "--max-restarts", "1", "script.py", "model.yml"]
+    ended = read_by_nobody(words, tmp_path, stderr=subprocess.STDOUT)
     assert ended.returncode == 0 and {path.name for path in tmp_path.glob("trained_*")} == {"trained_0", "trained_1"}
 
 

@@ -184,6 +184,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
+        if options.delay_between_jobs < 0:
+            raise HubError(f"--delay-between-jobs {options.delay_between_jobs:g}: give seconds, 0 or more")
         chosen = experiment_of_flags(options)
         lines = sbatch_lines(options, chosen, random.Random())
         print(f"{chosen.name}: {len(lines)} checkpoints to {chosen.repository}", flush=True)

@@ -152,6 +152,7 @@ def test_jobs_are_submitted_apart(experiment: Path, monkeypatch: pytest.MonkeyPa
     (["--upload-delay", "soon"], "--upload-delay soon: give whole seconds"),
     (["--skip-neox-upload", "--upload-neox"], "--skip-neox-upload and --upload-neox exclude each other"),
     (["--skip-neox-upload", "--upload-neox-only"], "--skip-neox-upload and --upload-neox-only exclude each other"),
+    (["--delay-between-jobs", "-1"], "--delay-between-jobs -1: give seconds"),
     (["--wandb-project", "p"], "--wandb_project: there are no scores"),
     (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
     (["--max-retries", "-1"], "--max-retries -1"),
