@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.process import begin_process, exit_code
+from megatron.process import begin_process, exit_code, outlive_readers, run_command
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -66,6 +66,7 @@ def main() -> int:
             for line in dry_run(command.user_script, command.args, command.words, command.node_rank, command.hosts):
                 print(line)
             return 0
+        outlive_readers()
         if command.args.init_only and Path(command.user_script).name == "train.py":
             import train
 
@@ -84,4 +85,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     begin_process("deepy.py")
-    sys.exit(exit_code(main()))
+    run_command(lambda: exit_code(main()))

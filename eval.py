@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, end_process, show_stacks_on_signal
+from megatron.process import begin_process, end_process, outlive_readers, run_command, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -28,6 +28,7 @@ def main(
 
     try:
         args = script_args(input_args, overwrite_values, "eval.py", hf_model_keys).check_evaluation()
+        outlive_readers()
         require_lm_eval(args)
         process = enter(args)
         from megatron.evaluation import run_evaluation
@@ -64,4 +65,4 @@ def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
 
 if __name__ == "__main__":
     begin_process("eval.py", "with eval_cache the same command goes on")
-    end_process(main())
+    run_command(lambda: end_process(main()))

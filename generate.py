@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, end_process, show_stacks_on_signal
+from megatron.process import begin_process, end_process, outlive_readers, run_command, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -24,6 +24,7 @@ def main(
 
     try:
         args = script_args(input_args, overwrite_values, "generate.py", hf_model_keys).check_generation()
+        outlive_readers()
         process = enter(args)
         from megatron.generation import generate
 
@@ -43,4 +44,4 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 if __name__ == "__main__":
     begin_process("generate.py")
-    end_process(main())
+    run_command(lambda: end_process(main()))

@@ -15,6 +15,8 @@ from megatron.data import DataError
 from megatron.data.preprocessing import EncodeJob, preprocess
 from megatron.data.preprocessing.compression import COMPRESSED
 from megatron.data.preprocessing.readers import SUFFIXES
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import KINDS, TokenizerError, make_tokenizer
 from tools import quickstart_data
 from tools.datasets.corpora import GPT2_MERGES, GPT2_VOCAB, SOURCES, fetch, parts
@@ -23,12 +25,12 @@ from tools.site import site_defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("dataset", nargs="?", help=f"one of {', '.join(SOURCES)}; without it: the test data")
     parser.add_argument("-t", "--tokenizer", default="GPT2BPETokenizer", help="kind of tokenizer (GPT2BPETokenizer)")
     folder = os.environ.get("DATA_DIR") or site_defaults(parser).get("NEOX_DATA_DIR", "./data")
     parser.add_argument("-d", "--data-dir", type=Path, default=Path(folder), help="$DATA_DIR, the site's, or ./data")
-    parser.add_argument("-v", "--vocab-file", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
+    parser.add_argument("-v", "--vocab-file", "--vocab", help="its vocabulary (<data-dir>/gpt2-vocab.json)")
     parser.add_argument("-m", "--merge-file", help="its merges (<data-dir>/gpt2-merges.txt)")
     parser.add_argument(
         "-f", "--force-redownload", action="store_true", help="fetch and tokenise what is there already"
@@ -98,4 +100,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

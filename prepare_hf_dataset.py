@@ -28,13 +28,15 @@ from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_
 from megatron.data.preprocessing.inputs import InputFile, listed, resolve
 from megatron.data.preprocessing.shards import InputRow, Shard
 from megatron.data.preprocessing.workers import in_order
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import progress_line
 from tools.site import site_defaults
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     site = site_defaults(parser)
     tokenizer = site.get("NEOX_TOKENIZER_DIR")
     data = parser.add_argument_group("data")
@@ -50,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     text.add_argument("--skip-chat-template", action="store_true", help="messages as Python writes them")
     tokens = parser.add_argument_group("tokenizers")
     tokens.add_argument(
-        "--vocab-file", default=tokenizer and f"{tokenizer}/tokenizer.json",
+        "--vocab-file", "--vocab", default=tokenizer and f"{tokenizer}/tokenizer.json",
         help="tokenizer.json for the .bin/.idx (the site's)",
     )  # fmt: skip
     tokens.add_argument(
@@ -269,4 +271,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -20,6 +20,7 @@ AROUND = (
     "post-training/**/*",
     "slurm/sites/*.sh",
 )
+LEFT_OUT = ("setup.py", "retired.py")  # the latter reads a page of the docs, and links are names of it
 
 
 class BuildWithScripts(build_py):
@@ -32,7 +33,12 @@ class BuildWithScripts(build_py):
         folder = Path(self.build_lib, "neox")
         shutil.rmtree(folder, ignore_errors=True)  # of an earlier build
         for path in sorted(path for pattern in AROUND for path in Path().glob(pattern)):
-            if path.is_file() and path.name != "setup.py" and "__pycache__" not in path.parts:
+            if (
+                path.is_file()
+                and not path.is_symlink()
+                and path.name not in LEFT_OUT
+                and "__pycache__" not in path.parts
+            ):
                 self.mkpath(str(folder / path.parent))
                 self.copy_file(str(path), str(folder / path), preserve_mode=False)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, end_process, show_stacks_on_signal
+from megatron.process import begin_process, end_process, outlive_readers, run_command, show_stacks_on_signal
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -40,6 +40,7 @@ def main(
 
     try:
         args = script_args(input_args, overwrite_values, "train.py").check_training()
+        outlive_readers()
         if args.init_only:
             return write_initial_weights(args)
         require_lm_eval(args)
@@ -96,4 +97,4 @@ def main(
 
 if __name__ == "__main__":
     begin_process("train.py")
-    end_process(main())
+    run_command(lambda: end_process(main()))

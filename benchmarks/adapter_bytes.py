@@ -5,7 +5,6 @@ fp32 master weights; `gathered`: the copies of cut weights that a step computes 
 `optimizer`: Adam's moments and fp32 master weights. Activations are not counted. ZeRO is over 8 data ranks.
 """
 
-import argparse
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,8 @@ from megatron.model import build_stage, freeze  # noqa: E402
 from megatron.model.init import stage_parameters  # noqa: E402
 from megatron.mpu import Linear, ParallelGroups  # noqa: E402
 from megatron.neox_arguments import NeoXArgs, load  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 LORA = {"r": 16, "alpha": 32}
 METHODS: Mapping[str, dict[str, Any] | None] = {"full": None, "LoRA": LORA, "QLoRA": {**LORA, "quantization": "nf4"}}
@@ -100,10 +101,10 @@ def with_lora(args: NeoXArgs, lora: dict[str, Any]) -> NeoXArgs:
 
 
 def main(argv: list[str] | None = None) -> int:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args(argv)
+    CommandParser(description=__doc__).parse_args(argv)
     print(table())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

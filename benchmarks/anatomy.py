@@ -12,7 +12,6 @@ place, how large a result is, or which places documents leave out of attention.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.step_work import WorkRow, by_kind
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 
 def table(rows: Sequence[WorkRow], most: int = 40) -> str:
@@ -61,8 +62,8 @@ def plot(rows: Sequence[WorkRow], title: str, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = CommandParser(
+        description=__doc__,
         epilog="Further options are those of train_throughput.py: --shape, --style, --compile, --documents, --set ...",
     )  # fmt: skip
     parser.add_argument("--only", default="native", help="whose step: bare, native, deepspeed, transformers (native)")
@@ -106,4 +107,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -23,6 +23,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
 CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
 # ru_maxrss would begin at what this process had when it started the other.
 RESHARD = """
@@ -131,7 +134,7 @@ def reshard(source: Path, target: Path, tensor_size: int) -> tuple[float, float]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=12, help="blocks (12)")
     parser.add_argument("--hidden", type=int, default=512, help="hidden size (512)")
     parser.add_argument("--precision", default="bfloat16", help="bfloat16 (default) or fp32")
@@ -175,4 +178,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

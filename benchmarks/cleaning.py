@@ -24,6 +24,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
+
 _BANDS, _FUNCTIONS, _WORDS = 14, 112, 5
 _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
@@ -249,7 +252,7 @@ def resident(pid: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--documents", type=int, help="of a whole job")
     parser.add_argument("--folder", type=Path, help="for it (a temporary one)")
@@ -267,4 +270,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,7 +10,6 @@ copy, and its peak memory beyond what the imported libraries take: `needed` is a
 against transformers is told apart.
 """
 
-import argparse
 import hashlib
 import json
 import mmap
@@ -27,6 +26,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 # Imports everything first, so that what is measured is the conversion's own; and tells when its phases begin.
 MEASURED = """
@@ -182,7 +184,7 @@ def measure(folder: Path, tp: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--gb", type=float, default=3.0, help="about so many GB of weights")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=1, help="a Mixtral with so many, as large as a LLaMA")
@@ -247,4 +249,4 @@ def _content(files: list[Path]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

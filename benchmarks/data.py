@@ -23,6 +23,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
+
 BATCH = 100  # documents given to the tokenizer alone at once
 
 
@@ -137,7 +140,7 @@ def repeated(source: Path, target: Path, megabytes: float) -> float:
 
 def main() -> None:
     quickstart = Path("data/quickstart")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--input", type=Path, default=quickstart / "corpus.jsonl", help="JSONL (the quickstart's)")
     parser.add_argument("--tokenizer", default=str(quickstart / "tokenizer.json"), help="its tokenizer.json")
     parser.add_argument("--megabytes", type=float, default=32, help="of text, by repetition (32)")
@@ -176,4 +179,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

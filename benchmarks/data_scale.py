@@ -4,7 +4,6 @@ loader.
 python benchmarks/data_scale.py [index_maps] [blend] [sets] [loader]     # all of them without a name
 """
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,8 @@ from megatron.data.index_maps import IndexKey, IndexMaps, Packing
 from megatron.data.indexed_dataset import data_path, index_path, write_index
 from megatron.launch import process_info
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.training import start
 from megatron.training.loop import batches_of
 
@@ -183,7 +184,7 @@ def loader(pairs: int, steps: int, workers: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help="index_maps, blend, sets, loader (all)")
     parser.add_argument("--documents", type=int, default=100_000_000, help="of index_maps (100,000,000)")
     parser.add_argument("--sets", type=int, default=2000, help="of blend and sets (2000)")
@@ -207,4 +208,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -6,7 +6,6 @@ made. --batch: of the `hf` backend, several in turns, of which the fastest for e
 compared with (`auto` takes whatever fits, which is slow on a CPU); ours chooses its own, or --ours.
 """
 
-import argparse
 import logging
 import random
 import statistics
@@ -30,6 +29,8 @@ from megatron.generation.from_huggingface import hf_model_keys  # noqa: E402
 from megatron.launch import process_info  # noqa: E402
 from megatron.mpu import init_model_parallel  # noqa: E402
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer import build_tokenizer  # noqa: E402
 
 # hidden_size, intermediate_size, layers, heads, kv heads
@@ -126,7 +127,7 @@ def furthest(one: list[Any], other: list[Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--model", metavar="DIR", help="a HuggingFace folder, instead of --size")
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
@@ -170,4 +171,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -6,7 +6,6 @@ need and nothing else, as dense products of the same number of rows. All have th
 are compared first. On a CPU in fp32, on a GPU in bf16.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -24,6 +23,8 @@ from megatron.model.moe import MoE
 from megatron.model.specs import moe_spec
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 
 class Shape(NamedTuple):
@@ -151,7 +152,7 @@ def print_rows(rows: Iterable[Any]) -> None:
 
 def main() -> None:
     """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="default: mixtral and fine, on a GPU 30b too")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, where there is one")
     parser.add_argument("--rounds", type=int, default=7)
@@ -200,4 +201,4 @@ def measured(name: str, device: torch.device, rounds: int, steps: int) -> list[R
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,7 +10,6 @@ counts; texts are held against each other. With --equal all texts get equally ma
 speed of a step counts.
 """
 
-import argparse
 import math
 import statistics
 import sys
@@ -31,6 +30,8 @@ from megatron.model import build_stage, materialize  # noqa: E402
 from megatron.model.init import stage_parameters  # noqa: E402
 from megatron.mpu import DTYPES, ParallelGroups  # noqa: E402
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer import CharLevelTokenizer  # noqa: E402
 
 # hidden_size, intermediate_size, layers, heads, kv heads, vocabulary; the last one is SmolLM2-135M's
@@ -133,7 +134,7 @@ def timed(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--sizes", nargs="+", default=["1M", "10M", "50M"], choices=_SIZES, help="of models")
     parser.add_argument("--rows", type=int, default=16, help="texts at a time (16)")
     parser.add_argument("--jobs", type=int, default=64, help="texts in all (64)")
@@ -169,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

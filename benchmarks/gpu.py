@@ -35,15 +35,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.gpu_run.parts import Part, ablations, parts
 from benchmarks.gpu_run.process import ROOT, Stop
 from benchmarks.gpu_run.run import Options, Run, print_plan
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 WORK, TABLES = ROOT / ".cache" / "gpu", ROOT / "benchmarks" / "results"
 
 
 def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[Part]]:
     """The options, and all parts of such a run."""
-    parser = argparse.ArgumentParser(
-        prog="make gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="make gpu", description=__doc__)
     parser.add_argument(
         "--minutes", type=float, default=9, help="time for everything (9); what does not fit is left out"
     )
@@ -96,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -203,7 +206,7 @@ def table(found: list[Row]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.4B", help="tokens, hidden size and vocabulary (1.4B)")
     parser.add_argument("--tokens", type=int, help="instead of the shape's")
     parser.add_argument("--hidden", type=int, help="instead of the shape's")
@@ -237,4 +240,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -3,13 +3,15 @@
 Each row is a fresh run of a few dozen steps without validation or checkpoints; the median step counts.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
@@ -38,7 +40,7 @@ def tokens_per_second(ranks: int, settings: tuple[str, ...], steps: int, folder:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps a layout (30)")
     options = parser.parse_args()
     subprocess.run([sys.executable, "tools/quickstart_data.py"], cwd=ROOT, check=True)
@@ -55,4 +57,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

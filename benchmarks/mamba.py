@@ -6,7 +6,6 @@ torch), and the floor, the products of in_proj and out_proj and nothing else. Al
 outputs are compared first. On a CPU in fp32, on a GPU in bf16.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -23,6 +22,8 @@ from megatron.model import block_specs
 from megatron.model.mamba import Mamba, Mamba2, StateInputs, choose_scans
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 
 class Shape(NamedTuple):
@@ -135,7 +136,7 @@ def measured(name: str, device: torch.device, rounds: int, steps: int, compiled:
 
 def main() -> None:
     """Print a table for each shape: medians over rounds, and ratios to ours within a round."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, nargs="+", help="default: those of 130M, on a GPU larger ones")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: the GPU, where there is one")
     parser.add_argument("--rounds", type=int, default=5)
@@ -152,4 +153,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

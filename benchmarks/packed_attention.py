@@ -4,7 +4,6 @@ Its kernel (flash attention 2, `dq_accum` and `softmax_d`) reserves fp32 rows fo
 every document, empty ones included. Counted from shapes: no GPU is needed.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -13,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 
 from megatron.data.batch import document_starts
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 
 def scratch_bytes(tokens: int, documents: int, heads: int, head_dim: int) -> int:
@@ -22,7 +23,7 @@ def scratch_bytes(tokens: int, documents: int, heads: int, head_dim: int) -> int
 
 def main() -> None:
     """Print a table, for documents drawn at random: starts padded row by row, and as `Batch` has them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     for name, value in (("rows", 8), ("seq", 2048), ("heads", 16), ("head-dim", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()
@@ -42,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -29,6 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
+
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 4, "hidden": 256, "heads": 4, "ffn": 704, "vocab": 4096, "scale": 16},
     "rehearsal": {"layers": 2, "hidden": 64, "heads": 2, "ffn": 128, "vocab": 512, "scale": 64},
@@ -415,7 +418,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line and fill in the shape."""
     on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if on_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, help="default: 400M on a GPU, tiny on a CPU; the next change it")
     for key in SHAPES["tiny"]:
@@ -480,4 +483,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -37,6 +37,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from megatron.data import Batch
@@ -304,7 +306,7 @@ def table(rows: list[Row]) -> str:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of data ranks (1 2)")
@@ -328,4 +330,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -29,6 +29,8 @@ from torch import Tensor, nn
 
 from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.reading.files import parse_overrides
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 if TYPE_CHECKING:
     from megatron.data import Batch
@@ -393,7 +395,7 @@ def table(rows: list[ThroughputRow]) -> str:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line and fill in the shapes."""
     has_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if has_gpu else "cpu")
     parser.add_argument("--shape", choices=SHAPES, help="default: 1.4B on a GPU, tiny on a CPU; the next change it")
     for key in SHAPES["tiny"]:
@@ -468,4 +470,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

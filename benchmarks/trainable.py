@@ -4,13 +4,15 @@ Each row is a fresh run of a few steps of one model on this machine, without val
 fastest step counts.
 """
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ("configs/quickstart.yml", "configs/local_setup.yml")
@@ -48,7 +50,7 @@ def measure(settings: tuple[str, ...], steps: int, folder: Path) -> tuple[float,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps a row (10)")
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="more keys, as precision=fp32")
     options = parser.parse_args()
@@ -66,4 +68,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

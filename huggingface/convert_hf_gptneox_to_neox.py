@@ -3,8 +3,8 @@ is given.
 
     python huggingface/convert_hf_gptneox_to_neox.py --hf-model EleutherAI/pythia-70m --iteration 0
 
-The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine, with the name and flags of the geodesic
-fork.
+The same as tools/ckpts/convert_hf_to_neox.py --transformer-engine --save-tokenizer, with the name and flags
+of the geodesic fork.
 """
 
 import sys
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.process import run_command  # noqa: E402
 from tools.ckpts.convert_hf_to_neox import run  # noqa: E402
 
 
@@ -21,4 +22,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -12,7 +12,9 @@ on: nothing is sent twice. huggingface/batch_submit_checkpoints.sh makes a Slurm
 
 import argparse
 import os
+import random
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,21 +22,31 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.operations.hub.flags import (  # noqa: E402
+    add_delay_flag,
     add_evaluation_flags,
     add_format_flags,
     add_patience_flags,
+    add_place_flags,
+    add_tokenizer_flags,
+    delays_of,
     formats_of,
     patience_of,
     tasks_of,
+    tokenizer_of,
 )
-from megatron.process import begin_process, end_process  # noqa: E402
+from megatron.process import (  # noqa: E402
+    begin_process,
+    end_process,
+    run_command,  # noqa: E402
+)
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 _NAME = "upload_and_evaluate_checkpoint.py"
 _WRITTEN_WITHIN_S = 1800.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "--experiment_name", "--experiment-name", required=True, help="below the site's NEOX_CHECKPOINT_DIR, or a path"
     )
@@ -43,15 +55,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--hf_org", "--hf-org", help="organisation on the Hub; unset: the site's NEOX_HUB_ORG")
     parser.add_argument("--repository", metavar="ORG/NAME", help="unset: named by the experiment, docs/hub.md")
-    parser.add_argument(
-        "--neox_checkpoints_path", "--neox-checkpoints-path", help="folder of experiments; unset: NEOX_CHECKPOINT_DIR"
-    )
+    add_place_flags(parser)
     parser.add_argument(
         "--local_hf_checkpoints_path", "--local-hf-checkpoints-path", type=Path, metavar="DIR",
         help="where converted folders stand until they are sent; unset: <experiment>/hub",
     )  # fmt: skip
     parser.add_argument("--keep-converted", action="store_true", help="leave them there")
     add_format_flags(parser)
+    add_tokenizer_flags(parser)
+    add_delay_flag(parser, "the first upload")
     add_evaluation_flags(parser)
     add_patience_flags(parser)
     parser.add_argument(
@@ -79,7 +91,13 @@ def run(options: argparse.Namespace) -> int:
     from megatron.operations.hub.upload import Upload, publish_checkpoint
 
     chosen = experiment_of_flags(options, may_be_empty=options.background)
-    patience, tasks = patience_of(options), tasks_of(options, chosen.site)
+    patience, tasks = patience_of(options), tasks_of(options, chosen.site, chosen.newest)
+    (delay,) = delays_of(options, 1, random.Random())
+    if tasks:
+        _say(f"evaluated by {' '.join(tasks)}")
+    if delay:
+        _say(f"waiting {delay} s (--upload-delay)")
+        time.sleep(delay)
     for step in chosen.steps:
         last = last_step(chosen.save / f"global_step{step}")
         if last is None:
@@ -89,6 +107,7 @@ def run(options: argparse.Namespace) -> int:
             formats=formats_of(options), scratch=options.local_hf_checkpoints_path,
             keep_converted=options.keep_converted, patience=patience, tasks=tasks,
             include=tuple(options.task_include_path or ()), eval_limit=options.eval_limit,
+            tokenizer=tokenizer_of(options), wandb_project=options.wandb_project, wandb_entity=options.wandb_entity,
         )  # fmt: skip
         publish_checkpoint(upload, _say, _WRITTEN_WITHIN_S if options.background else 0.0)
     return 0
@@ -100,4 +119,4 @@ def _say(text: str) -> None:
 
 if __name__ == "__main__":
     begin_process(_NAME, "the same command goes on")
-    end_process(main())
+    run_command(lambda: end_process(main()))

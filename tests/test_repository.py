@@ -13,7 +13,7 @@ from megatron.training.deepspeed.private_names import PRIVATE_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = (
-    ("process", "neox_arguments"), ("distributed", "mpu", "data", "tokenizer"),
+    ("process",), ("neox_arguments",), ("distributed", "mpu", "data", "tokenizer"),
     ("model", "objectives", "checkpointing", "callbacks"),
     ("launch", "training", "generation", "evaluation", "operations", "pipelines", "rollouts"),
 )  # fmt: skip
@@ -32,6 +32,11 @@ NEIGHBOURS = {
 }  # fmt: skip
 ENGINE = Path("megatron/training/deepspeed")  # the one package that knows the engine's library
 SOURCES = sorted(ROOT.glob("megatron/**/*.py"))
+PROGRAMS = sorted({*ROOT.glob("*.py"), *SOURCES,
+                   *(path for place in ("tools", "huggingface", "benchmarks", "post-training", "tests")
+                     for path in ROOT.glob(f"{place}/**/*.py"))})  # fmt: skip
+# Processes that a run starts and speaks to; nobody types them.
+WORKERS = {"rollouts/rewards/worker.py", "rollouts/rewards/sandbox.py", "rollouts/environments/host.py"}
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -151,6 +156,32 @@ def test_no_file_has_grown_two_jobs():
     files = [*ROOT.glob("*.py"), *SOURCES, *ROOT.glob("tools/**/*.py"), *ROOT.glob("tests/**/*.py")]
     long = {str(path.relative_to(ROOT)): n for path in files if (n := len(path.read_text().splitlines())) > 500}
     assert not long
+
+
+def makes_a_parser(node: ast.AST) -> bool:
+    """Whether code calls `argparse.ArgumentParser`, or makes a class of it."""
+    named = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
+    return any("ArgumentParser" in (getattr(name, "attr", ""), getattr(name, "id", "")) for name in named)
+
+
+def test_one_class_of_parsers_takes_no_abbreviated_flag():
+    makers = {path for path in PROGRAMS if any(map(makes_a_parser, ast.walk(ast.parse(path.read_text("utf-8")))))}
+    assert makers == {ROOT / "megatron/process/command_parser.py"}, "make a CommandParser instead"
+
+
+def test_every_command_ends_in_one_way():
+    """At a closed pipe too: what is typed runs its main within `run_command`."""
+    typed = 0
+    for path in PROGRAMS:
+        if path.is_relative_to(ROOT / "tests") or str(path.relative_to(ROOT)).removeprefix("megatron/") in WORKERS:
+            continue
+        text = path.read_text("utf-8")
+        if (begin := text.rfind('if __name__ == "__main__":\n')) >= 0:
+            typed += 1
+            assert "run_command(" in text[begin:], path
+    assert typed > 60
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert scripts == {"neox": "megatron.launch.command:command"}
 
 
 def test_versions_are_pinned():

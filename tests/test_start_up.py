@@ -34,7 +34,7 @@ SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_lengt
 MORE = {"train_batch_size": 8, "train_iters": 1, "data_path": "data", "tokenizer_type": "CharLevelTokenizer"}
 MODEL = "".join(f"{key}: {value}\n" for key, value in {**SIZES, **MORE}.items())
 COMMANDS = ("train.py", "generate.py", "eval.py", "tools/serve.py")
-NAMES = {path.stem for path in (ROOT / "tools" / "ckpts").glob("*.py")} - {"__init__", "flags"}
+NAMES = {path.stem for path in (ROOT / "tools" / "ckpts").glob("*.py") if not path.is_symlink()} - {"__init__", "flags"}
 TOOLS = [f"tools/{name}.py" for name in ("ask", "new_config", "plot_metrics", *(f"ckpts/{n}" for n in sorted(NAMES)))]
 HELP = [
     *COMMANDS, *TOOLS, "deepy.py", "deepy.py train.py", "deepy.py generate.py", "deepy.py eval.py",

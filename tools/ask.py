@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
 if TYPE_CHECKING:
     from megatron.generation import Completion
     from megatron.generation.chat_model import ChatModel
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("question", nargs="*", help="asked one after another")
     parser.add_argument("--model", required=True, metavar="MODEL", help="the model, mostly the tuned one")
     parser.add_argument(
@@ -159,4 +162,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -19,6 +19,9 @@ import torch
 import yaml
 from tqdm import tqdm
 
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
+
 ROOT = Path(__file__).resolve().parents[1]
 GOLDEN = ROOT / "tests" / "data" / "golden" / "dataset"
 PIPES, TENSORS = "pipe_parallel_size", "model_parallel_size"
@@ -90,7 +93,7 @@ def main() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         description=f"{__doc__} Compares losses, gradient norms, validation and every tensor of the last checkpoint by "
         "digest. Each commit is checked out into a temporary folder and trains there with `deepy.py train.py`; what it "
         "gave is kept in .cache/compare_commits, so a commit runs once. Exit code 1 when anything differs."
@@ -221,4 +224,4 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

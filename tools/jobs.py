@@ -32,12 +32,14 @@ from megatron.launch.site import site_variables  # noqa: E402
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.operations.jobs.overview import Choice, Row, overview  # noqa: E402
 from megatron.operations.jobs.scheduler import ANSWERS_S, PATIENT_S, Slurm  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 CRASHED_OR_STALE = 3
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     listing = commands.add_parser("list", help="a table of jobs; exit code 3 when one is crashed or stale")
     watching = commands.add_parser("watch", help="the same table, live")
@@ -235,4 +237,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -22,6 +22,8 @@ from megatron.launch import install_root  # noqa: E402
 from megatron.launch.kubernetes import KINDS, Site, as_yaml, pod_config, read_site, render  # noqa: E402
 from megatron.neox_arguments import UserError, yaml_value  # noqa: E402
 from megatron.neox_arguments.keys.declaration import keys_of  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 
 class _HelpSite(argparse.Action):
@@ -31,10 +33,9 @@ class _HelpSite(argparse.Action):
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    made = commands.add_parser("render", help="print or write the manifests", description=__doc__, formatter_class=raw)
+    made = commands.add_parser("render", help="print or write the manifests", description=__doc__)
     made.add_argument("config", nargs="+", metavar="CONFIG", help="configuration files of the run, or presets by name")
     made.add_argument("--site", required=True, metavar="FILE", help="what the cluster has: kubernetes/sites/*.yml")
     made.add_argument(
@@ -89,4 +90,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

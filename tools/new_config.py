@@ -25,6 +25,8 @@ from megatron.neox_arguments import ConfigError, NeoXArgs, UserError  # noqa: E4
 from megatron.neox_arguments.frozen import thaw  # noqa: E402
 from megatron.neox_arguments.keys.declaration import keys_of  # noqa: E402
 from megatron.neox_arguments.reading.files import read_files  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 RECIPE = ROOT / "post-training" / "sft-mix" / "sft-mix.yml"
 FILTERINGS = ("unfiltered", "filtered")
@@ -43,10 +45,10 @@ _LEFT = (
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     sft = parser.add_subparsers(dest="kind", required=True).add_parser(
         "sft", help="SFT on 89 %% Dolci conversations and 11 %% multiple-choice questions",
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
     )  # fmt: skip
     sft.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help="with global_stepN, latest")
     sft.add_argument("--filtering", choices=FILTERINGS, required=True, help="of the pre-training data, for the name")
@@ -131,4 +133,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,19 +1,20 @@
 """Draw the losses of a run's metrics.jsonl over the tokens it has seen, those of texts to forget and to keep
 too, and say where validation and unlearning began and ended."""
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.operations.loss_plot import plot, summary  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.process.metrics_file import read_metrics  # noqa: E402
 from megatron.process.run_files import Problems, Unfit, number, read_object, whole  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run, in its log_dir")
     parser.add_argument("--output", type=Path, help="picture to write (loss.png beside the metrics)")
     parser.add_argument("--stats", type=Path, help="stats.json of tools/quickstart_data.py, for the unigram entropy")
@@ -34,4 +35,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -33,6 +33,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.operations.memory_parts import memory_file, plot, read_memory, table  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.process.metrics_file import MEMORY_FILE  # noqa: E402
 
 # What a run of three steps is not to do: go on with another's weights, validate, save, tell trackers, and
@@ -70,7 +72,7 @@ QUIET: Mapping[str, str] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "what", nargs="+", metavar="CONF.yml|FOLDER", help="files of a configuration, or the folder of one run"
     )
@@ -146,4 +148,4 @@ def measure(configuration: Sequence[str], given: Sequence[str], iterations: int)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

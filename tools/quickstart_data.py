@@ -5,7 +5,6 @@ The text is `pydoc_data.topics` (the language reference) and the docstrings of t
 Nothing is downloaded, and nothing is made again while the files are whole.
 """
 
-import argparse
 import ast
 import hashlib
 import json
@@ -25,6 +24,8 @@ from megatron.data import (  # noqa: E402
 )
 from megatron.data.files import sha256, temporary  # noqa: E402
 from megatron.data.preprocessing import EncodeJob, preprocess  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer import make_tokenizer  # noqa: E402
 from megatron.tokenizer.train_tokenizer import read_texts, train_tokenizer  # noqa: E402
 
@@ -127,10 +128,10 @@ def _publish(path: Path, content: bytes) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("data/quickstart"), help="where to (data/quickstart)")
     build(parser.parse_args().folder, print)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

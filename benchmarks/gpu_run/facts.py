@@ -3,7 +3,6 @@
 `python -m benchmarks.gpu_run.facts FILE` writes an object of JSON; `--rehearse`: of the CPU.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -14,6 +13,9 @@ import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 PACKAGES = (
     "deepspeed", "transformers", "trl", "datasets", "accelerate", "triton", "numpy", "tokenizers", "pytest",
@@ -89,7 +91,7 @@ def copy_rate(device: Any, size: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
@@ -121,4 +123,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from megatron.launch.environment import LaunchError, install_root
+from megatron.process import run_command
 
 # What deepy.py starts on ranks, with the words of `neox --help`.
 ON_RANKS = {
@@ -35,6 +37,11 @@ tools (in a clone: python tools/...; a dash may stand for each _):
 
 presets and recipes: {presets}
 """
+
+
+def command() -> NoReturn:
+    """What is installed as `neox`."""
+    run_command(main)
 
 
 def main() -> int:
@@ -78,6 +85,7 @@ def tools(folder: Path) -> dict[str, Path]:
     name."""
     places = [*folder.glob("prepare*.py"), *folder.glob("tools/**/*.py"), *folder.glob("huggingface/*.py")]
     left_out = {folder / script for script, _ in ON_RANKS.values()} | set(folder.glob("tools/docs/*"))
+    left_out |= {folder / "tools" / "retired.py", *(path for path in places if path.is_symlink())}
     scripts = [path for path in places if path not in left_out and '__name__ == "__main__":' in path.read_text("utf-8")]
     names = [path.stem for path in scripts]
     named = {path.stem if names.count(path.stem) == 1 else f"{path.parent.name}/{path.stem}": path for path in scripts}

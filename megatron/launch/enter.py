@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.devices import interface_to
 from megatron.launch.environment import ProcessInfo, process_info
+from megatron.launch.typed_variables import check_world
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -18,11 +19,13 @@ def enter(args: "NeoXArgs") -> ProcessInfo:
     """This process's place, with the variables set that torch reads. What the user has set of them is kept.
 
     With `distributed_backend: gloo` GPUs are hidden from it, so that all of it, libraries included, works on
-    CPUs. Raises LaunchError as `process_info`.
+    CPUs. Raises LaunchError as `process_info`, and where MAIN_NODE_IP or TOTAL_GPUS say otherwise.
     """
     # A default port must not win over the one derived from the job.
     port = None if args.origin("master_port") == "default" else args.master_port
     info = process_info(master_addr=args.master_addr, master_port=port)
+    if not args.init_only:  # which one process does for all
+        check_world(os.environ, info.world_size, info.on_one_machine)
     os.environ.update(info.variables())
     if args.distributed_backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

@@ -101,6 +101,13 @@ def port_of(value: int | str) -> int:
     return int(value)
 
 
+def whole_number(env: Mapping[str, str], name: str) -> int:
+    """The number that a variable says. Raises LaunchError for what is none."""
+    if not env[name].isdecimal():
+        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number")
+    return int(env[name])
+
+
 def first_host(nodelist: str) -> str:
     """First host of a Slurm node list, by Slurm's own answer where there is one: `n[003-007],m1` -> `n003`.
 

@@ -1,13 +1,13 @@
 """One line typed on each machine: which of the machines this is, and what the environment says of it."""
 
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of
+from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of, whole_number
 from megatron.launch.hosts import Node
+from megatron.launch.typed_variables import main_node
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 class ManualNode:
     """This machine among several on which the same line is typed, and what it was told to use.
 
-    ranks, include, exclude: as `choose_ranks` takes them. total_ranks: what TOTAL_GPUS says.
+    listed: as one that a hostfile or `--hosts` gives; else its GPUs are chosen here. ranks: of a pod, where
+    its operator says.
     """
 
     nodes: tuple[Node, ...]
     node_rank: int
     master_addr: str
     master_port: int
+    listed: bool
     ranks: int | None
-    include: str | None
-    exclude: str | None
-    total_ranks: int | None
 
 
 def find_manual_node(
@@ -39,7 +38,7 @@ def find_manual_node(
 ) -> ManualNode | None:
     """The place of this machine, None when nothing says that it is one of several on which somebody types.
 
-    Keys and flags come first, then MAIN_NODE_IP, GPUS and TOTAL_GPUS, then what Kubernetes operators set
+    Keys and flags come first, then MAIN_NODE_IP, then what Kubernetes operators set
     (PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE; RANK and WORLD_SIZE, which count pods where there is no
     LOCAL_RANK). listed: those of a hostfile or of `--hosts`. Raises LaunchError for what is incomplete or
     contradicts itself.
@@ -66,7 +65,7 @@ def find_manual_node(
         return None
     if not 0 <= node_rank < count:
         raise LaunchError(f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are")
-    address = args.master_addr or _first(env, "MAIN_NODE_IP", "PET_MASTER_ADDR", "MASTER_ADDR")
+    address = args.master_addr or main_node(env) or _first(env, "PET_MASTER_ADDR", "MASTER_ADDR")
     address = address or (listed[0].host if listed else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(
@@ -76,19 +75,8 @@ def find_manual_node(
     if args.origin("master_port") == "default":
         port = _first(env, "PET_MASTER_PORT", "MASTER_PORT") or DEFAULT_PORT
     nodes = tuple(listed) or tuple(Node(socket.gethostname() if r == node_rank else "") for r in range(count))
-    local_node = nodes[node_rank]
-    include, exclude, ranks = local_node.include(), None, local_node.ranks
-    if not listed:
-        include, exclude, ranks = args.include, args.exclude, args.num_gpus
-        gpus = env.get("GPUS")
-        if gpus and not include:
-            if not re.fullmatch(r"\d+(,\d+)*", gpus):
-                raise LaunchError(f"GPUS={gpus!r} in the environment does not name GPUs, as in 2,3")
-            include = f"localhost:{gpus}"
-        if ranks is None and rank_of_pod is not None:
-            ranks = _ranks_of_pod(env)
-    total = _whole(env, "TOTAL_GPUS") if env.get("TOTAL_GPUS") else None
-    return ManualNode(nodes, node_rank, address, port_of(port), ranks, include, exclude, total)
+    ranks = None if listed or rank_of_pod is None else _ranks_of_pod(env)
+    return ManualNode(nodes, node_rank, address, port_of(port), bool(listed), ranks)
 
 
 def is_pod(env: Mapping[str, str]) -> bool:
@@ -103,22 +91,16 @@ def _pods(env: Mapping[str, str]) -> tuple[int | None, int | None]:
             raise LaunchError(
                 f"PET_NNODES={env['PET_NNODES']!r}: a number of pods that changes is not built in; name one"
             )
-        return int(env["PET_NNODES"]), _whole(env, "PET_NODE_RANK")
+        return int(env["PET_NNODES"]), whole_number(env, "PET_NODE_RANK")
     if env.get("RANK") and env.get("WORLD_SIZE") and "LOCAL_RANK" not in env and env.get("MASTER_ADDR"):
-        return _whole(env, "WORLD_SIZE"), _whole(env, "RANK")
+        return whole_number(env, "WORLD_SIZE"), whole_number(env, "RANK")
     return None, None
 
 
 def _ranks_of_pod(env: Mapping[str, str]) -> int | None:
     value = env.get("PET_NPROC_PER_NODE", "")
-    return None if value in ("", "auto", "gpu", "cpu") else _whole(env, "PET_NPROC_PER_NODE")
+    return None if value in ("", "auto", "gpu", "cpu") else whole_number(env, "PET_NPROC_PER_NODE")
 
 
 def _first(env: Mapping[str, str], *names: str) -> str | None:
     return next((env[name] for name in names if env.get(name)), None)
-
-
-def _whole(env: Mapping[str, str], name: str) -> int:
-    if not env[name].isdecimal():
-        raise LaunchError(f"{name}={env[name]!r} in the environment is not a whole number")
-    return int(env[name])

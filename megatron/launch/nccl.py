@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.launch.environment import LaunchError
+from megatron.process import run_command
 
 _NAME = "libnccl.so.2"
 Version = tuple[int, ...]
@@ -132,4 +133,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -15,6 +15,7 @@ from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ManualNode, find_manual_node
 from megatron.launch.run import Run, log_dir_of
 from megatron.launch.slurm import allocation, check_gpus, has_slurm, job_port, step_node
+from megatron.launch.typed_variables import check_world, choose_local_ranks, main_node, total_ranks
 from megatron.neox_arguments.compat.methods import ARGS_FLAG
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def plan(
     port = None if args.origin("master_port") == "default" else args.master_port
     run = Run(
         "local", command, (), log_dir_of(args), args, args_file,
-        master_addr=args.master_addr or "127.0.0.1", master_port=port,
+        master_addr=args.master_addr or "127.0.0.1", master_port=port, total_ranks=total_ranks(env),
     )  # fmt: skip
     launcher = _launcher(args)
     step = step_node(env, started_by_us=bool(hosts)) if launcher == "slurm" else None
@@ -54,7 +55,7 @@ def plan(
             check_gpus(env, visible_gpus(env))
     if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
-        address = args.master_addr or env.get("MASTER_ADDR") or nodes[0].host
+        address = args.master_addr or main_node(env) or env.get("MASTER_ADDR") or nodes[0].host
         run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
@@ -69,8 +70,8 @@ def plan(
             nodes = _local_nodes(args, listed, env)
             run = replace(run, launcher="torchrun" if launcher == "torchrun" else "local", nodes=nodes)
     if all(node.ranks for node in run.nodes):
-        if run.total_ranks not in (None, run.world_size):
-            raise LaunchError(f"TOTAL_GPUS is {run.total_ranks}, but the machines have {run.world_size} ranks")
+        alone = run.launcher in ("local", "torchrun") and len(run.nodes) == 1
+        check_world(env, run.world_size, on_one_machine=alone)
         run = run.for_world(run.world_size)
     return run
 
@@ -90,24 +91,27 @@ def _gpus(args: "NeoXArgs", env: Mapping[str, str]) -> list[str]:
 
 def _local_nodes(args: "NeoXArgs", listed: Sequence[Node], env: Mapping[str, str]) -> tuple[Node]:
     """The ranks of this machine, when it is the only one."""
-    include, exclude, num_gpus = args.include, args.exclude, args.num_gpus
     if listed:  # include and exclude have chosen among its slots
-        include, exclude = listed[0].include(), None
-        num_gpus = listed[0].ranks if num_gpus is None else num_gpus
-    count, devices = choose_ranks(_gpus(args, env), num_gpus, include, exclude)
+        ranks = listed[0].ranks if args.num_gpus is None else args.num_gpus
+        count, devices = choose_ranks(_gpus(args, env), ranks, listed[0].include())
+    else:
+        count, devices = choose_local_ranks(args, env, _gpus(args, env))
     return (Node(socket.gethostname(), count, devices),)
 
 
 def _manual_run(run: Run, args: "NeoXArgs", manual: ManualNode, launcher: str, env: Mapping[str, str]) -> Run:
     """The run on this machine among several on which the same line is typed."""
-    count, devices = choose_ranks(_gpus(args, env), manual.ranks, manual.include, manual.exclude)
-    nodes = list(manual.nodes)
+    nodes, node = list(manual.nodes), manual.nodes[manual.node_rank]
+    if manual.listed:
+        count, devices = choose_ranks(_gpus(args, env), node.ranks, node.include())
+    else:
+        count, devices = choose_local_ranks(args, env, _gpus(args, env), manual.ranks)
     if len(nodes) == 1:
-        return replace(run, nodes=(Node(nodes[0].host, count, devices),), total_ranks=manual.total_ranks)
-    nodes[manual.node_rank] = replace(nodes[manual.node_rank], ranks=count, devices=devices)
+        return replace(run, nodes=(Node(nodes[0].host, count, devices),))
+    nodes[manual.node_rank] = replace(node, ranks=count, devices=devices)
     return replace(
         run, launcher="torchrun" if launcher == "torchrun" else "nodes", nodes=tuple(nodes), node_rank=manual.node_rank,
-        master_addr=manual.master_addr, master_port=manual.master_port, total_ranks=manual.total_ranks,
+        master_addr=manual.master_addr, master_port=manual.master_port,
     )  # fmt: skip
 
 
@@ -119,7 +123,7 @@ def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: st
         raise LaunchError(
             f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
         )
-    address = args.master_addr or listed[0].host
+    address = args.master_addr or main_node(env) or listed[0].host
     if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in listed):
         address = socket.gethostname()
     environment = carried(env)

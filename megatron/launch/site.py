@@ -41,6 +41,11 @@ def site_variables(env: Mapping[str, str] | None = None) -> dict[str, str]:
     return {key: value for key, _, value in pairs if value}
 
 
+def checkpoint_folder(site: Mapping[str, str]) -> str:
+    """The folder of experiments, in which conversions write and uploads look."""
+    return site.get("NEOX_CHECKPOINT_DIR") or "checkpoints"
+
+
 def starts_from_a_model(args: "NeoXArgs") -> bool:
     """Whether a run begins with trained weights, as fine-tuning, preferences and labelled data do."""
     from_hub = args.load is not None and args.load.startswith("hf://")

@@ -20,6 +20,7 @@ from megatron.launch.site import site_nodes, site_variables, starts_from_a_model
 from megatron.launch.slurm import scontrol, tasks_asked_for
 from megatron.neox_arguments import ConfigError
 from megatron.neox_arguments.reading.command_line import parse_deepy
+from megatron.process import run_command
 
 GO_ON = 3  # exit code: this job has the nodes that it is to have. slurm/job.sh then starts the run
 # In the environment of a job that another one submitted: the other's number
@@ -132,4 +133,4 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(lambda: main(sys.argv[1:]))

@@ -10,7 +10,6 @@ Builds and their Pythons: the release compatibility matrix in RELEASE.md of pyto
 each has code for: get_cuda_arch_list of pytorch/test-infra.
 """
 
-import argparse
 import os
 import re
 import runpy
@@ -20,6 +19,11 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from megatron.process import run_command
+from megatron.process.command_parser import CommandParser
 
 INDEX = "https://download.pytorch.org/whl"
 RELEASES = ("2.11.0", "2.13.0")  # the suite passes on both
@@ -145,7 +149,7 @@ def here() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--torch", metavar="VERSION", help=f"a release; tested are {' and '.join(RELEASES)}")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--cuda", metavar="12.6", help="what the driver serves, where it is not on this machine")
@@ -179,4 +183,4 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

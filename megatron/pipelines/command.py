@@ -39,19 +39,18 @@ from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import REFUSED, State, add_override, is_locked, locked
 from megatron.pipelines.table import rows_of, stage_table
 from megatron.pipelines.verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
+from megatron.process.command_parser import CommandParser
 
 _COMMAND = "deepy.py pipeline"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """The command line. What stands behind -- goes to sbatch."""
-    parser = argparse.ArgumentParser(
-        prog=_COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog=_COMMAND, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    running = commands.add_parser("run", help="do everything that is not done yet", allow_abbrev=False)
+    running = commands.add_parser("run", help="do everything that is not done yet")
     running.add_argument("words", nargs="*", metavar="DIR|FILE", help="folder of a pipeline, or its file (this folder)")
-    resuming = commands.add_parser("resume", help="go on, with the options of the last run", allow_abbrev=False)
+    resuming = commands.add_parser("resume", help="go on, with the options of the last run")
     resuming.add_argument("words", nargs="*", metavar="DIR|FILE STAGE", help="a pipeline, and a stage to go on from")
     for command in (running, resuming):
         command.add_argument("--from", dest="first", metavar="STAGE", help="the first stage to look at (the first)")
@@ -116,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(problem.error_lines(_COMMAND))
         return problem.code if isinstance(problem, StageFailed) else 1
     except OSError as problem:  # of whatever file, which a full disk, a quota or rights keep from us
-        if isinstance(problem, BrokenPipeError) or problem.filename is None:
+        if problem.filename is None:
             raise
         why = f"{problem.filename}: {problem.strerror}; make room or give the right there, then `resume` goes on"
         sys.stderr.write(PipelineError(why).error_lines(_COMMAND))

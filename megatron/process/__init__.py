@@ -1,10 +1,12 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
 `begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
-launcher ask a rank where it is; `LogFile` and `say` never raise: a log that cannot be written ends no run.
+launcher ask a rank where it is. `run_command` around a command ends it when nobody reads what it writes; a
+run goes on (`outlive_readers`). `LogFile` and `say` never raise: a log that cannot be written ends no run.
 This package imports nothing but a few modules that Python itself has loaded.
 """
 
+from megatron.process.commands import outlive_readers, run_command
 from megatron.process.early_signals import (
     STACKS_SIGNAL,
     begin_process,
@@ -21,6 +23,8 @@ __all__ = [
     "begin_process",
     "end_process",
     "exit_code",
+    "outlive_readers",
+    "run_command",
     "say",
     "show_stacks_on_signal",
     "take_early_signals",

@@ -35,7 +35,7 @@ def begin_process(name: str, advice: str = "") -> None:
     `name`: interrupted and the advice, and exit code 130, also while modules are imported and while the
     interpreter ends. Other signals end a run that has not begun.
     """
-    _open_streams()
+    open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
     signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
@@ -93,9 +93,9 @@ def _interrupted(line: bytes) -> Callable[[int, FrameType | None], None]:
     return end
 
 
-def _open_streams() -> None:
-    """The next file to be opened would otherwise get the descriptor of a closed stream, and what is written
-    there."""
+def open_streams() -> None:
+    """Let standard streams that were closed be /dev/null: the next file to be opened would otherwise get the
+    descriptor of one, and what is written there."""
     for descriptor, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
             continue

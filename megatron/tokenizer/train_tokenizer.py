@@ -18,6 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer.interface import END_OF_DOCUMENT, PADDING, TokenizerError  # noqa: E402
 
 ENDINGS = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.zst")
@@ -77,7 +79,7 @@ def _open(path: Path) -> Any:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--json_input_dir", type=Path, required=True, help=f"folder of {', '.join(ENDINGS)} files")
     parser.add_argument("--tokenizer_output_path", type=Path, required=True, help="the tokenizer.json to write")
     parser.add_argument("--tokenizer_type", choices=["BPE"], default="BPE", help="BPE; there is no other")
@@ -104,4 +106,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_args())
+    run_command(lambda: main(parse_args()))

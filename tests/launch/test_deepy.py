@@ -111,7 +111,8 @@ def test_other_names_are_refused(name, said):
 
 
 def test_every_script_with_a_main_has_a_name_and_a_line_of_help():
-    scripts = {path for path in ROOT.glob("tools/*/*.py") if "\n    main()" in path.read_text()}
+    scripts = {path for path in ROOT.glob("tools/*/*.py") if "\n    run_command(main)" in path.read_text()}
+    scripts = {path for path in scripts if not path.is_symlink()}  # names of GPT-NeoX, which say what is here
     scripts -= set(ROOT.glob("tools/docs/*"))
     tool_paths = tools(ROOT)
     assert scripts <= set(tool_paths.values()) and len(scripts) >= 15

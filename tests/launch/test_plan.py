@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,9 @@ def machine(tmp_path, monkeypatch):
     """A machine `here` with four GPUs; a.example resolves to nothing of ours."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: ["0", "1", "2", "3"])
-    monkeypatch.setattr("megatron.launch.plan.is_this_machine", lambda host: host in ("here", "localhost", "127.0.0.1"))
+    for module in ("plan", "typed_variables"):
+        local = ("here", "localhost", "127.0.0.1").__contains__
+        monkeypatch.setattr(f"megatron.launch.{module}.is_this_machine", local)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
 
@@ -83,6 +86,65 @@ def test_by_hand():
 def test_refused(node_rank, env, changes, message):
     with pytest.raises(LaunchError, match=message):
         planned(node_rank, env=env, **changes)
+
+
+TYPED = {"MAIN_NODE_IP": "10.0.0.9", "TOTAL_GPUS": "6"}
+
+
+def in_a_job(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.setattr("megatron.launch.plan.has_slurm", lambda args, env: True)
+    monkeypatch.setattr("megatron.launch.plan.allocation", lambda args, env: (Node("a", 2), Node("b", 4)))
+    return {"launcher": "slurm"}
+
+
+def test_variables_are_taken_however_ranks_are_started(monkeypatch):
+    """MAIN_NODE_IP, TOTAL_GPUS and GPUS; flags come first."""
+    run = planned(env={"MAIN_NODE_IP": "here", "TOTAL_GPUS": "2", "GPUS": "1,3"})
+    assert (run.launcher, run.node.devices) == ("local", ("1", "3"))
+    assert planned(env={"GPUS": "1,3"}, include="localhost:0").node.devices == ("0",)
+    assert planned(env={"GPUS": "1,3"}, num_gpus=1).node.devices == ("1",)
+    for launcher in ("pdsh", "openmpi"):
+        assert planned(env=TYPED, hostfile="hosts", launcher=launcher).master_addr == "10.0.0.9"
+    assert planned(env=TYPED, hostfile="hosts", master_addr="b").master_addr == "b"
+    assert planned(env=TYPED, **in_a_job(monkeypatch)).master_addr == "10.0.0.9"
+
+
+@pytest.mark.parametrize("variable", ["MAIN_NODE_IP", "TOTAL_GPUS"])
+@pytest.mark.parametrize(("node_rank", "changes"), [
+    (None, {}), (None, {"launcher": "torchrun"}), (None, {"num_gpus": 1}), (None, {"num_nodes": 1}),
+    (0, {"num_nodes": 1}),
+])  # fmt: skip
+def test_of_several_machines_none_trains_alone(variable, node_rank, changes):
+    with pytest.raises(LaunchError, match=f"^{variable}.*--num_nodes"):
+        planned(node_rank, env={variable: TYPED[variable]}, **changes)
+
+
+def test_other_ranks_than_total_gpus_are_refused(monkeypatch):
+    wrong = {"TOTAL_GPUS": "5"}
+    for changes in ({"hostfile": "hosts"}, {"hosts": ["a:2,3", "b:0"], "node_rank": 0}, in_a_job(monkeypatch)):
+        with pytest.raises(LaunchError, match="TOTAL_GPUS is 5, .* [36] ranks"):
+            planned(env=wrong, **changes)
+    monkeypatch.setenv("TOTAL_GPUS", "5")
+    with pytest.raises(LaunchError, match="TOTAL_GPUS is 5, .* 3 ranks"):
+        dry_run("train.py", NeoXArgs.from_dict({**BASE, "train_batch_size": 60}), (), None, ["a:2,3", "b:0"])
+
+
+def test_a_rank_asks_too(monkeypatch):
+    """Of torchrun, or of `python train.py` alone."""
+    args, env = NeoXArgs.from_dict({**BASE, "distributed_backend": "gloo"}), {"MAIN_NODE_IP": "10.0.0.9"}
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "here"}
+    for found, variable in (
+        (env, "MAIN_NODE_IP"),
+        ({**rank, "TOTAL_GPUS": "4"}, "TOTAL_GPUS"),
+        ({"TOTAL_GPUS": "2"}, "TOTAL_GPUS"),
+    ):
+        monkeypatch.setattr("os.environ", dict(found))
+        with pytest.raises(LaunchError, match=variable):
+            enter(args)
+    monkeypatch.setattr("os.environ", {**rank, "TOTAL_GPUS": "2"})
+    assert enter(args).world_size == 2
+    monkeypatch.setattr("os.environ", dict(TYPED))
+    assert enter(args.replace(init_only=True)).world_size == 1, "one process writes the weights of all"
 
 
 def test_a_layout_that_all_ranks_do_not_fit_is_refused_before_they_start():

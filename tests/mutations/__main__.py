@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from megatron.process.command_parser import CommandParser
 from tests.mutations.anchor import NoLongerApplies
 from tests.mutations.copies import Copy
 from tests.mutations.ledger import ALIVE, CAUGHT, LEDGER, NEAR, Ledger
@@ -71,7 +72,7 @@ def run(mistakes: Sequence[Mistake], ledger: Ledger, jobs: int, limit: float, ne
 
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
+    parser = CommandParser(prog="python -m tests.mutations", description=__doc__.split("\n")[0])
     parser.add_argument("--room", action="append", default=[], help="a table's name; may be given again")
     parser.add_argument("--name", action="append", default=[], help="one mistake's name; may be given again")
     parser.add_argument("--jobs", type=int, default=2, help="mistakes at a time, each in a copy of its own (default 2)")

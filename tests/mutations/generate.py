@@ -8,7 +8,6 @@ logged texts, asserts, annotations, docstrings, representations; and by name wha
 change nothing (`SAME`).
 """
 
-import argparse
 import ast
 import json
 import random
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.process.command_parser import CommandParser
 from tests.mutations.anchor import NoLongerApplies, Tree
 from tests.mutations.mistakes import FOLDER, Mistake
 
@@ -237,7 +237,7 @@ def write(room: str, mistakes: list[Mistake]) -> None:
 
 def main() -> None:
     """Writes the tables."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
+    CommandParser(description=__doc__.split("\n")[0]).parse_args()
     try:
         _library()
     except Missing as missing:

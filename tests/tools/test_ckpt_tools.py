@@ -162,6 +162,35 @@ def test_inspect(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "mlp.linear1.weight/exp_avg_sq" in output
 
 
+def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """GPT-NeoX's flags: --compare A,B, --diff, --attributes, --interactive."""
+    sides, spec = f"{trained / 'global_step3'},{trained / 'global_step6'}", layer_file(3, 1)
+    inspect_checkpoints.main([sides, "-c", "-d", "--match", "mlp.linear1.weight"])
+    output = capsys.readouterr().out
+    states = [torch.load(path / spec, weights_only=True)["mlp.linear1.weight"] for path in map(Path, sides.split(","))]
+    largest = (states[0].double() - states[1].double()).abs().max()
+    assert f"{spec}\n" in output and f"[64, 32]  largest difference {largest:.3e}" in output and "equal" not in output
+    inspect_checkpoints.main(["--compare", f"{trained / 'global_step6'},{trained / 'global_step6'}", "--diff"])
+    assert capsys.readouterr().out.startswith("0 differ in ")
+    copy = tmp_path / spec
+    torch.save({"a": torch.zeros(2), "n": {"step": 3, "name": "x"}}, copy)
+    other = tmp_path / "other.pt"
+    torch.save({"a": torch.zeros(3), "n": {"step": 4, "name": "x"}, "b": torch.ones(1)}, other)
+    inspect_checkpoints.main(["-c", f"{copy},{other}", "--attributes", "a", "n", "b"])
+    lines = [text.split() for text in capsys.readouterr().out.splitlines() if text.startswith("  ")]
+    assert {words[0]: " ".join(words[1:]) for words in lines} == {
+        "a": "float32 [2] | float32 [3]", "n/step": "3 | 4", "n/name": "equal", "b": "only in the second",
+    }  # fmt: skip
+    seen: list[Any] = []
+    monkeypatch.setattr("code.interact", lambda banner, local, exitmsg: seen.append(local["checkpoint"]))
+    inspect_checkpoints.main([str(copy), "--attributes", "n/step", "-i"])
+    assert "n/step" in (output := capsys.readouterr().out) and "name" not in output and seen[0]["n"]["name"] == "x"
+    assert "holds nothing called n/st" in refused(inspect_checkpoints.main, copy, "--attributes", "n/st")
+    with pytest.raises(SystemExit):
+        inspect_checkpoints.main([str(copy), "--diff"])
+
+
 def test_inspect_reads_neox_and_runs_nothing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     inspect_checkpoints.main([str(checkpoint("neox_pp2_mp2")), "--match", "layer_03-model_01"])
     output = capsys.readouterr().out

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import yaml
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -17,7 +18,9 @@ from huggingface import convert_hf_gptneox_to_neox
 from megatron.checkpointing import find_checkpoint, load_weights, read_manifest
 from megatron.checkpointing.huggingface import HFFolder, by_transformers, import_hf, load_checkpoint_args
 from megatron.checkpointing.layout import layer_file
+from megatron.data.preprocessing.chat_tokenizer import load_chat_tokenizer
 from megatron.model.weight_map import layer_params
+from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.golden import RUNS, checkpoint
 from tests.checkpointing.test_huggingface import TOKENIZER, model_folder
 from tests.live_bytes import LiveBytes
@@ -73,6 +76,9 @@ def test_hf_to_neox_as_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     text = refused(convert_hf_to_neox.main, *words, "6", "--hf-model", "org/name")
     assert text.startswith("convert_hf_to_neox.py: error: org/name: ") and "Hub" in text
     assert "model_parallel_size: 3 " in refused(convert_hf_to_neox.main, *words, "7", "--tp", "3")
+    kept = (tmp_path / "out" / "latest").read_text()
+    assert "leave --revision main out" in refused(convert_hf_gptneox_to_neox.main, *words, "5", "--revision", "main")
+    assert (tmp_path / "out" / "latest").read_text() == kept and not (tmp_path / "out" / "tokenizer").exists()
 
 
 def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
@@ -83,6 +89,25 @@ def test_the_tokenizer_is_saved_for_training(tmp_path: Path) -> None:
     args, _ = load_checkpoint_args(find_checkpoint(tmp_path / "out"))
     assert args.tokenizer_type == "HFTokenizer" and args.vocab_file == str(tmp_path / "out/tokenizer/tokenizer.json")
     assert (tmp_path / "out" / "tokenizer" / "chat_template.jinja").exists()
+
+
+def test_the_forks_command_leaves_what_the_next_one_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 19 of the commands reads checkpoints/<model>/tokenizer; a configuration may name another after it.
+    The folder is that of the experiment whose upload has the site's prefix."""
+    folder = model_folder(tmp_path / "org" / "sfm-model", "gpt_neox", vocab_size=384)
+    for file in TOKENIZER.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr(convert_hf_to_neox, "site_defaults", lambda parser: {"NEOX_HUB_PREFIX": "sfm"})
+    monkeypatch.chdir(tmp_path)
+    convert_hf_gptneox_to_neox.main(["--hf-model", "org/sfm-model"])
+    out = tmp_path / "checkpoints" / "model"
+    assert load_chat_tokenizer(str(out / "tokenizer")).hf.chat_template
+    model_file = out / "global_step0" / "configs" / "hf_model.yml"
+    assert yaml.safe_load(model_file.read_text())["vocab_file"] == str(out / "tokenizer" / "tokenizer.json")
+    (tmp_path / "run.yml").write_text("vocab_file: other.json\ntrain_batch_size: 4\ntrain_iters: 1\n")
+    assert NeoXArgs.from_ymls([model_file, tmp_path / "run.yml"]).vocab_file == "other.json"
+    convert_hf_gptneox_to_neox.main(["--hf-model", "org/sfm-model", "--output-dir", "bare", "--no-save-tokenizer"])
+    assert not (tmp_path / "bare" / "tokenizer").exists()
 
 
 @pytest.mark.more

@@ -187,7 +187,7 @@ def site(wheel, tmp_path_factory):
 
 def test_two_folders_with_all_that_a_clone_has(site):
     assert {path.name for path in site.iterdir()} == {"megatron", "neox", "neox-0.1.0.dist-info"}
-    assert "neox = megatron.launch.command:main" in next(site.glob("*.dist-info/entry_points.txt")).read_text()
+    assert "neox = megatron.launch.command:command" in next(site.glob("*.dist-info/entry_points.txt")).read_text()
     patterns = ("*.py", "tools/**/*.py", "configs/**/*.*", "post-training/**/*.*", "slurm/sites/*")
     wanted = {path.relative_to(ROOT) for pattern in patterns for path in ROOT.glob(pattern)}
     wanted -= {Path("setup.py"), *(path for path in wanted if path.parts[:2] == ("tools", "docs"))}

@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.neox_arguments.values.adapters import weighted  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import PRECISIONS, local, place, progress  # noqa: E402
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ _BASE = "the weights below: a checkpoint, a HuggingFace folder or hf://ORG/NAME;
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="merge|export|import|verify")
 
     def command(name: str, words: str, output: str | None) -> argparse.ArgumentParser:
@@ -149,4 +151,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

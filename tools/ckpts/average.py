@@ -14,11 +14,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import local, place, progress  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("checkpoints", type=place, nargs="+", help="each a global_stepN of the same model")
     parser.add_argument("--output_dir", "--output-dir", type=place, required=True, help="folder for the mean")
     return parser.parse_args(argv)
@@ -37,4 +39,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

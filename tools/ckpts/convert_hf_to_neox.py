@@ -14,8 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.launch.site import checkpoint_folder  # noqa: E402
 from megatron.neox_arguments import UserError  # noqa: E402
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS  # noqa: E402
+from megatron.neox_arguments.values.remote_paths import is_remote  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import (  # noqa: E402
     PRECISIONS,
     add_dry_run_flag,
@@ -32,14 +36,16 @@ NAME = "convert_hf_to_neox.py"
 
 def parser(names: str) -> argparse.ArgumentParser:
     """The command line; names: the default of --names."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser(description=__doc__)
     made.add_argument("--hf-model", required=True, help="a folder, or ORG/NAME on the Hub")
     made.add_argument("--revision", help="branch, tag or commit on the Hub")
     made.add_argument(
         "--output-dir", type=place,
-        help="of global_stepN; unset: <name of the model> in the site's folder of checkpoints, or in checkpoints",
+        help="of global_stepN; unset: the model's name, without the site's prefix, in its folder of checkpoints, or in "
+        "checkpoints",
     )  # fmt: skip
-    made.set_defaults(checkpoints=site_defaults(made).get("NEOX_CHECKPOINT_DIR", "checkpoints"))
+    site = site_defaults(made)
+    made.set_defaults(checkpoints=checkpoint_folder(site), prefix=site.get("NEOX_HUB_PREFIX"))
     made.add_argument("--tp", type=int, default=1, help="tensor-parallel size of the files; any run can read them")
     made.add_argument("--pp", type=int, default=1, help="pipeline stages; 0: GPT-NeoX's files without a pipeline")
     made.add_argument("--iteration", type=int, default=0, help="N of global_stepN")
@@ -48,7 +54,12 @@ def parser(names: str) -> argparse.ArgumentParser:
     te, neox = ("--transformer-engine", "--no-transformer-engine")
     made.add_argument(te, action="store_const", const="te", dest="names", help="--names te")
     made.add_argument(neox, action="store_const", const="neox", dest="names", help="--names neox")
-    made.add_argument("--save-tokenizer", action="store_true", help="its files also beside global_stepN")
+    words = "its files also in tokenizer/ beside global_stepN"
+    made.add_argument(
+        "--save-tokenizer", action="store_const", const="yes", default="if there" if names == "te" else "no",
+        help=f"{words} (always, where it has a tokenizer.json)" if names == "te" else words,
+    )  # fmt: skip
+    made.add_argument("--no-save-tokenizer", action="store_const", const="no", dest="save_tokenizer", help="not there")
     made.add_argument("--chat-template", metavar="FILE", help="a Jinja template in place of the model's, or its first")
     add_dry_run_flag(made)
     return made
@@ -72,7 +83,10 @@ def convert(options: argparse.Namespace) -> None:
     at_hub = f"{name}@{options.revision or revision or path.name}"  # a snapshot is called as its commit
     dtype = PRECISIONS[options.precision]
     folder = HFFolder(path, None if Path(model).is_dir() else at_hub, getattr(torch, dtype) if dtype else None)
-    output = options.output_dir or Path(options.checkpoints) / Path(name).name
+    output = options.output_dir or Path(options.checkpoints) / _experiment(name, options.prefix)
+    save_tokenizer = options.save_tokenizer == "yes" or (
+        options.save_tokenizer == "if there" and (path / "tokenizer.json").is_file()
+    )
     notes = "".join(f"; {note}" for note in (folder.quantised, folder.untied) if note)
     print(f"{folder.origin}: {folder.config.get('model_type')}, {len(folder.shapes)} tensors{notes}", flush=True)
     how = {
@@ -82,17 +96,29 @@ def convert(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **how).items()})
         return
-    path, parity = import_hf(folder, output, save_tokenizer=options.save_tokenizer, each=progress_then_check, **how)
+    path, parity = import_hf(folder, output, save_tokenizer=save_tokenizer, each=progress_then_check, **how)
     names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")
     if options.names == "te":
         print("te_layernorm_mlp: true computes tanh for erf in gelu, and norms with its own epsilon, as GPT-NeoX does")
+    if save_tokenizer:
+        print(f"{output / 'tokenizer'}: its tokenizer")
+    elif options.save_tokenizer == "if there":
+        print(f"{model}: has no tokenizer.json to save")
     print(f"{path}: {parity}")
+
+
+def _experiment(model: str, prefix: str | None) -> str:
+    """The folder of an experiment that was published as `model` with the site's prefix."""
+    name = Path(model).name
+    return name.removeprefix(f"{prefix}-") if prefix else name
 
 
 def run(command: str, argv: Sequence[str] | None, names: str) -> None:
     try:
         options = parser(names).parse_args(argv)
+        if options.save_tokenizer == "if there" and options.output_dir and is_remote(str(options.output_dir)):
+            options.save_tokenizer = "no"  # a run cannot read it there
         with local(options, ["hf_model"], [] if options.dry_run else ["output_dir"]):
             convert(options)
     except (UserError, OSError) as problem:
@@ -104,4 +130,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import (  # noqa: E402
     PRECISIONS,
     add_dry_run_flag,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     add_source_flags(parser, "the folder to write")
     parser.add_argument("--precision", choices=PRECISIONS, default="auto", help="of the result; auto: the checkpoint's")
     parser.add_argument("--no_save_tokenizer", "--no-save-tokenizer", action="store_true", help="leave it out")
@@ -85,4 +87,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,13 +17,15 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import add_source_flags, local, progress, source_of  # noqa: E402
 
 NAME = "convert_neox_to_raw_llama.py"
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     add_source_flags(parser, "the folder to write")
     parser.add_argument("--num_output_shards", "--num-output-shards", type=int, default=1, help="consolidated.NN.pth")
     return parser.parse_args(argv)
@@ -57,4 +59,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

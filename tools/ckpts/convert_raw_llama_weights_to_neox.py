@@ -17,6 +17,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import add_names_flag, local, place, progress  # noqa: E402
 
 NAME = "convert_raw_llama_weights_to_neox.py"
@@ -25,7 +27,7 @@ _POSITIONS = {"34B": 16384, **dict.fromkeys(_MISTRAL, 32768)}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--input_dir", "--input-dir", type=place, required=True, help="with params.json, or its parent")
     parser.add_argument(
         "--model_size", "--model-size", choices=(*_LLAMA, *_MISTRAL, "tokenizer_only"), required=True,
@@ -87,4 +89,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

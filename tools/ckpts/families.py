@@ -4,7 +4,6 @@ python tools/ckpts/families.py              # all, a line each
 python tools/ckpts/families.py gemma2       # one, with all that is known of it
 """  # noqa: W505 (lines to copy)
 
-import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,9 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("model_type", nargs="*", help="of config.json, or how the name of a family begins; none: all")
     options = parser.parse_args(argv)
     from megatron.checkpointing.families.table import family_rows
@@ -44,4 +46,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

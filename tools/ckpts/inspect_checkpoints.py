@@ -3,38 +3,50 @@ values.
 
     python tools/ckpts/inspect_checkpoints.py checkpoints/run/global_step1000
     python tools/ckpts/inspect_checkpoints.py --checkpoint-path checkpoints/run --match final_linear
+    python tools/ckpts/inspect_checkpoints.py --compare --diff checkpoints/run/global_step1000,checkpoints/b
 
 Reads GPT-NeoX's checkpoints too. A file that is not as manifest.json says is refused, unless --damaged is
 given. Nothing that a file asks to run is run.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import local, place  # noqa: E402
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", type=place, help="a global_stepN, their folder, or one file")
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("path", nargs="?", type=place, help="a global_stepN, their folder, or one file; two: A,B")
     parser.add_argument("--checkpoint-path", "--checkpoint_path", type=place, dest="other", help="the same by name")
     parser.add_argument("--iteration", type=int, help="which one of a folder; unset: the one `latest` names")
     parser.add_argument("--match", default="", help="only tensors whose file or name has this in it")
     parser.add_argument("--damaged", action="store_true", help="show files that are not as manifest.json says, too")
+    parser.add_argument(
+        "--attributes", nargs="*", default=[], metavar="NAME",
+        help="only these, numbers and texts too; parts of a nested name joined by /",
+    )  # fmt: skip
+    parser.add_argument("-c", "--compare", action="store_true", help="the two checkpoints A,B, by file and name")
+    parser.add_argument("-d", "--diff", action="store_true", help="of a comparison what differs alone")
+    parser.add_argument("-i", "--interactive", action="store_true", help="then a Python prompt; `checkpoint` is there")
     options = parser.parse_args(argv)
     if (options.path is None) == (options.other is None):
         parser.error("give one path: PATH or --checkpoint-path PATH")
     options.path = options.path or options.other
+    if options.diff and not options.compare:
+        parser.error("--diff is of a comparison: add --compare")
+    if options.compare:
+        options.path = [place(part.strip()) for part in str(options.path).split(",")]
+        if len(options.path) != 2:
+            parser.error("--compare takes two checkpoints with a comma between: A,B")
     return options
 
 
@@ -51,19 +63,31 @@ def files_of(path: Path, iteration: int | None) -> tuple[Path, list[Path]]:
     return path, files
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, "Tensor"]]:
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+def leaves_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What is no mapping, by its nested name."""
+    if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from tensors_in(item, f"{name}/{key}" if name else str(key))
+            yield from leaves_in(item, f"{name}/{key}" if name else str(key))
+    else:
+        yield name, value
 
 
-def line(name: str, tensor: "Tensor") -> str:
+def chosen(file: str, content: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The leaves of a file that are asked for: tensors, or all that `--attributes` names."""
     import torch
 
+    for name, value in leaves_in(content):
+        named = any(name == asked or name.startswith(f"{asked}/") for asked in options.attributes)
+        wanted = named if options.attributes else isinstance(value, torch.Tensor)
+        if wanted and options.match in f"{file}/{name}":
+            yield name, value
+
+
+def line(name: str, tensor: Any) -> str:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        return f"  {name:48s} {tensor!r}"
     kind = f"{str(tensor.dtype).removeprefix('torch.'):9s} {list(tensor.shape)!s:16s}"
     if tensor.numel() == 0 or not tensor.is_floating_point():
         return f"  {name:48s} {kind}"
@@ -100,29 +124,112 @@ def show(options: argparse.Namespace) -> None:
     path, files = files_of(options.path, options.iteration)
     for text in about(path):
         print(text)
-    checkpoint, weights = OpenCheckpoint(path, verified=not options.damaged), 0
+    checkpoint, weights, contents = OpenCheckpoint(path, verified=not options.damaged), 0, {}
+    found: set[str] = set()
     for file in files:
-        tensors = list(tensors_in(checkpoint.tensors(file.name)))
-        shown = [(name, tensor) for name, tensor in tensors if options.match in f"{file.name}/{name}"]
+        content = checkpoint.tensors(file.name)
         if file.name.endswith("model_states.pt"):
-            weights += sum(tensor.numel() for name, tensor in tensors if not name.endswith("rng_state"))
+            weights += sum(numel(value) for name, value in leaves_in(content) if not name.endswith("rng_state"))
+        shown = list(chosen(file.name, content, options))
+        found |= {asked for asked in options.attributes for name, _ in shown if f"{name}/".startswith(f"{asked}/")}
         if shown:
             print(f"{file.name} ({file.stat().st_size:,} bytes)")
-        for name, tensor in shown:
-            print(line(name, tensor), flush=True)
-    print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+        for name, value in shown:
+            print(line(name, value), flush=True)
+        if options.interactive:
+            contents[file.name] = content
+    check_found(path, options, found)
+    if not options.attributes:
+        print(f"{weights:,} numbers in {len(files)} files' weights, copies of tensor ranks counted each")
+    if options.interactive:
+        prompt(contents if path.is_dir() and len(files) > 1 else contents[files[0].name])
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Raises CheckpointError."""
+    from megatron.checkpointing import OpenCheckpoint
+
+    sides = [files_of(path, options.iteration) for path in options.path]
+    opened = [OpenCheckpoint(path, verified=not options.damaged) for path, _ in sides]
+    names = [{file.name for file in files} for _, files in sides]
+    if all(path.is_file() for path in options.path):  # two files of any names
+        pairs = [(sides[0][1][0].name, sides[1][1][0].name)]
+    else:
+        pairs = [(name, name) for name in sorted(names[0] & names[1])]
+        for (path, _), only in zip(sides, (names[0] - names[1], names[1] - names[0]), strict=True):
+            for name in sorted(only):
+                print(f"{name}: only in {path}")
+    found, contents, differing = set[str](), {}, 0
+    for pair in pairs:
+        content = [side.tensors(name) for side, name in zip(opened, pair, strict=True)]
+        first, second = (dict(chosen(name, one, options)) for name, one in zip(pair, content, strict=True))
+        texts = {name: difference(first, second, name) for name in [*first, *(set(second) - set(first))]}
+        found |= {asked for asked in options.attributes for name in texts if f"{name}/".startswith(f"{asked}/")}
+        shown = {name: text for name, text in texts.items() if text is not None or not options.diff}
+        differing += sum(text is not None for text in texts.values())
+        if shown:
+            print(" and ".join(dict.fromkeys(pair)))
+        for name, text in shown.items():
+            print(f"  {name:48s} {'equal' if text is None else text}", flush=True)
+        if options.interactive:
+            contents[pair[0]] = content
+    check_found(" and ".join(map(str, options.path)), options, found)
+    print(f"{differing} differ in {len(pairs)} files that both have")
+    if options.interactive:
+        prompt(contents)
+
+
+def difference(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str | None:
+    """How two checkpoints differ in a leaf; None: not at all."""
+    import torch
+
+    if name not in first or name not in second:
+        return f"only in the {'first' if name in first else 'second'}"
+    one, other = first[name], second[name]
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return None if type(one) is type(other) and one == other else f"{one!r} | {other!r}"
+    kinds = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (one, other)]
+    if kinds[0] != kinds[1]:
+        return " | ".join(kinds)
+    if torch.equal(one, other):
+        return None
+    return f"{kinds[0]}  largest difference {float((one.double() - other.double()).abs().max()):.3e}"
+
+
+def check_found(where: Path | str, options: argparse.Namespace, found: set[str]) -> None:
+    """Raises CheckpointError for a name of `--attributes` that nothing has."""
+    from megatron.checkpointing import CheckpointError
+
+    missing = [name for name in options.attributes if name not in found]
+    if missing:
+        raise CheckpointError(f"{where}: holds nothing called {', '.join(missing)} (--attributes)")
+
+
+def prompt(checkpoint: Any) -> None:
+    """A Python prompt."""
+    import code
+
+    import torch
+
+    code.interact("`checkpoint` holds what was read, by file where there are several; Ctrl-D ends",
+                  local={"checkpoint": checkpoint, "torch": torch}, exitmsg="")  # fmt: skip
+
+
+def numel(value: Any) -> int:
+    """Numbers of a tensor; of anything else none."""
+    import torch
+
+    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = parse(argv)
     try:
         with local(options, ["path"]):
-            show(options)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            (compare if options.compare else show)(options)
     except (UserError, OSError) as problem:
         sys.exit(f"inspect_checkpoints.py: error: {problem}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

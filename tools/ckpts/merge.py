@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from megatron.process import run_command  # noqa: E402
 from tools.ckpts.reshard import parser, run  # noqa: E402
 
 
@@ -21,4 +22,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -14,12 +14,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.neox_arguments import UserError  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import add_names_flag, add_source_flags, local, progress, source_of  # noqa: E402
 
 
 def parser(tp: int | None, pp: int | None, description: str | None) -> argparse.ArgumentParser:
     """The command line; tp, pp: the defaults of the flags, where None means the sizes of the checkpoint."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made = CommandParser(description=description)
     add_source_flags(made, "folder for the new one")
     made.add_argument("--tp", type=int, default=tp, help=f"tensor-parallel size ({tp or 'as it is'})")
     alone = f"pipeline stages ({pp or 'as it is'}); 0: GPT-NeoX's files without a pipeline"
@@ -71,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -8,7 +8,6 @@ manifest.json.
 Names every damaged file and ends with 1, or says what is whole and ends with 0.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tqdm import tqdm  # noqa: E402
 
 from megatron.neox_arguments.values.remote_paths import is_remote  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.ckpts.flags import place  # noqa: E402
 
 
@@ -45,7 +46,7 @@ def check(path: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("path", nargs="+", type=place, help="a global_stepN, or a folder of them")
     options = parser.parse_args(argv)
     from megatron.checkpointing import CheckpointError, list_checkpoints
@@ -70,4 +71,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

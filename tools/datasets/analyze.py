@@ -21,11 +21,13 @@ from megatron.data.inspection.row_lengths import measure_lengths, summary  # noq
 from megatron.data.preprocessing.chat_tokenizer import ChatTokenizer, load_chat_tokenizer, read_template  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
 from megatron.data.preprocessing.shards import InputRow  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("dataset", help="a file, a folder, or a name on the HuggingFace hub")
     parser.add_argument("--tokenizer", required=True, help="a folder, a tokenizer.json, or a name on the hub")
     parser.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's own")
@@ -71,4 +73,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

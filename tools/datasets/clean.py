@@ -30,6 +30,8 @@ from megatron.data.cleaning.plan import CleaningOptions  # noqa: E402
 from megatron.data.cleaning.recipe import RULES, Recipe, rules_of  # noqa: E402
 from megatron.data.cleaning.row_files import FORMATS  # noqa: E402
 from megatron.data.preprocessing.inputs import resolve  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import INPUT_HELP, add_choice_flags  # noqa: E402
 
 _TELL_S = 5.0
@@ -37,7 +39,7 @@ _MB = 1 << 20
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("input", nargs="+", metavar="IN", help=INPUT_HELP.replace("separated by commas", "several"))
     parser.add_argument("output", type=Path, metavar="OUT", help="a folder, which is made")
     parser.add_argument(
@@ -253,4 +255,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

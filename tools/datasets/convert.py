@@ -3,7 +3,6 @@
 python tools/datasets/convert.py data.jsonl data.parquet
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.files import sync, temporary  # noqa: E402
 from megatron.data.preprocessing.inputs import InputFile, resolve  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import add_choice_flags  # noqa: E402
 
 GROUP_BYTES = 32 << 20  # of input in a row group, and in memory
@@ -84,7 +85,7 @@ def convert(source: str, target: Path, split: str | None = None, subset: str | N
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("input", help="what --input of preprocess_data.py may be")
     parser.add_argument("output", type=Path, help="the .parquet file to write")
     add_choice_flags(parser)
@@ -96,4 +97,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

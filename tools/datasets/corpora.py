@@ -48,6 +48,13 @@ SOURCES = {
 }
 
 
+def __getattr__(name: str) -> str:
+    """GPT-NeoX's own names, of which an import says what is here."""
+    if name in ("DATA_DOWNLOADERS", "prepare_dataset"):
+        raise ImportError(f"{__name__}.{name}: corpora are SOURCES here; prepare_data.prepare fetches one")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def parts(address: str) -> list[str]:
     """All addresses that an address with numbered parts stands for."""
     numbers = re.search(r"\{(\d+)\.\.(\d+)\}", address)

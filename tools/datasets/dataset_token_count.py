@@ -3,7 +3,6 @@
 python tools/datasets/dataset_token_count.py data/a_text_document data/b_text_document.idx
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError, open_dataset  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("paths", nargs="+", help="prefixes, the names of their .bin or .idx files, or folders of .npy")
     options = parser.parse_args(argv)
     documents = tokens = 0
@@ -29,4 +30,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -16,6 +16,7 @@ if __name__ == "inspect":
     import inspect  # noqa: F401  the standard library's, which the import system now hands on
 elif __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(_HERE)))
+    from megatron.process import run_command
     from tools.datasets.inspect_samples import main
 
-    main()
+    run_command(main)

@@ -21,14 +21,13 @@ from megatron.data.inspection.file_groups import FileGroup, find_file_groups
 from megatron.data.inspection.render import page, terminal
 from megatron.data.inspection.samples import DisplayedSample, PackedRows, StoredDocuments, group_pairs
 from megatron.data.inspection.statistics import dataset_stats, histogram, table
+from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import TokenizerError, make_tokenizer
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="inspect.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog="inspect.py", description=__doc__)
     parser.add_argument("prefix", help="data path without .bin/.idx, or what --output-prefix was")
     tokens = parser.add_argument_group("tokenizer")
     add_tokenizer_flags(tokens, "HFTokenizer")

@@ -3,7 +3,6 @@
 python tools/datasets/merge_datasets.py --input data/parts --output-prefix data/whole
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.indexed_dataset import index_path  # noqa: E402
 from megatron.data.preprocessing.merging import merge  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--input", type=Path, required=True, help="folder with the pairs")
     parser.add_argument("--output-prefix", required=True, help="writes PREFIX.bin and PREFIX.idx")
     parser.add_argument("--match", default="*", help="only pairs of such a name, as *_text_document (*)")
@@ -34,4 +35,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

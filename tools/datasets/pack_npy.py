@@ -6,7 +6,6 @@ The folder is a data path like the prefix: with pack_impl: unpacked each row is 
 joined.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,10 +13,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError, open_dataset, write_npy  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("prefix", help="dataset: path without .bin/.idx")
     parser.add_argument("folder", help="folder to write; it must not exist")
     parser.add_argument("--seq-length", type=int, required=True, help="tokens a sample has; a row has one more")
@@ -35,4 +36,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

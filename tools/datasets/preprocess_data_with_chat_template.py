@@ -20,12 +20,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.preprocessing.chat_job import ChatJob  # noqa: E402
 from megatron.data.preprocessing.chat_options import OVERLONG, SCOPES, UNTRAINED, ChatOptions  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_work_flags, run  # noqa: E402
 from tools.site import site_defaults  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     data = parser.add_argument_group("input data")
     add_input_flags(data, "conversation")
     data.add_argument(
@@ -137,4 +139,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -17,11 +17,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.preprocessing.chat_job import DelimiterJob  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.datasets.run_job import add_input_flags, add_text_flags, add_work_flags, run, text_job  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     data = parser.add_argument_group("input data")
     add_input_flags(data, "text")
     data.add_argument("--mask-before-token", help="token ids, separated by commas, that end what is masked")
@@ -54,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -10,7 +10,6 @@ order of their documents. The same seed and shares give the same parts. A PREFIX
 too: all its texts are split alike.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from megatron.data import DataError  # noqa: E402
 from megatron.data.preprocessing.splitting import split  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 SECONDS = 10  # between two lines of progress
 
@@ -38,7 +39,7 @@ def progress_line() -> Callable[[str, float], None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "prefix", nargs="+", metavar="PREFIX", help="dataset: path without .bin/.idx; several are split alike"
     )
@@ -68,4 +69,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

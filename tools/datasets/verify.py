@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from megatron.data import DataError  # noqa: E402
 from megatron.data.inspection.file_groups import find_file_groups  # noqa: E402
 from megatron.data.inspection.verify import VerifiedDataset, verify  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.tokenizer import TokenizerError, make_tokenizer  # noqa: E402
 from tools.datasets.run_job import add_tokenizer_flags, tokenizer_of  # noqa: E402
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("prefix", nargs="+", help="data paths without .bin/.idx, or what --output-prefix was")
     parser.add_argument("--vocab-size", type=int, help="ids must be below it; unset: the tokenizer's, if one is given")
     add_tokenizer_flags(parser, "HFTokenizer")
@@ -54,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -1,7 +1,6 @@
 """Writes docs/configuration.md and docs/configuration.schema.json from the declarations; --check: are they
 stale?"""
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -12,6 +11,8 @@ sys.path.insert(0, str(ROOT))
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
 from megatron.neox_arguments.reports.key_reference import config_reference  # noqa: E402
 from megatron.neox_arguments.reports.schema import json_schema  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 
 HEAD = """\
 # Configuration keys
@@ -31,7 +32,7 @@ feature is built.
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a file is stale")
     parser.add_argument("--output", type=Path, default=ROOT / "docs", metavar="DIR")
     options = parser.parse_args()
@@ -52,4 +53,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

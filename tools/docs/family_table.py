@@ -1,6 +1,5 @@
 """Writes the table of HuggingFace families in docs/huggingface.md; --check: is it stale?"""
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -9,6 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.checkpointing.families.table import FamilyRow, family_rows  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 BEGIN = "<!-- families: made by tools/docs/family_table.py; do not edit -->\n"
@@ -36,7 +37,7 @@ def _line(row: FamilyRow) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
     options = parser.parse_args()
     return write_or_check(
@@ -45,4 +46,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

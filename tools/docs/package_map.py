@@ -1,6 +1,5 @@
 """Writes the map of packages in docs/development.md from the packages' docstrings; --check: is it stale?"""
 
-import argparse
 import ast
 import sys
 from pathlib import Path
@@ -8,6 +7,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 PAGE = ROOT / "docs" / "development.md"
@@ -37,11 +38,11 @@ def _summary(file: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the map is stale")
     options = parser.parse_args()
     return write_or_check(PAGE, {BEGIN: package_map(ROOT)}, END, "tools/docs/package_map.py", options.check)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -1,6 +1,5 @@
 """Writes the tables of keys in docs/pipeline.md from the declarations; --check: are they stale?"""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -10,6 +9,8 @@ sys.path.insert(0, str(ROOT))
 from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
 from megatron.pipelines.definition import PipelineKeys, Source, Stage  # noqa: E402
 from megatron.pipelines.gates import GateKeys, Requirement  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 END = "<!-- end -->\n"
@@ -30,7 +31,7 @@ def _default(key: Key) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when a table is stale")
     options = parser.parse_args()
     mark = "<!-- keys of {}: made by tools/docs/pipeline_reference.py; do not edit -->\n"
@@ -39,4 +40,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -7,6 +7,7 @@ where a new family is added too.
 
 from megatron.checkpointing.huggingface.companion_files import (
     HF_SUBFOLDER,
+    add_tokenizer,
     declared_eos_ids,
     exported_vocab_size,
     read_companion_files,
@@ -29,6 +30,7 @@ __all__ = [
     "HF_SUBFOLDER",
     "HFFolder",
     "LogitComparison",
+    "add_tokenizer",
     "vocab_size_from_hf",
     "read_companion_files",
     "declared_eos_ids",

@@ -228,7 +228,7 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
         same = beside.get("tokenizer.json") == kept.get("tokenizer.json")
         return {**kept, **(beside if same else {})}
     if vocab_is_hf:
-        return _from_transformers(str(args.vocab_file))
+        return _from_transformers(str(args.vocab_file), "vocab_file: ")
     if place is None:
         return {}  # imported without one, or of a kind that transformers cannot read from a file
     if place.is_dir() and beside:
@@ -246,7 +246,22 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
     return known
 
 
-def _from_transformers(name: str) -> dict[str, bytes]:
+def add_tokenizer(folder: Path, tokenizer: str) -> None:
+    """Give a HuggingFace folder that has none a tokenizer: of another folder, of a tokenizer.json, or of a
+    name on the Hub. Raises CheckpointError, also where the model has no row for a token of it."""
+    place = Path(tokenizer)
+    if place.is_file() or place.is_dir():
+        files = read_companion_files(place if place.is_dir() else place.parent)
+    else:
+        files = _from_transformers(tokenizer)
+    files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
+    if not files:
+        raise CheckpointError(f"{tokenizer}: holds no tokenizer")
+    check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
+    write_companion_files(files, folder)
+
+
+def _from_transformers(name: str, key: str = "") -> dict[str, bytes]:
     from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
@@ -254,7 +269,7 @@ def _from_transformers(name: str) -> dict[str, bytes]:
             AutoTokenizer.from_pretrained(name, trust_remote_code=False).save_pretrained(folder)
         except (OSError, ValueError) as problem:
             reason = str(problem).strip().splitlines()[0]
-            raise CheckpointError(f"vocab_file: {name} is no HuggingFace tokenizer ({reason})") from problem
+            raise CheckpointError(f"{key}{name} is no HuggingFace tokenizer ({reason})") from problem
         return read_companion_files(folder)
 
 

@@ -68,9 +68,11 @@ def has_hf_score(path: str | Path) -> bool:
 def find_hf(name: str | Path, revision: str | None = None) -> Path:
     """The local folder of a model: a folder, or ORG/NAME[@revision] on the Hub (hf:// before it or not),
     downloaded unless it is in the Hub's local cache. Raises CheckpointError with what to do without a
-    network."""
+    network, and for a revision of a folder."""
     text = str(name)
     if Path(text).is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{text}: is a folder here and has no revisions; leave --revision {revision} out")
         return Path(text)
     if Path(text).is_file():
         raise CheckpointError(f"{text}: a file, not the folder of a HuggingFace model{other_kind(Path(text))}")

@@ -44,6 +44,7 @@ from megatron.launch.nccl import own_nccl
 from megatron.launch.site import site_variables
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.remote_paths import is_remote
+from megatron.process.command_parser import CommandParser
 
 _EXAMPLES = """\
 examples:
@@ -126,9 +127,9 @@ def _disks(folder: str, args: NeoXArgs | None) -> list[Check]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="deepy.py doctor", description="Look at this machine, and at a configuration, before a run is started.",
-        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+        epilog=_EXAMPLES,
     )  # fmt: skip
     parser.add_argument("conf_file", nargs="*", help="configuration files: validated, and what they name looked for")
     parser.add_argument("--gpus", metavar="2,3", type=_list, default=[], help="GPUs that the run will use; all visible")

@@ -13,6 +13,7 @@ from megatron.neox_arguments.reading.files import parse_overrides
 from megatron.neox_arguments.reading.presets import SUFFIXES, file_name, files_of
 from megatron.neox_arguments.reports.config_dump import diff_config, print_config
 from megatron.neox_arguments.reports.key_reference import help_pages
+from megatron.process.command_parser import CommandParser
 
 _DEEPY = """\
 examples:
@@ -223,9 +224,8 @@ def _layers(text: str) -> list[str]:
 def _parser(
     prog: str, examples: str, description: str, with_script: bool = False, with_model: bool = False
 ) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, epilog=examples, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = CommandParser(
+        prog=prog, description=description, epilog=examples,
     )  # fmt: skip
     if with_script:
         parser.add_argument("user_script", help="script to start, as train.py or generate.py")

@@ -13,6 +13,7 @@ from megatron.neox_arguments.errors import ConfigError, format_value
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader
 
+_GIVE_WAY = ("seq_length", "tokenizer_type", "vocab_file")
 IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration of its model
 
 
@@ -54,7 +55,7 @@ def read_files(files: Sequence[str | Path]) -> RawConfig:
     """Merge files into one `RawConfig`.
 
     A key set twice, an unreadable file and bad YAML are noted as problems. After the file of an imported
-    model `seq_length` may be set again.
+    model `seq_length` and its tokenizer may be set again.
     """
     config = RawConfig()
     for file in files:
@@ -238,9 +239,9 @@ def _merge_file(config: RawConfig, file: str, text: str) -> None:
 
 def _may_be_set_again(key: str, origin: str, file: str) -> bool:
     """Whether a key of an imported model's file gives way to a later file: `seq_length`, which there is the
-    longest that the model can read, and in a recipe the length of its rows."""
+    longest that the model can read, and in a recipe the length of its rows; and the tokenizer."""
     before = origin.rpartition(":")[0]
-    return key == "seq_length" and before != file and Path(before).name == IMPORTED_MODEL_FILE
+    return key in _GIVE_WAY and before != file and Path(before).name == IMPORTED_MODEL_FILE
 
 
 def _note_lines(config: RawConfig, file: str, path: str, node: yaml.Node) -> None:

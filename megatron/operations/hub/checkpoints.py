@@ -21,16 +21,14 @@ class Experiment:
     steps: tuple[int, ...]
 
 
-def find_experiment(name: str, checkpoint_dir: str | Path | None) -> Path:
-    """The folder of an experiment: a path, or a name below the site's folder of checkpoints. Raises
-    HubError."""
-    roots = [Path(), *([Path(checkpoint_dir).expanduser()] if checkpoint_dir else [])]
-    places = [root / Path(name).expanduser() for root in reversed(roots)]
+def find_experiment(name: str, checkpoint_dir: str | Path) -> Path:
+    """The folder of an experiment: a path, or a name below the folder of experiments. Raises HubError."""
+    places = [root / Path(name).expanduser() for root in (Path(checkpoint_dir).expanduser(), Path())]
     found = next((place for place in places if place.is_dir()), None)
     if found is None:
         raise HubError(
-            f"{name}: no such experiment; looked for {' and '.join(str(place.absolute()) for place in places)}"
-            + ("" if checkpoint_dir else " (NEOX_CHECKPOINT_DIR names no folder of checkpoints)")
+            f"{name}: no such experiment; looked for {' and '.join(str(place.absolute()) for place in places)} "
+            "(--neox_checkpoints_path, or the site's NEOX_CHECKPOINT_DIR)"
         )
     return found.absolute()
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.operations.hub.card import CONFIG, RunFacts, draw_curves, write_card
 from megatron.operations.hub.checkpoints import EPHEMERAL, MANIFEST
+from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.repository import LocalFile, digest
 from megatron.operations.run_folder import RunFolderError, open_run
 
@@ -17,13 +18,14 @@ if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
 
 
-def convert(checkpoint: Path, output: Path) -> None:
-    """Write `checkpoint` as the folder `output`, which appears when it is whole. Raises CheckpointError.
+def convert(checkpoint: Path, output: Path, tokenizer: str | None = None) -> None:
+    """Write `checkpoint` as the folder `output`, which appears when it is whole. tokenizer: in the place of
+    its own. Raises CheckpointError, HubError.
 
     One layer is in memory at a time, and for the comparison of logits one model.
     """
     from megatron.checkpointing.adapters import export_peft, open_adapter
-    from megatron.checkpointing.huggingface import export_hf
+    from megatron.checkpointing.huggingface import add_tokenizer, export_hf
     from megatron.checkpointing.saved_config import checkpoint_args
 
     whole = output.with_name(f"{output.name}.part")
@@ -32,9 +34,13 @@ def convert(checkpoint: Path, output: Path) -> None:
             shutil.rmtree(folder)
     args = checkpoint_args(checkpoint)
     if args.lora is not None:
+        if tokenizer is not None:
+            raise HubError(f"{checkpoint}: adapters are published without a tokenizer; leave --tokenizer_hf_path out")
         export_peft(open_adapter(checkpoint), whole)
     else:
-        export_hf(checkpoint, args, whole)
+        export_hf(checkpoint, args, whole, tokenizer=tokenizer is None)
+        if tokenizer is not None:
+            add_tokenizer(whole, tokenizer)
     facts = run_facts(checkpoint, args, {})
     (whole / CONFIG).write_text(json.dumps(_given(args), indent=1, sort_keys=True) + "\n", encoding="utf-8")
     facts = _with_curves(facts, whole)

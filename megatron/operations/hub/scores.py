@@ -1,30 +1,41 @@
 """Scores of a converted folder, by eval.py in a process of its own."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megatron.launch.environment import install_root
+from megatron.launch.typed_variables import OF_ALL_MACHINES
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.retrying import Say, hide_token
 
 
 def evaluate_folder(
-    folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, say: Say
+    folder: Path, tasks: Sequence[str], include: Sequence[str], limit: float | None, keys: Mapping[str, Any], say: Say
 ) -> dict[str, float]:
     """Scores by `TASK_METRIC`, as a run logs them. include: folders of own tasks. limit: documents of each
-    task, for a trial. Raises HubError with eval.py's last lines."""
+    task, for a trial. keys: more of eval.py's. Raises HubError with eval.py's last lines."""
     with tempfile.TemporaryDirectory() as results:
         command = [sys.executable, "eval.py", "--hf-model", str(folder), "--eval_tasks", *tasks]
         command += ["--eval_include_path", *include] if include else []
         command += ["--eval_limit", f"{limit:g}"] if limit is not None else []
         command += ["--eval_output_dir", results]
+        command += ["--set", *(f"{key}={json.dumps(value)}" for key, value in keys.items())] if keys else []
         say(f"{folder.name}: evaluating {' '.join(tasks)}")
+        alone = {name: value for name, value in os.environ.items() if name not in OF_ALL_MACHINES}
         done = subprocess.run(
-            command, cwd=install_root(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+            command,
+            cwd=install_root(),
+            env=alone,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         )
         files = list(Path(results).glob("*eval_results_*.json"))
         if done.returncode or not files:

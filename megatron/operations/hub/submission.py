@@ -9,22 +9,28 @@ import random
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.launch.environment import install_root
-from megatron.launch.site import site_variables
+from megatron.launch.site import checkpoint_folder, site_variables
 from megatron.neox_arguments import UserError
 from megatron.operations.hub.checkpoints import find_experiment, read_experiment
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.flags import (
+    add_delay_flag,
     add_evaluation_flags,
     add_format_flags,
     add_patience_flags,
+    add_place_flags,
+    add_tokenizer_flags,
+    delays_of,
     formats_of,
     patience_of,
     tasks_of,
+    tokenizer_of,
 )
 from megatron.operations.hub.names import (
     checked_id,
@@ -34,10 +40,10 @@ from megatron.operations.hub.names import (
     repository_id,
     run_name,
 )
-from megatron.process import begin_process, end_process
+from megatron.process import begin_process, end_process, run_command
+from megatron.process.command_parser import CommandParser
 
 _NAME = "batch_submit_checkpoints.sh"
-_LONGEST_DELAY_H = 12.0
 _HELP = """Publish all checkpoints of an experiment on the HuggingFace Hub: one Slurm job each, the newest first.
 
     ./huggingface/batch_submit_checkpoints.sh my-run
@@ -60,6 +66,11 @@ class Chosen:
     steps: tuple[int, ...]
     repository: str
     site: Mapping[str, str]
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest of the checkpoints."""
+        return self.save / f"global_step{max(self.steps)}" if self.steps else None
 
 
 def target_repository(save: Path, organisation: str | None, site: Mapping[str, str]) -> str:
@@ -106,7 +117,7 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
     Raises HubError."""
     site = hub_variables()
     site |= {"NEOX_CHECKPOINT_DIR": options.neox_checkpoints_path} if options.neox_checkpoints_path else {}
-    save = find_experiment(options.experiment_name, site.get("NEOX_CHECKPOINT_DIR"))
+    save = find_experiment(options.experiment_name, checkpoint_folder(site))
     if options.repository is not None:
         repository = checked_id(options.repository, "--repository")
     else:
@@ -128,68 +139,61 @@ def experiment_of_flags(options: argparse.Namespace, may_be_empty: bool = False)
 
 def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Random) -> list[list[str]]:
     """The commands that submit a job for each checkpoint. draw: of random delays. Raises HubError."""
-    tasks, patience = tasks_of(options, chosen.site), patience_of(options)
+    tasks, patience = tasks_of(options, chosen.site, chosen.newest), patience_of(options)
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
     words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
     words += ["--eval_tasks", *tasks] if tasks else ["--skip-eval"]
     include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
     words += ["--task_include_path", *include] if include else []
     words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
+    given = {"tokenizer_hf_path": tokenizer_of(options), "wandb_project": options.wandb_project}
+    for flag, value in {**given, "wandb_entity": options.wandb_entity}.items():
+        words += [f"--{flag}", value] if value else []
     words += ["--max-retries", str(patience.max_retries), "--retry-min-wait", f"{patience.min_wait_s:g}"]
     words += ["--retry-max-wait", f"{patience.max_wait_s:g}"]
     lines = []
-    for step in chosen.steps:
+    for step, delay in zip(chosen.steps, delays_of(options, len(chosen.steps), draw), strict=True):
         line = ["sbatch", f"--job-name=convert_{chosen.name}"]
         line += [] if options.no_singleton else ["--dependency=singleton"]
-        minutes = delay_minutes(options.upload_delay, draw)
-        line += [f"--begin=now+{minutes}minutes"] if minutes else []
+        line += [f"--begin=now+{delay}seconds"] if delay else []
         line += ["--gres=gpu:1"] if tasks and "NEOX_GPUS_PER_NODE" in chosen.site else []
         script = install_root() / "huggingface" / "convert_and_upload.sbatch"
         lines.append([*line, str(script), "--neox_checkpoint", f"global_step{step}", *words])
     return lines
 
 
-def delay_minutes(delay: str, draw: random.Random) -> int:
-    """Minutes until a job may begin: --upload-delay, hours from 0 to 12 or `random`. Raises HubError."""
-    if delay == "random":
-        return round(60 * draw.uniform(0.0, _LONGEST_DELAY_H))
-    try:
-        hours = float(delay)
-    except ValueError:
-        hours = -1.0
-    if not 0.0 <= hours <= _LONGEST_DELAY_H:
-        raise HubError(f"--upload-delay {delay}: give hours from 0 to {_LONGEST_DELAY_H:g}, or random")
-    return round(60 * hours)
-
-
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog=_NAME, description=_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(prog=_NAME, description=_HELP)
     parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
     parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
+    add_place_flags(parser)
+    add_delay_flag(parser, "a job may begin, of each 30 s more than of the one before")
     parser.add_argument(
-        "--upload-delay",
-        default="0",
-        metavar="N|random",
-        help="hours until a job may begin, 0 to 12; random: of each (0)",
+        "--delay-between-jobs", type=float, default=0.0, metavar="SECONDS", help="between two submissions (0)"
     )
     parser.add_argument("--no-singleton", action="store_true", help="jobs of the experiment may run at once")
     add_format_flags(parser)
+    add_tokenizer_flags(parser)
     add_evaluation_flags(parser)
     add_patience_flags(parser)
     parser.add_argument("--dry-run", action="store_true", help="print the sbatch commands, submit nothing")
-    parser.set_defaults(neox_checkpoint=None, repository=None, neox_checkpoints_path=None)
+    parser.set_defaults(neox_checkpoint=None, repository=None)
     return parser.parse_intermixed_args(argv)  # the organisation may stand after flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     try:
+        if options.delay_between_jobs < 0:
+            raise HubError(f"--delay-between-jobs {options.delay_between_jobs:g}: give seconds, 0 or more")
         chosen = experiment_of_flags(options)
         lines = sbatch_lines(options, chosen, random.Random())
         print(f"{chosen.name}: {len(lines)} checkpoints to {chosen.repository}", flush=True)
-        for line in lines:
+        if options.eval:
+            print(f"{chosen.name}: evaluated by {' '.join(tasks_of(options, chosen.site, chosen.newest))}", flush=True)
+        for number, line in enumerate(lines):
+            if number and not options.dry_run:
+                time.sleep(options.delay_between_jobs)
             _submit(line, options.dry_run)
     except UserError as problem:
         sys.stderr.write(problem.error_lines(_NAME))
@@ -215,4 +219,4 @@ def _submit(line: Sequence[str], dry_run: bool) -> None:
 
 if __name__ == "__main__":
     begin_process(_NAME)
-    end_process(main())
+    run_command(lambda: end_process(main()))

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from megatron.neox_arguments import UserError
 from megatron.operations.hub.card import CARD
@@ -28,7 +28,9 @@ Formats = Literal["both", "hf", "neox"]
 class Upload:
     """What is to be published. save: the experiment's folder. repository: ORGANISATION/NAME of the model.
     is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until
-    they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none."""
+    they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none.
+    tokenizer: a folder, a file or a name on the Hub, published in the place of the checkpoint's own.
+    wandb_project, wandb_entity: where scores are logged too."""
 
     save: Path
     step: int
@@ -41,11 +43,21 @@ class Upload:
     tasks: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     eval_limit: float | None = None
+    tokenizer: str | None = None
+    wandb_project: str | None = None
+    wandb_entity: str | None = None
 
     @property
     def tag(self) -> str:
         """The name of the checkpoint, and of its revision."""
         return f"global_step{self.step}"
+
+    @property
+    def tracking(self) -> dict[str, Any]:
+        """Keys of eval.py by which Weights & Biases has the scores; none without a project or an entity."""
+        named = {"wandb_project": self.wandb_project, "wandb_team": self.wandb_entity}
+        given = {key: value for key, value in named.items() if value}
+        return {"use_wandb": True, "wandb_run_name": f"{self.save.name}_{self.tag}", **given} if given else {}
 
     @property
     def revisions(self) -> tuple[str, ...]:
@@ -87,7 +99,7 @@ def require_token() -> None:
 
 
 def _publish(upload: Upload, checkpoint: Path, journal: Journal, say: Say) -> None:
-    source = identity(checkpoint)
+    source = identity(checkpoint) + (f", tokenizer {upload.tokenizer}" if upload.tokenizer else "")
     if upload.formats != "neox":
         _publish_hf(upload, checkpoint, source, journal, say)
     if upload.formats != "hf":
@@ -137,7 +149,7 @@ def _converted(
     say(f"{upload.tag}: converting to HuggingFace's format, {folder}")
     begun = time.monotonic()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    convert(checkpoint, folder)
+    convert(checkpoint, folder, upload.tokenizer)
     scores = _scores(journal, upload, source)
     if scores:
         rewrite_card(checkpoint, folder, scores)
@@ -177,7 +189,7 @@ def _evaluate(upload: Upload, checkpoint: Path, folder: Path, source: str, journ
     from megatron.operations.hub.conversion import rewrite_card
     from megatron.operations.hub.scores import evaluate_folder
 
-    scores = evaluate_folder(folder, upload.tasks, upload.include, upload.eval_limit, say)
+    scores = evaluate_folder(folder, upload.tasks, upload.include, upload.eval_limit, upload.tracking, say)
     journal.add("scores", source=source, tasks=list(upload.tasks), values=scores)
     rewrite_card(checkpoint, folder, scores)
     say(f"{upload.tag}: scores are in {CARD}")

@@ -9,7 +9,6 @@ refused.
 | a malformed line dies of a traceback without a line number | one line: file, line, what to do; or --on-bad-row drop |
 """  # noqa: W505 (lines to copy)
 
-import argparse
 import json
 import re
 import subprocess
@@ -22,6 +21,7 @@ import pytest
 
 from megatron.data import DataError, IndexedDataset
 from megatron.data.preprocessing import EncodeJob, preprocess
+from megatron.process.command_parser import CommandParser
 from megatron.tokenizer import make_tokenizer
 from tests.data.samples import DATASET, ROOT, TOKENIZER, json_rows, jsonl, pair, rows_of
 from tools.datasets import preprocess_data
@@ -139,7 +139,7 @@ def test_the_command_refuses_in_one_line(words: str, message: str, tmp_path: Pat
 
 
 def test_a_site_has_the_tokenizer_of_texts(monkeypatch: pytest.MonkeyPatch):
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     add_tokenizer_flags(parser)
     for name, value in (("NEOX_SITE", "isambard"), ("PROJECTDIR", "/p")):
         monkeypatch.setenv(name, value)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from megatron.operations.hub import names, submission
 from megatron.operations.hub.checkpoints import last_step
 from megatron.operations.hub.errors import HubError
+from megatron.operations.hub.flags import USUAL_TASKS, delays_of
 from tests.launch.runs import ROOT
 
 
@@ -76,25 +78,82 @@ def test_the_last_step_of_a_checkpoint_of_gpt_neox(tmp_path: Path) -> None:
 def test_every_flag(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEOX_EVAL_TASKS", "arc_easy piqa")
     monkeypatch.setenv("NEOX_GPUS_PER_NODE", "4")
-    job = lines("other-org", "--no-singleton", "--upload-delay", "1.5", "--skip-neox-upload", "--max-retries", "3")[0]
-    assert "--dependency=singleton" not in job and "--begin=now+90minutes" in job and "--gres=gpu:1" in job
+    job = lines("other-org", "--no-singleton", "--upload-delay", "90", "--skip-neox-upload", "--max-retries", "3")[0]
+    assert "--dependency=singleton" not in job and "--begin=now+90seconds" in job and "--gres=gpu:1" in job
     assert job[job.index("--repository") + 1] == "other-org/sfm-lr-1_x" and "--skip-neox-upload" in job
     assert job[job.index("--eval_tasks") + 1 :][:2] == ["arc_easy", "piqa"]
     assert job[job.index("--max-retries") + 1] == "3"
     (job, *_), (neox_only, *_) = lines("--skip-eval"), lines("--upload-neox-only")
     assert "--skip-eval" in job and "--gres=gpu:1" not in job
     assert {"--upload-neox-only", "--skip-eval"} <= set(neox_only)
-    begins = {line[3] for line in lines("--upload-delay", "random")}
-    assert len(begins) == 3 and all(line.startswith("--begin=now+") for line in begins)
-    draw = random.Random(1)
-    drawn = [submission.delay_minutes("random", draw) for _ in range(500)]
-    assert 0 <= min(drawn) < 30 and 690 < max(drawn) <= 720, "within half a day"
+    assert "--begin" not in " ".join(neox_only), "at once"
+
+
+def delays(words: str, count: int = 3) -> list[int]:
+    options = submission.parse(["lr=1,x", *words.split()])
+    return delays_of(options, count, random.Random(1))
+
+
+def test_a_delay_is_of_seconds(experiment: Path) -> None:
+    """As in the fork, whose jobs begin 30 s apart, or each within 12 hours."""
+    assert delays("") == delays("--upload-delay 0") == [0, 0, 0]
+    assert delays("--upload-delay 3600") == [3600, 3630, 3660]
+    drawn = delays("--upload-delay random", 500)
+    assert 0 <= min(drawn) < 1800 and 41_400 < max(drawn) <= 43_200
+    begins = [line[3] for line in lines("--upload-delay", "10")]
+    assert begins == ["--begin=now+10seconds", "--begin=now+40seconds", "--begin=now+70seconds"]
+
+
+def test_the_forks_words(experiment: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of its batch script: what says what is so, what names other things, and scores that go to W&B."""
+    plain = lines()
+    assert lines("--upload-neox") == lines("--upload-neox-checkpoint", "--skip-if-exists") == plain
+    monkeypatch.delenv("NEOX_CHECKPOINT_DIR")
+    base = ("--checkpoints-base-dir", str(tmp_path))
+    assert [line[-9:] for line in lines(*base)] == [line[-9:] for line in plain]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints").symlink_to(tmp_path)
+    options = submission.parse(["lr=1,x"])
+    found = submission.experiment_of_flags(options).save
+    assert found == tmp_path / "checkpoints" / "lr=1,x", "where convert_hf_gptneox_to_neox.py writes"
+    job = lines(
+        "--eval", "--eval-tasks", "mmlu,piqa", "arc_easy", "--wandb-entity", "us", "--wandb-project", "Our Evals"
+    )[0]
+    assert job[job.index("--eval_tasks") + 1 :][:3] == ["mmlu", "piqa", "arc_easy"]
+    assert [job[job.index(f"--wandb_{name}") + 1] for name in ("entity", "project")] == ["us", "Our Evals"]
+    (tmp_path / "tok").mkdir()
+    job = lines("--tokenizer_hf_path", "tok", "--conversion_script_path", "/fork/convert_neox_to_hf.py")[0]
+    assert job[job.index("--tokenizer_hf_path") + 1] == str(tmp_path / "tok")
+
+
+def test_eval_takes_the_tasks_of_the_run(experiment: Path) -> None:
+    """--eval alone works: by the checkpoint's configuration, of GPT-NeoX too, else by usual tasks."""
+    tasks = lines("--eval")[0]
+    assert tasks[tasks.index("--eval_tasks") + 1 :][: len(USUAL_TASKS)] == list(USUAL_TASKS)
+    newest = experiment / "global_step100"
+    newest.rmdir()
+    shutil.copytree(ROOT / "tests/data/golden/ckpt_llama/llama_pp1_mp1/ckpt/global_step3", newest)
+    (config,) = (newest / "configs").iterdir()
+    config.write_text(config.read_text() + '\neval_tasks: ["wmdp_bio_robust", "mmlu"]\n')
+    tasks = lines("--eval")[0]
+    assert tasks[tasks.index("--eval_tasks") + 1 :][:3] == ["wmdp_bio_robust", "mmlu", "--max-retries"]
+
+
+def test_jobs_are_submitted_apart(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[object] = []
+    monkeypatch.setattr(submission.time, "sleep", events.append)
+    monkeypatch.setattr(submission, "_submit", lambda line, dry_run: events.append(line[0]))
+    assert submission.main(["lr=1,x", "--delay-between-jobs", "7"]) == 0
+    assert events == ["sbatch", 7.0, "sbatch", 7.0, "sbatch"]
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--upload-delay", "13"], "--upload-delay 13: give hours from 0 to 12, or random"),
-    (["--upload-delay", "soon"], "--upload-delay soon: give hours"),
-    (["--eval"], "--eval: no tasks; set NEOX_EVAL_TASKS"),
+    (["--upload-delay", "1.5"], "--upload-delay 1.5: give whole seconds, or random"),
+    (["--upload-delay", "soon"], "--upload-delay soon: give whole seconds"),
+    (["--skip-neox-upload", "--upload-neox"], "--skip-neox-upload and --upload-neox exclude each other"),
+    (["--skip-neox-upload", "--upload-neox-only"], "--skip-neox-upload and --upload-neox-only exclude each other"),
+    (["--delay-between-jobs", "-1"], "--delay-between-jobs -1: give seconds"),
+    (["--wandb-project", "p"], "--wandb_project: there are no scores"),
     (["--upload-neox-only", "--eval"], "nothing is converted that could be evaluated"),
     (["--max-retries", "-1"], "--max-retries -1"),
     (["--retry-min-wait", "9", "--retry-max-wait", "8"], "the first not above the second"),

@@ -10,22 +10,24 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from huggingface_hub import ModelCard
 
-from megatron.checkpointing import load_checkpoint_args, load_weights
-from megatron.neox_arguments import NeoXArgs
+from megatron.checkpointing import CheckpointError, load_checkpoint_args, load_weights
+from megatron.neox_arguments import NeoXArgs, parse_script
 from megatron.operations.hub.card import RunFacts, write_card
 from megatron.operations.hub.conversion import convert
 from megatron.operations.hub.errors import HubError
 from megatron.operations.hub.journal import is_finished, open_journal
 from megatron.operations.hub.repository import LocalFile, Repository, digest
 from megatron.operations.hub.retrying import Patience
-from megatron.operations.hub.scores import read_scores
+from megatron.operations.hub.scores import evaluate_folder, read_scores
 from megatron.operations.hub.upload import Formats, Upload, publish_checkpoint
+from tests.checkpointing.test_huggingface import TOKENIZER
 from tests.launch.runs import ROOT, wait_until
 from tests.operations.hub.conftest import COMMAND
 from tests.operations.hub.loopback_hub import TOKEN, LoopbackHub, Repo
@@ -220,6 +222,40 @@ def test_a_journal_that_was_cut(save: Path) -> None:
         cut.add("finished", repository=MODEL, formats="hf")
         assert cut.last("sent", file="a") and cut.last("published") is None
     assert is_finished(save, "global_step5", MODEL, "hf")
+
+
+def test_another_tokenizer_takes_the_place_of_the_checkpoints(save: Path, tmp_path: Path) -> None:
+    """--tokenizer_hf_path: a folder, or a file of one; the weights are the same."""
+    own, other = converted(save, "global_step5", tmp_path / "own"), shutil.copytree(TOKENIZER, tmp_path / "other")
+    (other / "chat_template.jinja").write_text("another")
+    for number, name in enumerate((other, other / "tokenizer.json")):
+        folder = tmp_path / str(number)
+        convert(save / "global_step5", folder, str(name))
+        assert (folder / "model.safetensors").read_bytes() == own["model.safetensors"]
+        assert (folder / "chat_template.jinja").read_bytes() == b"another" != own.get("chat_template.jinja")
+        assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+    with pytest.raises(CheckpointError, match="holds no tokenizer"):
+        convert(save / "global_step5", tmp_path / "none", str(save))
+
+
+def test_scores_go_to_weights_and_biases(last: Upload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What eval.py reads of its words, and of the environment of a run that several machines share."""
+    calls: list[dict[str, Any]] = []
+
+    def run(command: list[str], **how: Any) -> Any:
+        calls.append({"command": command, **how})
+        results = Path(command[command.index("--eval_output_dir") + 1])
+        (results / "eval_results_1.json").write_text('{"results": {"piqa": {"acc,none": 0.5}}}')
+        return subprocess.CompletedProcess(command, 0, "")
+
+    monkeypatch.setattr("megatron.operations.hub.scores.subprocess.run", run)
+    monkeypatch.setenv("TOTAL_GPUS", "4")
+    upload = replace(last, wandb_project="Our Evals", wandb_entity="us")
+    assert evaluate_folder(tmp_path, ["piqa"], (), None, upload.tracking, print) == {"piqa_acc": 0.5}
+    args = parse_script(calls[0]["command"][2:], "eval.py", lambda name: config(LLAMA))
+    assert (args.use_wandb, args.wandb_project, args.wandb_team) == (True, "Our Evals", "us")
+    assert args.wandb_run_name == "tiny=run_global_step5" and "TOTAL_GPUS" not in calls[0]["env"]
+    assert last.tracking == {}
 
 
 @pytest.mark.more

@@ -1,0 +1,113 @@
+"""How commands read their words, and how they end when nobody reads what they write."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.process.command_parser import CommandParser
+from tests.launch.runs import DEEPY, ROOT, environment, write_script
+
+# Writes as a command does, within its own handling of errors; what it leaves says how it was unwound.
+COMMAND = """
+import sys, threading
+from pathlib import Path
+from megatron.process import outlive_readers, run_command
+def write(how):
+    if how == "thread":
+        thread = threading.Thread(target=write, args=("many",))
+        thread.start()
+        thread.join()
+        print("more")
+    for number in range(100_000 if how == "many" else 3):
+        print(number, file=sys.stderr if how == "stderr" else sys.stdout)
+def main():
+    how = sys.argv[1]
+    if how == "run":
+        outlive_readers()
+        how = "many"
+    try:
+        write(how)
+    except OSError as problem:
+        return type(problem).__name__
+    except Exception:
+        return 5
+    finally:
+        Path("unwound").touch()
+    return 0
+run_command(main)
+"""
+
+
+def read_by_nobody(words: list[str], folder: Path, stderr: int = subprocess.PIPE) -> "subprocess.CompletedProcess[str]":
+    """A command whose stdout has no reader from its beginning, as behind a `head` that has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as pipe:
+        return subprocess.run(words, cwd=folder, env=environment(), stdout=pipe, stderr=stderr, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("unbuffered", [[], ["-u"]], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("how", ["many", "few", "thread"])
+def test_a_command_ends_by_sigpipe(how: str, unbuffered: list[str], tmp_path: Path) -> None:
+    """In silence, at whatever write, and unwound; what it would say of an OSError is not said."""
+    ended = read_by_nobody([sys.executable, *unbuffered, "-c", COMMAND, how], tmp_path)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
+    assert (tmp_path / "unwound").exists()
+
+
+def test_a_run_outlives_its_readers(tmp_path: Path) -> None:
+    ended = read_by_nobody([sys.executable, "-c", COMMAND, "run"], tmp_path)
+    assert ended.returncode == 1 and ended.stderr.startswith("BrokenPipeError")
+
+
+def test_the_launcher_of_a_run_outlives_its_readers_too(tmp_path: Path) -> None:
+    """It has something to say itself: that it starts the ranks again."""
+    write_script(
+        tmp_path,
+        """
+        for number in range(3000):
+            print("iteration", number, flush=True)
+        if start == 0:
+            raise ValueError("not yet")
+        Path(f"trained_{rank}").touch()
+    """,
+    )
+    words = [*DEEPY, "--num_gpus", "2", "--max-restarts", "1", "script.py", "model.yml"]
+    ended = read_by_nobody(words, tmp_path, stderr=subprocess.STDOUT)
+    assert ended.returncode == 0 and {path.name for path in tmp_path.glob("trained_*")} == {"trained_0", "trained_1"}
+
+
+@pytest.mark.parametrize("words", [
+    ["deepy.py", "--help-config", "lr*"], ["train.py", "--help"], ["tools/new_config.py", "--help"],
+    ["tools/datasets/inspect.py", "--help"], ["-I", "megatron/launch/torch_builds.py", "--cpu"],
+])  # fmt: skip
+def test_commands_as_typed(words: list[str]) -> None:
+    ended = read_by_nobody([sys.executable, *words], ROOT)
+    assert ended.returncode == -signal.SIGPIPE and "Traceback" not in ended.stderr and "Exception" not in ended.stderr
+
+
+@pytest.mark.parametrize("intermixed", [False, True])
+def test_a_flag_has_its_whole_name(intermixed: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    made = CommandParser(prog="it.py")
+    made.add_argument("words", nargs="*")
+    made.add_argument("--upload-neox-only", action="store_true")
+    parse = made.parse_intermixed_args if intermixed else made.parse_args
+    assert parse(["a", "--upload-neox-only"]).upload_neox_only
+    for flag in ("--upload-neox", "--upload-neox-onyl", "--upload-neox=3"):
+        with pytest.raises(SystemExit) as ended:
+            parse(["a", flag])
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert ended.value.code == 2 and flag in said and "--upload-neox-only?" in said
+
+
+def test_subcommands_too(capsys: pytest.CaptureFixture[str]) -> None:
+    made = CommandParser(prog="it.py")
+    made.add_subparsers(dest="command").add_parser("list").add_argument("--states")
+    assert made.parse_args(["list", "--states", "a"]).states == "a"
+    with pytest.raises(SystemExit):
+        made.parse_args(["list", "--state", "a"])
+    assert "--states?" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+../retired.py

@@ -1,0 +1,8 @@
+#!/bin/bash
+# Says what a shell script of GPT-NeoX or of its fork is called here: see retired.py. Slurm runs a copy of a script
+# elsewhere; the original is where scontrol says.
+name=${BASH_SOURCE[0]}
+if [ -n "${SLURM_JOB_ID-}" ] && [ ! -L "$name" ]; then
+    name=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')
+fi
+exec "${PYTHON:-python3}" "$(dirname "$(readlink -f "$name")")/retired.py" --named "$name"
