@@ -161,8 +161,13 @@ class CheckpointKeys:
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
     no_save_optim: bool = key(
         False,
-        "Checkpoints without the optimizer's state: small, and not to be resumed from",
-        differs="GPT-NeoX never reads it and always saves the state",
+        "Has no effect, as in GPT-NeoX: checkpoints have the optimizer's state, and runs go on from them",
+        differs="GPT-NeoX never reads it: compat_no_save_optim leaves the state out",
+    )
+    compat_no_save_optim: bool = new_key(
+        False,
+        "Follow no_save_optim, as earlier versions did: small checkpoints, from which a run goes on with no_load_optim "
+        "alone",
     )
     no_save_rng: bool = key(False, "Checkpoints without the states of the random number generators")
     checkpoint_validation_with_forward_pass: bool = key(

@@ -30,7 +30,7 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
             else ("proportional to (n/N)^alpha; GPT-NeoX multiplies by 1 - n/N (compat_weight_by_num_documents)")
         )
         lines.append(f"weights from document counts are {how}")
-    noted_elsewhere = ("compat_clip_one_is_off", "compat_weight_by_num_documents")
+    noted_elsewhere = ("compat_clip_one_is_off", "compat_no_save_optim", "compat_weight_by_num_documents")
     compat = [name for name in keys_of(type(args)) if name.startswith("compat_") and name not in noted_elsewhere]
     kept = [name for name in compat if getattr(args, name) not in (keys_of(type(args))[name].default, "none")]
     if kept:
@@ -43,6 +43,13 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
         )
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+    if args.user_values.get("no_save_optim"):
+        what = (
+            "checkpoints are without the optimizer's state (compat_no_save_optim): going on needs no_load_optim: true"
+            if args.no_save_optim
+            else "no effect, as in GPT-NeoX: checkpoints have the optimizer's state; compat_no_save_optim leaves it out"
+        )
+        lines.append(f"no_save_optim ({args.origin('no_save_optim')}): {what}")
     if cuts_listed_paths(args):
         cut = f"split {args.split} ({args.origin('split')}) cuts train, validation and test documents off each of"
         lines.append(f"{cut} train_data_paths; GPT-NeoX reads it with data_path alone")
