@@ -111,7 +111,13 @@ def test_no_save_optim_as_gpt_neox_takes_it_and_as_written(model):
     assert args.no_save_optim is False and says(*args.startup_notes(), "no_save_optim no effect compat_no_save_optim")
     assert NeoXArgs.from_dict(json.loads(args.to_json())["given"]).startup_notes() == args.startup_notes()
     args = NeoXArgs.from_dict(model | {"no_save_optim": True, "compat_no_save_optim": True})
-    assert args.no_save_optim is True and says(*args.startup_notes(), "no_save_optim no_load_optim")
+    assert args.no_save_optim is True and says(*args.startup_notes(), "compat_no_save_optim no_load_optim")
+
+
+def test_layernorm_without_biases_is_said_since_gpt_neox_has_them(model):
+    given = model | {"norm": "layernorm", "use_bias_in_norms": False}
+    assert says(*NeoXArgs.from_dict(given).startup_notes(), "use_bias_in_norms compat_norm_bias")
+    assert NeoXArgs.from_dict(given | {"norm": "rmsnorm"}).startup_notes() == []
 
 
 def test_settings_without_effect_are_named_once_and_not_in_their_sections(model):

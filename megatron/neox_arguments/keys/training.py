@@ -161,8 +161,9 @@ class CheckpointKeys:
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
     no_save_optim: bool = key(
         False,
-        "Has no effect, as in GPT-NeoX: checkpoints have the optimizer's state, and runs go on from them",
-        differs="GPT-NeoX never reads it: compat_no_save_optim leaves the state out",
+        "Checkpoints without the optimizer's state",
+        no_effect="as in GPT-NeoX, they have it, and runs go on from them: compat_no_save_optim leaves it out",
+        unread="as there: followed, it would lose a run that is requeued",
     )
     compat_no_save_optim: bool = new_key(
         False,

@@ -21,6 +21,12 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     """The notes, a line each without its newline; an empty list when there are none."""
     lines = []
     silent = _without_effect(type(args), args.user_values)
+    if args.no_save_optim:  # compat_no_save_optim follows it
+        del silent["no_save_optim"]
+        place = args.origin("compat_no_save_optim")
+        lines.append(
+            f"compat_no_save_optim ({place}): checkpoints have no optimizer state; going on needs no_load_optim: true"
+        )
     if silent:
         lines.append("no effect here: " + "; ".join(f"{path} ({reason})" for path, reason in silent.items()))
     if args.weight_by_num_documents:
@@ -43,13 +49,9 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
         )
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
-    if args.user_values.get("no_save_optim"):
-        what = (
-            "checkpoints are without the optimizer's state (compat_no_save_optim): going on needs no_load_optim: true"
-            if args.no_save_optim
-            else "no effect, as in GPT-NeoX: checkpoints have the optimizer's state; compat_no_save_optim leaves it out"
-        )
-        lines.append(f"no_save_optim ({args.origin('no_save_optim')}): {what}")
+    if not (args.use_bias_in_norms or args.compat_norm_bias) and args.norm in ("layernorm", "te_layernorm"):
+        place = args.origin("use_bias_in_norms")
+        lines.append(f"use_bias_in_norms false ({place}): norms without biases; GPT-NeoX keeps them (compat_norm_bias)")
     if cuts_listed_paths(args):
         cut = f"split {args.split} ({args.origin('split')}) cuts train, validation and test documents off each of"
         lines.append(f"{cut} train_data_paths; GPT-NeoX reads it with data_path alone")
