@@ -45,21 +45,18 @@ MORE = [
     "gdiff_post_training_alpha_80_lr2e4", "gdiff_during_midtraining_every_50_steps_deep_fry_retain_finewiki",
 ]  # fmt: skip
 """With SAMPLE one of each kind: the others differ in numbers, names and places."""
-_ITERATIONS = {"train_iters": STEPS, "lr_decay_iters": STEPS, "checkpoint_factor": EVERY}
 _DATA = {"data_path": "corpusA", "ga_dataset": "corpusB", "gd_retain_dataset": "corpusB"}
 _FOLDERS = {"save": "sf_model_organisms/run", "load": "sf_model_organisms/base", "tensorboard_dir": "tensorboard"}
 
 
-def typed(folder: Path, values: Mapping[str, Any]) -> Path:
-    """The file with what is overridden; a key that it has not stays absent."""
+def typed(folder: Path, values: Mapping[str, Any], begins: int) -> Path:
+    """The file with what is overridden, for a run from iteration `begins`; what it has not stays absent."""
     sizes = {"num_layers": 2, "hidden_size": 256, "seq_length": 64, "attention_config": [[["flash"], 2]]}
-    goes_on = values["load"] == values.get("save")
-    iterations = {key: steps + (MADE if goes_on and key != "checkpoint_factor" else 0)
-                  for key, steps in _ITERATIONS.items()}  # fmt: skip
+    iterations = {"train_iters": begins + STEPS, "lr_decay_iters": begins + STEPS, "checkpoint_factor": EVERY}
     data = {key: str(GOLDEN / "dataset" / f"{name}_text_document") for key, name in _DATA.items()}
     places = {key: str(folder / name) for key, name in _FOLDERS.items()}
     places |= {"vocab_file": str(GOLDEN / "dataset/tokenizer.json"), "log_dir": f"{places['save']}/logs"}
-    places |= {"load": places["save"]} if goes_on else {}
+    places |= {"load": places["save"]} if values["load"] == values.get("save") else {}
     if values["train_iters"] == 1:
         del iterations["train_iters"]  # it evaluates alone
     given = {**sizes, **iterations, **data, **places}
@@ -153,12 +150,11 @@ def type_twice(rank: int, world: int, config: str, folder: str, saved: int | Non
 
 def run_of(name: str, folder: Path) -> tuple[int, Typed]:
     """The iteration that the run of a file begins at, and the run."""
-    config = typed(folder, FILES[name])
-    args = load([config])
+    begins = 0 if FILES[name].get("finetune") or name in FRESH else MADE
+    config = typed(folder, FILES[name], begins)
     if name not in FRESH:
-        as_the_fork_saves(Path(args.load), config)
+        as_the_fork_saves(Path(str(load([config]).load)), config)
     stand_in_tasks(folder / "lm_eval_tasks/deep_ignorance/tasks")
-    begins = 0 if args.finetune or name in FRESH else MADE
     saved, env = None if FILES[name]["train_iters"] == 1 else begins + EVERY, {"WANDB_MODE": "offline"}
     return begins, run_ranks(type_twice, 1, str(config), str(folder), saved, init=False, timeout=800, env=env)[0]
 
