@@ -45,7 +45,6 @@ TABLE = """
 - [{lr_wsd_decay_iters: 2}, {lr_wsd_decay_iters: null}, lr_wsd_decay_iters, lr_decay_style wsd linear]
 - [{<<: *wsd, lr_wsd_decay_iters: 10}, {lr_wsd_decay_iters: 9}, lr_wsd_decay_iters, 10 1 lr_decay_iters]
 - [{save: x}, {extra_save_iters: []}, save, checkpoint_factor extra_save_iters save_interval_in_mins]
-- [{compat_no_save_optim: true}, {no_save_optim: true}, compat_no_save_optim, no_save_optim]
 - [{checkpoint_factor: 2.5}, {checkpoint_factor: 2.0}, checkpoint_factor, 2.5 checkpoint_scale linear]
 - [{checkpoint_factor: 1, checkpoint_scale: log}, {checkpoint_factor: 1.5}, checkpoint_factor, 1 checkpoint_scale log]
 - [{extra_save_iters: [-1]}, {extra_save_iters: [0]}, extra_save_iters, expected 0]

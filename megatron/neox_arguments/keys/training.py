@@ -167,8 +167,8 @@ class CheckpointKeys:
     )
     compat_no_save_optim: bool = new_key(
         False,
-        "Follow no_save_optim, as earlier versions did: small checkpoints, from which a run goes on with no_load_optim "
-        "alone",
+        "What no_save_optim says: checkpoints without the optimizer's state, small, from which a run goes on with "
+        "no_load_optim: true alone",
     )
     no_save_rng: bool = key(False, "Checkpoints without the states of the random number generators")
     checkpoint_validation_with_forward_pass: bool = key(

@@ -190,8 +190,6 @@ def _checkpoints(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("save", "hf:// is a model on the Hub, which runs read; write to a folder or a bucket")
     if args.save_hf is not None and args.save is None:
         problems.add("save_hf", "needs save, the folder in which it is written")
-    if args.compat_no_save_optim and not args.user_values.get("no_save_optim"):
-        problems.add("compat_no_save_optim", "only no_save_optim: true reads it; remove it")
     for name in ("keep_checkpoints_every", "keep_best_n_checkpoints"):
         if getattr(args, name) is not None and args.keep_last_n_checkpoints is None:
             problems.add(name, "without keep_last_n_checkpoints nothing is deleted; set that, or remove it")

@@ -336,7 +336,7 @@ def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> N
 
 
 # -- without optimizer or random states ----------------------------------------------------------------------
-WITHOUT_STATE = {"no_save_optim": True, "compat_no_save_optim": True}
+WITHOUT_STATE = {"compat_no_save_optim": True}
 
 
 def with_dropout(save: Path, **more: Any) -> dict[str, Any]:
