@@ -92,6 +92,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) tools/docs/config_reference.py --check
+	$(RUN) tools/docs/unread_keys.py --check
 	$(RUN) tools/docs/package_map.py --check
 	$(RUN) tools/docs/pipeline_reference.py --check
 	$(RUN) tools/docs/family_table.py --check
@@ -104,6 +105,7 @@ bench: $(ENV)  ## speed of a training step beside bare torch and transformers, a
 
 docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/config_reference.py
+	$(RUN) tools/docs/unread_keys.py
 	$(RUN) tools/docs/package_map.py
 	$(RUN) tools/docs/pipeline_reference.py
 	$(RUN) tools/docs/family_table.py

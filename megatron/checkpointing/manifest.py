@@ -85,8 +85,8 @@ class Manifest:
     layout: of the run that wrote it. model: the result of `model_keys`. tokenizer: its fingerprint. data: a
     fingerprint of each data set. versions: of the libraries. created: ISO time. config: the keys that the
     user gave. files: a record of each file by name, collected from the ranks and completed by `publish`.
-    optimizer: whether optimizer state was saved (`no_save_optim`). validation_loss: None where none was
-    computed at this iteration. engine: `native` or `deepspeed`. base: where a checkpoint of adapters alone
+    optimizer: whether the optimizer's state was saved. validation_loss: None where none was computed at this
+    iteration. engine: `native` or `deepspeed`. base: where a checkpoint of adapters alone
     has the weights below them, and their digest (`describe_base`); None where it holds all weights.
     """
 

@@ -3,6 +3,10 @@
 GPT-NeoX keeps it by rank of one layout, without names: in the mp_rank file tensors in the order of the
 optimizer's groups (weights that decay, then norms and biases); under ZeRO 1 and 2 and in bf16 each group as
 one flat vector, cut over data ranks. Which layers a pipeline stage had follows from how much its groups hold.
+
+A group takes parameters in the order in which modules register them, which is that of our weight map:
+Transformer-Engine's `LayerNormMLP` has its norm, fc1 and fc2 in it as ours are. GPT-NeoX knows norms by the
+class of a module and biases by the name `bias`, so of that MLP all parameters decay.
 """
 
 import math
@@ -17,16 +21,17 @@ from torch import Tensor
 from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.optimizer_files import MASTER, State
-from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, to_our_names
+from megatron.checkpointing.parameter_names import WEIGHT_NAMINGS, has_old_rows, our_name, to_our_names
 from megatron.checkpointing.tensor_files import load_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
-from megatron.model.weight_map import attention_of, layer_params, shared_params
+from megatron.model.weight_map import attention_of, layer_params, shared_params, unused_params
 from megatron.mpu import ParamSpec, shard, unshard
 from megatron.neox_arguments import NeoXArgs
 
 _FIX = "set no_load_optim: true (--no-optimizer of tools/ckpts) to go on with the weights alone"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+_TE_MLP = ("post_attention_layernorm.", "mlp.")  # our names of what is in Transformer-Engine's LayerNormMLP
 _ZERO = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -56,11 +61,14 @@ class NeoXOptimizer:
         self._ranks = _groups_of(self.path)
         if len(self._ranks) % self.tensor_size:
             raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
+        expected = {spec.name for layer in range(2, args.num_layers + 2) for spec in self._specs[layer]}
+        self._file_names = {our_name(name, expected): name for name in self._facts.block}
+        self._te_mlp = any(name.startswith("mlp.fc1_") for name in self._facts.block)
         self._places = self._walk()
 
     def _check_kind(self) -> None:
         kinds = {
-            WEIGHT_NAMINGS["te"]: self._facts.names == WEIGHT_NAMINGS["te"],
+            WEIGHT_NAMINGS["llama"]: self._facts.names == WEIGHT_NAMINGS["llama"],
             "blocks that share a table (pos_emb: rpe)": bool(shared_params(self.args)),
         }
         for unknown in (words for words, applies in kinds.items() if applies):
@@ -91,13 +99,23 @@ class NeoXOptimizer:
 
     def _taken(self, layer: int, groups: _Groups, filled: list[int]) -> list[tuple[tuple[int, str], tuple[int, int]]]:
         places = []
-        for spec in self._specs[layer]:
-            group = 0 if spec.weight_decay or len(filled) == 1 else 1
-            places.append(((layer, spec.name), (group, filled[group])))
+        for spec in self._registered(layer):
+            decays = spec.weight_decay or self._te_mlp and spec.name.startswith(_TE_MLP)
+            group = 0 if decays or len(filled) == 1 else 1
+            if spec in self._specs[layer]:
+                places.append(((layer, spec.name), (group, filled[group])))
             filled[group] += groups.size(spec.local_shape(self.tensor_size))
             if filled[group] > groups.sizes[group]:
                 raise self._of_another_model()
         return places
+
+    def _registered(self, layer: int) -> list[ParamSpec]:
+        """The parameters of a layer as GPT-NeoX registers them, with its norms that nothing reads."""
+        specs = list(self._specs[layer])
+        for unused in reversed(unused_params(self.args, layer)):
+            first = 0 if unused.name.startswith("input_") else [spec.name[:4] for spec in specs].index("mlp.")
+            specs.insert(first, unused)
+        return specs
 
     def _of_another_model(self) -> CheckpointError:
         return CheckpointError(f"{self.path}: its optimizer state is of other parameters than this model's; {_FIX}")
@@ -122,14 +140,15 @@ class NeoXOptimizer:
         if not parts[0]:
             return {}
         state: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
-        old = has_old_rows(self._facts.block, attention_of(self.args, layer), self.args.compat_gqa_rows)
+        attention = attention_of(self.args, layer)
+        old = has_old_rows(self._facts.block, attention, self.args.compat_gqa_rows)
         rows = "pre1315" if old else "post1315"
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
                 continue
-            pieces = [
-                to_our_names(layer, {spec.name: part[key]}, {spec.name}, self.args, where, rows) for part in parts
-            ]
+            # The name in the file tells how rows lie.
+            name = self._file_names.get(spec.name, spec.name) if attention is not None else spec.name
+            pieces = [to_our_names(layer, {name: part[key]}, {spec.name}, self.args, where, rows) for part in parts]
             state[key] = self._cut(key, [piece[spec.name] for piece in pieces], spec, tensor_rank, tensor_size)
         return state
 
@@ -179,8 +198,6 @@ class _PlainState:
             raise CheckpointError(f"{where}: no optimizer state in plain torch form; {_FIX}")
         self.where, self._state = where, saved["state"]
         self.sizes = [len(group["params"]) for group in saved["param_groups"]]
-        if self._state and sorted(self._state) != list(range(sum(self.sizes))):
-            raise CheckpointError(f"{where}: parameters without optimizer state; {_FIX}")
         self.step = _steps([*self._state.values(), *saved["param_groups"]])
 
     def size(self, shape: Sequence[int]) -> int:
@@ -190,6 +207,8 @@ class _PlainState:
         if not self._state:
             return {}
         number = sum(self.sizes[:group]) + start
+        if number not in self._state:
+            raise CheckpointError(f"{self.where}: optimizer state {number}: there is none of this parameter; {_FIX}")
         moments = _moments(self._state[number], f"{self.where}: optimizer state {number}")
         for key, value in moments.items():
             if tuple(value.shape) != tuple(shape):

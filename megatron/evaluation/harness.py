@@ -75,8 +75,10 @@ def load_tasks_on_rank0(
     """
 
     def work(call: RunOperation) -> LoadedTasks:
-        from megatron.evaluation.task_loading import load_tasks, warn_of_broken
+        from megatron.evaluation.task_folders import searched_folders, warn_of_broken
+        from megatron.evaluation.task_loading import load_tasks
 
+        logger.info(searched_folders(args))
         warn_of_broken(args, logger)
         with quiet(bars=sys.stderr.isatty()):
             return load_tasks(args, tokenizer, logger.warning)

@@ -1,8 +1,7 @@
-"""Loading tasks: shipped ones, a user's own folders, lm-eval's. What cannot be loaded is named, with what to
+"""Loading tasks: of folders (`task_folders.py`), and lm-eval's. What cannot be loaded is named, with what to
 do."""
 
 import difflib
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
+from megatron.evaluation.task_folders import broken, searched_folders, task_folders
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import read_key_file
 from megatron.neox_arguments import ConfigError, NeoXArgs
@@ -22,7 +22,6 @@ from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
 from megatron.tokenizer import Tokenizer
 
-SHIPPED = Path(__file__).parent / "tasks"
 _YAML = (".yaml", ".yml")
 _LOCAL = {"arrow", "csv", "json", "pandas", "parquet", "text", "xml"}  # what `datasets` reads from files
 _ROW = "eval_tasks/"  # what metrics of tasks begin with in a row of a run's metrics
@@ -125,10 +124,10 @@ def _set_num_fewshot(task: Task, examples: int | None) -> None:
 
 
 def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    folders = [SHIPPED, *_own_folders(args)]
+    folders = task_folders(args)
     place, files = f"{args.origin('eval_tasks')}: eval_tasks", [name for name in asked if name.endswith(_YAML)]
     missing = [f"{place}: {name}: no such file" for name in files if not Path(name).is_file()]
-    if missing or (missing := [f"{place}: {line}" for line in _broken([Path(name) for name in files])]):
+    if missing or (missing := [f"{place}: {line}" for line in broken([Path(name) for name in files])]):
         raise ConfigError(missing)
     # lm-eval's own 15,000 tasks take seconds to look through: only where they are needed.
     local = TaskManager(include_path=list(folders), include_defaults=False, metadata=_metadata(args))
@@ -139,18 +138,8 @@ def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[st
     names = _expand(asked, every)
     unknown = _missing(names, every)
     if unknown:
-        raise ConfigError([*_unknown(args, unknown, every), *_broken(folders)])
+        raise ConfigError([*_unknown(args, unknown, every), searched_folders(args), *broken(folders)])
     return every, names
-
-
-def _own_folders(args: NeoXArgs) -> list[Path]:
-    given = args.eval_include_path or ()
-    folders = [Path(name).expanduser() for name in ([given] if isinstance(given, str) else given)]
-    missing = [str(folder) for folder in folders if not folder.is_dir()]
-    if missing:
-        place = args.origin("eval_include_path")
-        raise ConfigError([f"{place}: eval_include_path: {folder}: no such folder" for folder in missing])
-    return folders
 
 
 def _metadata(args: NeoXArgs) -> dict[str, Any]:
@@ -206,23 +195,6 @@ def _unknown(args: NeoXArgs, names: Sequence[str], manager: TaskManager) -> Iter
         else:
             hint = f"; near it: {', '.join(near)}" if near else ""
             yield f"{place}: eval_tasks: no task, group or tag {name}{hint} (own ones: eval_include_path)"
-
-
-def _broken(folders: Sequence[Path]) -> Iterator[str]:
-    """Task files, of folders or given themselves, that cannot be read; lm-eval passes over them in
-    silence."""
-    for folder in folders:
-        for file in [folder] if folder.is_file() else sorted(folder.rglob("*.yaml")):
-            try:
-                load_yaml(file, resolve_func=False, recursive=True)
-            except Exception as problem:  # of YAML, of an include that is not there
-                yield f"{file}: cannot be read as a task: {' '.join(str(problem).split())}"
-
-
-def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:
-    """Say which of one's own task files are passed over."""
-    for line in _broken(_own_folders(args)):
-        logger.warning(line)
 
 
 def _why(name: str, manager: TaskManager, problem: Exception) -> str:

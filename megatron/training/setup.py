@@ -131,7 +131,14 @@ def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
 
 
 def _log_configuration(args: NeoXArgs, tokenizer: Tokenizer, logger: logging.Logger) -> None:
-    """The resolved configuration, the vocabulary and the notes on single keys, a line each."""
+    """Where the run saves, the resolved configuration, the vocabulary and the notes on single keys, a line
+    each.
+
+    People take a run's name from the first path in its log, up to a quote, as GPT-NeoX's dump begins with the
+    text of the files. It must not be the path of `load`.
+    """
+    if args.save is not None:
+        logger.info(f'checkpoints: "{args.save}"')
     logger.info(arguments_dump(args))
     logger.info(describe(tokenizer, args.padded_vocab_size))
     if args.softmax_rows is not None:

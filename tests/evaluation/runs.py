@@ -20,7 +20,7 @@ from megatron.evaluation.harness import EvaluationResults, load_tasks_on_rank0
 from megatron.evaluation.language_model import NeoXLM
 from megatron.evaluation.model_operations import ModelOperations
 from megatron.evaluation.progress import EvaluationProgress
-from megatron.evaluation.task_loading import SHIPPED
+from megatron.evaluation.task_folders import SHIPPED
 from megatron.generation import Model, load_model
 from megatron.generation.from_huggingface import hf_model_keys
 from megatron.launch import process_info

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from lm_eval.tasks import TaskManager
 
 from megatron.checkpointing.huggingface import find_in_hub_or_cache
-from megatron.evaluation import task_loading
+from megatron.evaluation import task_folders, task_loading
 from megatron.evaluation.task_loading import LoadedTasks, load_tasks
 from megatron.neox_arguments import ConfigError, NeoXArgs, require_lm_eval
 from megatron.tokenizer import CharLevelTokenizer
@@ -55,6 +55,36 @@ def test_own_tasks_by_name_pattern_group_and_file(own):
     assert asked.tasks["own_choice"]["tasks"]["own_choice"].config.num_fewshot == 3
 
 
+def test_folders_that_the_fork_finds_by_itself(tmp_path, monkeypatch):
+    """Beside the package, as `lm_eval_tasks/deep_ignorance` there, before the working folder; a named folder
+    comes before both."""
+    package, here, named = (tmp_path / name for name in ("package", "here", "named"))
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}\n')
+    folders = [package / "lm_eval_tasks/deep_ignorance/wmdp", here / "lm_eval_tasks", here / "eval_tasks", named]
+    for number, folder in enumerate(folders):
+        folder.mkdir(parents=True)
+        for task in ("wmdp", f"only_{number}"):
+            (folder / f"{task}.yaml").write_text(
+                f"task: {task}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {tmp_path}/rows.jsonl}}}}\n"
+                "test_split: test\noutput_type: multiple_choice\n"
+                f"doc_to_text: of folder {number}\ndoc_to_choice: [a, b]\ndoc_to_target: 0\nmetadata: {{version: 1}}\n"
+            )
+    (package / "megatron/evaluation").mkdir(parents=True)
+    monkeypatch.setattr(task_folders, "SHIPPED", package / "megatron/evaluation/tasks")
+    monkeypatch.chdir(here)
+
+    def text_of(name: str, **values: Any) -> str:
+        return find(name, **values).tasks[name]["tasks"][name].config.doc_to_text
+
+    assert text_of("wmdp") == "of folder 0" and text_of("wmdp", eval_include_path=str(named)) == "of folder 3"
+    assert [text_of(f"only_{number}") for number in range(3)] == [f"of folder {number}" for number in range(3)]
+    args = NeoXArgs.from_dict({**MODEL, "eval_include_path": str(named)})
+    present, absent = task_folders.searched_folders(args).split("; ")
+    order = [str(named), f"{package}/lm_eval_tasks", f"{here}/lm_eval_tasks", f"{here}/eval_tasks"]
+    assert [place for place in re.findall(r"[\w/-]+", present) if place.startswith(str(tmp_path))] == order
+    assert f"{package}/eval_tasks" in absent
+
+
 @pytest.mark.parametrize("several", with_more([True, False], product=[False]))
 def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_path, monkeypatch):
     """One look through lm-eval's own tasks, which are thousands, or through some of its folders alone."""
@@ -75,9 +105,9 @@ def test_names_of_lm_eval_tags_and_what_is_missing_offline(several, own, tmp_pat
     monkeypatch.setattr(task_loading, "TaskManager", once)
     with pytest.raises(ConfigError) as refused:
         find("lambada", "hellaswag", "helaswag", "own_group", eval_include_path=[own, str(tmp_path)])
-    first, second = refused.value.problems
-    assert re.search("eval_tasks: .*helaswag; .*hellaswag", first)
-    assert f"{tmp_path}/broken.yaml: " in second and "line 2" in second
+    first, folders, last = refused.value.problems
+    assert re.search("eval_tasks: .*helaswag; .*hellaswag", first) and own in folders
+    assert f"{tmp_path}/broken.yaml: " in last and "line 2" in last
     loaded_tasks = find("lambada", "hellaswag", "own_group", eval_include_path=own)
     assert list(loaded_tasks.tasks) == ["own_group"]
     assert "(EleutherAI/lambada_openai default)" in loaded_tasks.failures["lambada_openai"]

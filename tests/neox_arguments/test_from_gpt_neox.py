@@ -54,6 +54,26 @@ def test_every_key_that_acts_differently_or_is_refused_is_named() -> None:
     assert [name for name in refused if not any(fnmatchcase(name, word) for word in words)] == []
 
 
+# Found by a scan of its code (ea7aefd8), which read the names of all keys and looked for each.
+UNREAD = """
+use_bias_in_norms no_save_optim num_unique_layers param_sharing_style weight_server_port te_fp8_margin mup_attn_temp
+mup_output_temp moe_lbl_in_fp32 clip_grad hysteresis loss_scale_window min_scale loss_scale dynamic_loss_scale
+zero_reduce_scatter zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size short_seq_prob
+deepscale deepscale_config adlr_autoresume adlr_autoresume_interval
+"""
+
+
+def test_every_key_that_gpt_neox_never_reads_has_a_row_and_a_verdict() -> None:
+    assert {name for name, key in KEYS.items() if key.unread} == set(UNREAD.split())
+    followed = {
+        name for name in UNREAD.split() if KEYS[name].standing.startswith("honoured") and not KEYS[name].same_as
+    }
+    assert followed == {"use_bias_in_norms", "te_fp8_margin", "weight_server_port"}, "each of them may harm"
+    assert set(re.findall(r"^\| `(\w+)` \|", PAGE.partition("<!-- unread")[2].partition("<!-- end")[0], re.M)) == set(
+        UNREAD.split()
+    )
+
+
 def test_no_key_is_named_that_is_not_there() -> None:
     values = {value for key in KEYS.values() for value in key.choices} | {"a_b", "madgrad_wd", "all_config"}
     words = set(re.findall(r"`([a-z0-9]+_[a-z0-9_]+)(?:: [^`]*)?`", PAGE))

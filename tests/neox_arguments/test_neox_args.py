@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import json
 import operator
 import pickle
 
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
-from tests.neox_arguments.conftest import TEXT
+from tests.neox_arguments.conftest import TEXT, says
 
 
 @pytest.fixture
@@ -103,6 +104,20 @@ def test_clipping_as_written_and_as_neox_read_it(model):
     assert any("compat_clip_one_is_off" in note for note in args.startup_notes())
     args = NeoXArgs.from_dict(model | {"gradient_clipping": 0.5, "compat_clip_one_is_off": True})
     assert args.gradient_clipping == 0.5 and args.startup_notes() == []
+
+
+def test_no_save_optim_as_gpt_neox_takes_it_and_as_written(model):
+    args = NeoXArgs.from_dict(model | {"no_save_optim": True})
+    assert args.no_save_optim is False and says(*args.startup_notes(), "no_save_optim no effect compat_no_save_optim")
+    assert NeoXArgs.from_dict(json.loads(args.to_json())["given"]).startup_notes() == args.startup_notes()
+    args = NeoXArgs.from_dict(model | {"no_save_optim": True, "compat_no_save_optim": True})
+    assert args.no_save_optim is True and says(*args.startup_notes(), "compat_no_save_optim no_load_optim")
+
+
+def test_layernorm_without_biases_is_said_since_gpt_neox_has_them(model):
+    given = model | {"norm": "layernorm", "use_bias_in_norms": False}
+    assert says(*NeoXArgs.from_dict(given).startup_notes(), "use_bias_in_norms compat_norm_bias")
+    assert NeoXArgs.from_dict(given | {"norm": "rmsnorm"}).startup_notes() == []
 
 
 def test_settings_without_effect_are_named_once_and_not_in_their_sections(model):

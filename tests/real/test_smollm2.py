@@ -131,7 +131,7 @@ def test_training_goes_on(
         "train_batch_size": 4, "gradient_accumulation_steps": 2, "train_iters": STEPS, "eval_iters": 0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}}, "lr_decay_style": "constant",
         "warmup": 0.0, "gradient_clipping": 1.0, "weight_decay": 0.0, "log_interval": 1,
-        "checkpoint_factor": STEPS, "no_save_optim": True, "save_hf": 0,
+        "checkpoint_factor": STEPS, "compat_no_save_optim": True, "save_hf": 0,
     }  # fmt: skip
     curves, before = {}, loss_of(real_model, tokenizer, kept)
     for layout, load in (("pp2", real_model), ("tp1", real_checkpoint)):

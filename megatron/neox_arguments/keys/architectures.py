@@ -8,6 +8,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys.declaration import key, new_key
 
 _MUP = "MuP"
+_MUP_UNREAD = "as the rest of MuP"
 _MAMBA_KERNELS = "mamba_backend chooses kernels; the numbers are the same"
 _SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
@@ -96,7 +97,10 @@ class MoEKeys:
         0.0, "Factor of the mean square of the log of the router's normaliser (ST-MoE, arXiv 2202.08906)", ge=0
     )
     moe_lbl_in_fp32: bool = key(
-        False, "Load-balancing loss in fp32", no_effect="it is always computed in fp32, and so are the router's scores"
+        False,
+        "Load-balancing loss in fp32",
+        no_effect="it is always computed in fp32, and so are the router's scores",
+        unread="as there",
     )
     moe_jitter_eps: float | None = key(
         None, "topk: the router's input is multiplied by random numbers within 1 +- this in training", ge=0, lt=1
@@ -190,8 +194,8 @@ class MuPKeys:
     save_base_shapes: bool = key(False, "Write base_shapes_file and end", later=_MUP)
     base_shapes_file: str | None = key(None, "Shapes of the base model", later=_MUP)
     mup_init_scale: float = key(1.0, "Multiplies initial weights", later=_MUP)
-    mup_attn_temp: float = key(1.0, "Multiplies attention logits", later=_MUP)
-    mup_output_temp: float = key(1.0, "Multiplies output logits", later=_MUP)
+    mup_attn_temp: float = key(1.0, "Multiplies attention logits", later=_MUP, unread=_MUP_UNREAD)
+    mup_output_temp: float = key(1.0, "Multiplies output logits", later=_MUP, unread=_MUP_UNREAD)
     mup_embedding_mult: float = key(1.0, "Multiplies embeddings", later=_MUP)
     mup_rp_embedding_mult: float = key(1.0, "Multiplies relative positions", later=_MUP)
     mup_width_scale: int = key(2, "Width of the delta model over the base model's", later=_MUP)

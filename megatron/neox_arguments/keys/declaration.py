@@ -45,6 +45,7 @@ class Key:
     later_values: Mapping[Any, str] = field(default_factory=dict)  # as later, of single values
     source: str = "upstream"  # who brought it: GPT-NeoX (upstream), its geodesic fork, or new here
     same_as: str | None = None  # GPT-NeoX makes it from this dotted key: a file may repeat it, not contradict it
+    unread: str | None = None  # GPT-NeoX declares it and reads it nowhere; what that means to its users' files here
     section: type | None = None  # a mapping whose sub-keys are declared by this dataclass
 
     @property

@@ -9,6 +9,8 @@ from megatron.neox_arguments.keys.sections import CommsLogger, CurriculumLearnin
 
 _GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
 _UNUSED = "GPT-NeoX never reads it; write {} instead"
+_REPEATS = "another value is refused, with both places: one of them had no effect"
+_STOPS = "a run says before its first step what to write or remove"
 
 
 @dataclass(frozen=True)
@@ -84,20 +86,28 @@ class MadeKeys:
     """Keys of GPT-NeoX that follow from others. A file may repeat what they come out as."""
 
     batch_size: int = key(None, "Samples of one forward pass", same_as="train_micro_batch_size_per_gpu", ge=1)
-    clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0)
+    clip_grad: float = key(1.0, "Largest gradient norm", same_as="gradient_clipping", ge=0, unread=_REPEATS)
     lr: float = key(None, "Peak learning rate", same_as="optimizer.params.lr", ge=0)
     optimizer_type: str = key("adam", "Optimizer", same_as="optimizer.type")
     zero_stage: int = key(None, "ZeRO stage", same_as="zero_optimization.stage", ge=0, le=3)
-    zero_reduce_scatter: bool = key(None, "ZeRO", same_as="zero_optimization.reduce_scatter")
-    zero_contiguous_gradients: bool = key(None, "ZeRO", same_as="zero_optimization.contiguous_gradients")
-    zero_reduce_bucket_size: int = key(None, "ZeRO", same_as="zero_optimization.reduce_bucket_size", gt=0)
-    zero_allgather_bucket_size: int = key(None, "ZeRO", same_as="zero_optimization.allgather_bucket_size", gt=0)
+    zero_reduce_scatter: bool = key(None, "ZeRO", same_as="zero_optimization.reduce_scatter", unread=_REPEATS)
+    zero_contiguous_gradients: bool = key(
+        None, "ZeRO", same_as="zero_optimization.contiguous_gradients", unread=_REPEATS
+    )
+    zero_reduce_bucket_size: int = key(
+        None, "ZeRO", same_as="zero_optimization.reduce_bucket_size", gt=0, unread=_REPEATS
+    )
+    zero_allgather_bucket_size: int = key(
+        None, "ZeRO", same_as="zero_optimization.allgather_bucket_size", gt=0, unread=_REPEATS
+    )
     is_pipe_parallel: bool = key(False, "pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides")
-    dynamic_loss_scale: bool = key(None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides")
-    loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"))
-    loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"))
-    min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"))
-    hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"))
+    dynamic_loss_scale: bool = key(
+        None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides", unread="as there"
+    )
+    loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"), unread=_STOPS)
+    loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"), unread=_STOPS)
+    min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"), unread=_STOPS)
+    hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"), unread=_STOPS)
     global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted", ge=1)
     world_size: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted")
     rank: int | None = key(None, "This rank", refuse="whoever starts the ranks says it; remove it")
@@ -117,15 +127,21 @@ class DeadKeys:
     """Keys that GPT-NeoX declares and nothing can be asked of any more."""
 
     adlr_autoresume: bool = key(
-        False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it"
+        False, "NVIDIA's internal scheduler", refuse="a run resumes from `save` by itself; remove it", unread=_STOPS
     )
-    adlr_autoresume_interval: int = key(1000, "See adlr_autoresume", refuse="see adlr_autoresume; remove it")
-    deepscale: bool = key(False, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it")
-    deepscale_config: str | None = key(None, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it")
+    adlr_autoresume_interval: int = key(
+        1000, "See adlr_autoresume", refuse="see adlr_autoresume; remove it", unread=_STOPS
+    )
+    deepscale: bool = key(False, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it", unread=_STOPS)
+    deepscale_config: str | None = key(
+        None, "DeepSpeed's old name", refuse="GPT-NeoX never reads it; remove it", unread=_STOPS
+    )
     lazy_mpu_init: bool = key(False, "Groups made by another program", refuse="groups are made at start; remove it")
-    short_seq_prob: float = key(0.1, "BERT's short samples", refuse="GPT-NeoX never reads it; remove it")
+    short_seq_prob: float = key(0.1, "BERT's short samples", refuse="GPT-NeoX never reads it; remove it", unread=_STOPS)
     onnx_safe: bool = key(False, "Avoid operations ONNX lacks", no_effect="there are no such operations")
     num_unique_layers: int | None = key(
-        None, "Shared layers", refuse="parameter sharing left GPT-NeoX before 2.0; remove it"
+        None, "Shared layers", refuse="parameter sharing left GPT-NeoX before 2.0; remove it", unread=_STOPS
     )
-    param_sharing_style: str = key("grouped", "See num_unique_layers", refuse="see num_unique_layers; remove it")
+    param_sharing_style: str = key(
+        "grouped", "See num_unique_layers", refuse="see num_unique_layers; remove it", unread=_STOPS
+    )

@@ -38,4 +38,10 @@ class FP8Keys:
     te_fp8_amax_compute_algo: Literal["max", "most_recent"] = key(
         "most_recent", "FP8 by te: a scale comes from the largest remembered magnitude, or the last"
     )
-    te_fp8_margin: int = key(0, "FP8 by te: divide scales by 2 to the power of this", ge=-64, le=64)
+    te_fp8_margin: int = key(
+        0,
+        "FP8 by te: divide scales by 2 to the power of this",
+        ge=-64,
+        le=64,
+        unread="acts with FP8 alone, which no run of theirs had: the code there reads another name and stops",
+    )

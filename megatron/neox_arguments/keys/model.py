@@ -217,7 +217,10 @@ class ModelKeys:
     )
     use_bias_in_mlp: bool = key(True, "Biases in the MLP's linears")
     use_bias_in_norms: bool = key(
-        True, "Biases in layernorm", differs="GPT-NeoX never reads it: compat_norm_bias keeps the biases"
+        True,
+        "Biases in layernorm",
+        differs="GPT-NeoX never reads it: compat_norm_bias keeps the biases",
+        unread="false makes another layernorm: said at start; a checkpoint of theirs is refused, and names that key",
     )
     compat_norm_bias: bool = new_key(False, "Keep layernorm's biases whatever use_bias_in_norms says, as GPT-NeoX does")
     attention_dropout: float = key(0.0, "Dropout of attention probabilities", ge=0, lt=1)

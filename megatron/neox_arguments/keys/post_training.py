@@ -248,7 +248,11 @@ class PostTrainingKeys:
         "rollout.servers fetch the weights from rank 0 over HTTP, checked by SHA-256, and need not see rollout.sync",
         differs="GPT-NeoX sends pickles over a socket to whoever connects",
     )
-    weight_server_port: int | tuple[int, ...] = key(6000, "serve_model_weights: the port of rank 0; 0: any")
+    weight_server_port: int | tuple[int, ...] = key(
+        6000,
+        "serve_model_weights: the port of rank 0; 0: any",
+        unread="whoever fetches weights needs a change here in any case",
+    )
     online_dataserver_ips: str | tuple[str, ...] = key(
         "localhost",
         "dataset_impl online: hosts of rollout.servers, where that is unset and this or online_dataserver_ports is set",

@@ -161,8 +161,14 @@ class CheckpointKeys:
     iteration: int | None = key(None, "Checkpoint to load; unset: the one `latest` names", ge=0)
     no_save_optim: bool = key(
         False,
-        "Checkpoints without the optimizer's state: small, and not to be resumed from",
-        differs="GPT-NeoX never reads it and always saves the state",
+        "Checkpoints without the optimizer's state",
+        no_effect="as in GPT-NeoX, they have it, and runs go on from them: compat_no_save_optim leaves it out",
+        unread="as there: followed, it would lose a run that is requeued",
+    )
+    compat_no_save_optim: bool = new_key(
+        False,
+        "What no_save_optim says: checkpoints without the optimizer's state, small, from which a run goes on with "
+        "no_load_optim: true alone",
     )
     no_save_rng: bool = key(False, "Checkpoints without the states of the random number generators")
     checkpoint_validation_with_forward_pass: bool = key(

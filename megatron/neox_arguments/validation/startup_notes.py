@@ -21,6 +21,12 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     """The notes, a line each without its newline; an empty list when there are none."""
     lines = []
     silent = _without_effect(type(args), args.user_values)
+    if args.no_save_optim:  # by compat_no_save_optim
+        silent.pop("no_save_optim", None)
+        place = args.origin("compat_no_save_optim")
+        lines.append(
+            f"compat_no_save_optim ({place}): checkpoints have no optimizer state; going on needs no_load_optim: true"
+        )
     if silent:
         lines.append("no effect here: " + "; ".join(f"{path} ({reason})" for path, reason in silent.items()))
     if args.weight_by_num_documents:
@@ -30,7 +36,7 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
             else ("proportional to (n/N)^alpha; GPT-NeoX multiplies by 1 - n/N (compat_weight_by_num_documents)")
         )
         lines.append(f"weights from document counts are {how}")
-    noted_elsewhere = ("compat_clip_one_is_off", "compat_weight_by_num_documents")
+    noted_elsewhere = ("compat_clip_one_is_off", "compat_no_save_optim", "compat_weight_by_num_documents")
     compat = [name for name in keys_of(type(args)) if name.startswith("compat_") and name not in noted_elsewhere]
     kept = [name for name in compat if getattr(args, name) not in (keys_of(type(args))[name].default, "none")]
     if kept:
@@ -43,6 +49,9 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
         )
     if args.compat_clip_one_is_off and not args.gradient_clipping:
         lines.append("gradient_clipping 1.0 is read as none (compat_clip_one_is_off)")
+    if not (args.use_bias_in_norms or args.compat_norm_bias) and args.norm in ("layernorm", "te_layernorm"):
+        place = args.origin("use_bias_in_norms")
+        lines.append(f"use_bias_in_norms false ({place}): norms without biases; GPT-NeoX keeps them (compat_norm_bias)")
     if cuts_listed_paths(args):
         cut = f"split {args.split} ({args.origin('split')}) cuts train, validation and test documents off each of"
         lines.append(f"{cut} train_data_paths; GPT-NeoX reads it with data_path alone")

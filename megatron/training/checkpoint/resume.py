@@ -295,8 +295,8 @@ class Checkpointer(CheckpointWriter):
         if 0 < manifest.iteration < args.train_iters:  # else it was still empty, or is not needed any more
             other = "restart: true to begin again" if goes_on else "finetune: true to begin at iteration 0"
             raise CheckpointError(
-                f"{path}: was saved without the optimizer's state (no_save_optim: true); set no_load_optim: true to go "
-                f"on with a fresh optimizer, or {other}"
+                f"{path}: was saved without the optimizer's state (compat_no_save_optim, or no_save_optim of earlier "
+                f"versions); set no_load_optim: true to go on with a fresh optimizer, or {other}"
             )
         return False
 

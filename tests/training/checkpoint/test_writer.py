@@ -336,6 +336,9 @@ def test_space_asked_for_is_what_files_take(precision: str, tmp_path: Path) -> N
 
 
 # -- without optimizer or random states ----------------------------------------------------------------------
+WITHOUT_STATE = {"compat_no_save_optim": True}
+
+
 def with_dropout(save: Path, **more: Any) -> dict[str, Any]:
     return {**SMALL, **ADAMW, "hidden_dropout": 0.1, "save": str(save), **more}
 
@@ -345,7 +348,7 @@ def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name:
     ranks, layout = LAYOUTS[name]
     common = layout | {"precision": "bfloat16"}
     full = run(with_dropout(tmp_path / "full", **common), ranks)
-    given = with_dropout(tmp_path / "less", **common, no_save_optim=True)
+    given = with_dropout(tmp_path / "less", **common, **WITHOUT_STATE)
     assert bit_equal(full, run(given, ranks))
     before, after = (tmp_path / part / "global_step4" for part in ("full", "less"))
     assert list(before.glob("optim_*")) and not list(after.glob("optim_*"))
@@ -369,7 +372,7 @@ def test_no_optimizer_state_is_written_and_going_on_is_refused_unless_told(name:
 
 
 def test_finished_and_unbegun_runs_need_no_state(tmp_path: Path) -> None:
-    less = with_dropout(tmp_path, no_save_optim=True, extra_save_iters=[0], checkpoint_factor=4)
+    less = with_dropout(tmp_path, **WITHOUT_STATE, extra_save_iters=[0], checkpoint_factor=4)
     first, rows = run(less), metrics(tmp_path)
     assert bit_equal(first, run(less)) and metrics(tmp_path) == rows, "left alone"
     # As if the run had ended before its second save

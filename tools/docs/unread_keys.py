@@ -1,0 +1,40 @@
+"""Writes the table of keys that GPT-NeoX never reads in docs/from-gpt-neox.md; --check: is it stale?"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron.neox_arguments import NeoXArgs  # noqa: E402
+from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
+from tools.docs.generated_page import write_or_check  # noqa: E402
+
+BEGIN = "<!-- unread: made by tools/docs/unread_keys.py; do not edit -->\n"
+END = "<!-- end of unread -->\n"
+
+
+def table() -> str:
+    """A row for each key that GPT-NeoX declares and reads nowhere: what is done with it here, and what that
+    means for a file of its users."""
+    rows = [f"| `{key.name}` | {_done(key)} | {key.unread} |" for key in keys_of(NeoXArgs).values() if key.unread]
+    return "\n".join(["| Key | Here | For a file written for GPT-NeoX |", "|---|---|---|", *sorted(rows), ""])
+
+
+def _done(key: Key) -> str:
+    if key.same_as is not None:
+        return f"may repeat `{key.same_as}`"
+    return {"later": "refused", "honoured, differs": "followed"}.get(key.standing, key.standing)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
+    options = parser.parse_args()
+    page = ROOT / "docs" / "from-gpt-neox.md"
+    return write_or_check(page, {BEGIN: table()}, END, "tools/docs/unread_keys.py", options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
