@@ -1,6 +1,5 @@
 """Writes the table of keys that GPT-NeoX never reads in docs/from-gpt-neox.md; --check: is it stale?"""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments import NeoXArgs  # noqa: E402
 from megatron.neox_arguments.keys.declaration import Key, keys_of  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 BEGIN = "<!-- unread: made by tools/docs/unread_keys.py; do not edit -->\n"
@@ -29,7 +30,7 @@ def _done(key: Key) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the table is stale")
     options = parser.parse_args()
     page = ROOT / "docs" / "from-gpt-neox.md"
@@ -37,4 +38,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
