@@ -1,7 +1,8 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
 `begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
-launcher ask a rank where it is; `LogFile` and `say` never raise: a log that cannot be written ends no run.
+launcher ask a rank where it is; `look_for_stop` is called between the batches of whatever takes long;
+`LogFile` and `say` never raise: a log that cannot be written ends no run.
 This package imports nothing but a few modules that Python itself has loaded.
 """
 
@@ -14,14 +15,20 @@ from megatron.process.early_signals import (
     take_early_signals,
 )
 from megatron.process.logfile import LogFile, say
+from megatron.process.stop_signals import StopRequested, look_for_stop, stop_reason, stop_signal, stop_signals_taken
 
 __all__ = [
     "STACKS_SIGNAL",
     "LogFile",
+    "StopRequested",
     "begin_process",
     "end_process",
     "exit_code",
+    "look_for_stop",
     "say",
     "show_stacks_on_signal",
+    "stop_reason",
+    "stop_signal",
+    "stop_signals_taken",
     "take_early_signals",
 ]

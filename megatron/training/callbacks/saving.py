@@ -54,6 +54,7 @@ class SaveCallback(Callback):
                 if self.training.args.save is not None:
                     for callback in self.callbacks:
                         callback.on_save(run, step, not lasting)
+                    loop.agree_on_stop()
 
     def save(self, ephemeral: bool = False) -> None:
         """Write a checkpoint of the run as it is now. ephemeral: one that stands until the next."""

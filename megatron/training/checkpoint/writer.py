@@ -11,7 +11,7 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
@@ -61,6 +61,7 @@ from megatron.model.weight_map import adapter_params, is_adapter, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.rollouts import rollout_servers
+from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
@@ -109,6 +110,7 @@ class CheckpointWriter:
                 lambda: hf_config(args) if args.lora is None else check_peft_names(args, family_below(args.load)),
             )
         self.saved_at: int | None = None
+        self.gave_up_export = False  # on rank 0
         self._lock: Any = None
         self._said: set[str] = set()
         self.base: Mapping[str, Any] | None = None  # `describe_base`, where adapters alone are saved
@@ -135,9 +137,10 @@ class CheckpointWriter:
         next one."""
         save = self.args.save_dir
         assert save is not None
-        if self.saved_at == progress.iteration:
-            return
         self.wait()
+        if self.saved_at == progress.iteration:
+            on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
+            return
         beside = self._check_space(Path(save)) and beside
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
@@ -177,27 +180,50 @@ class CheckpointWriter:
             self._said.add(text)
             self.logger.warning(text)
 
+    def _export_missing(self, iteration: int) -> None:
+        """The export of a checkpoint that is there, where a stop signal ended it."""
+        path = Path(self.args.save_dir or "") / step_tag(iteration)
+        here = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
+        if here and is_hf_due(self.args, iteration) and not stop_signal():
+            self._export(path)
+
     def _export(self, path: Path) -> None:
         """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
         folder: Path | str = path.parent / HF_SUBFOLDER / path.name
         try:
             if self._store is not None:  # the ranks' files are there alone
                 fetch_checkpoint(self._store, path.name, path, lambda name: not is_optimizer_file(name))
-            self._write_hf(path, folder)
+            self._write_hf(path, folder, look=look_for_stop)
             if self._store is not None:
                 folder = self._send_hf(Path(folder))
                 keep_manifest_only(path)
+        except StopRequested as stop:
+            self.gave_up_export = True
+            self.logger.info(f"save_hf: {folder}: given up, {stop} ends the run; {path} is whole and can be converted")
+            return
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
 
-    def _write_hf(self, path: Path, folder: Path | str, notes: Mapping[str, bytes] | None = None) -> None:
-        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's
-        format."""
+    def _write_hf(
+        self,
+        path: Path,
+        folder: Path | str,
+        notes: Mapping[str, bytes] | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's format.
+        look: called before each layer; what it raises ends it, without a trace."""
+
+        def each(layers: Iterable[int], count: int) -> Iterator[int]:
+            for layer in layers:
+                look()
+                yield layer
+
         if self.args.lora is not None:
             export_peft(open_adapter(path), folder, notes=notes)
         else:
-            export_hf(path, self.args, folder, check=False, notes=notes)
+            export_hf(path, self.args, folder, check=False, notes=notes, each=each)
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
