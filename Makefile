@@ -40,7 +40,7 @@ $(VENV)/installed: constraints.txt pyproject.toml setup.py
 train: $(ENV)  ## train a small model on real English, plot its loss, let it write; again: goes on or says it is finished
 	$(RUN) tools/quickstart_data.py
 	$(RUN) deepy.py train.py $(CONFIG)
-	$(RUN) tools/plot_metrics.py $(SAVE)/logs/metrics.jsonl --stats data/quickstart/stats.json
+	$(RUN) tools/plot_metrics.py $(SAVE)/logs/metrics.jsonl
 	@test $(SAVE)/sample.jsonl -nt $(SAVE)/latest || \
 		$(RUN) deepy.py generate.py $(CONFIG) configs/text_generation.yml -o $(SAVE)/sample.jsonl
 	@echo "A sample of what it writes ($(SAVE)/sample.jsonl):"

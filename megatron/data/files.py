@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from megatron.process import look_for_stop
+from megatron.process.run_files import to_json
 
 _BLOCK = 1 << 20  # bytes that are hashed at once
 _SETTLED = 2_000_000_000  # nanoseconds
@@ -41,7 +42,7 @@ def write_json(path: str | Path, content: Any) -> None:
     OSError with the file's name, and leaves the earlier one, where the disk is full."""
     unfinished = temporary(path)
     try:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.write_text(to_json(content, indent=1) + "\n")
         sync(unfinished)
         os.replace(unfinished, path)
     except OSError as problem:

@@ -58,7 +58,6 @@ from megatron.data.set_config import (
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.data_split import cuts_listed_paths
 from megatron.neox_arguments.values.unlearning import ascent_steps
-from megatron.process import look_for_stop
 
 THREADS = 8  # pairs hashed at once: of blends of thousands, much of the time is waiting for the disk
 
@@ -151,19 +150,6 @@ def text_samples_per_epoch(args: NeoXArgs) -> int:
     """Training samples of one pass over the data. Raises DataError for data that cannot be used."""
     plans = _plans(args, (1, 0, 0), DataState(), args.train_epochs)
     return next(plan.num_samples for plan in plans if plan.name == "train")
-
-
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy in nats of the token frequencies: the loss of the best model that sees no context."""
-    counts = np.zeros(1, dtype=np.int64)
-    for start in range(0, len(tokens), 1 << 24):
-        look_for_stop()
-        more = np.bincount(tokens[start : start + (1 << 24)])
-        long, short = (more, counts) if len(more) > len(counts) else (counts, more)
-        long[: len(short)] += short
-        counts = long
-    shares = counts[counts > 0] / max(1, len(tokens))
-    return float(-(shares * np.log(shares)).sum())
 
 
 def _plans(

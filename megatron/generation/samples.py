@@ -1,6 +1,5 @@
 """What generate.py does: prompts in, completions as JSON lines out, or a conversation at the terminal."""
 
-import json
 import logging
 import os
 import time
@@ -26,6 +25,7 @@ from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
 from megatron.mpu import ParallelGroups, init_model_parallel, mix_seed
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -50,7 +50,7 @@ class GeneratedSample:
         fields = asdict(self)
         if self.logprobs is None:
             del fields["logprobs"]
-        return json.dumps(fields) + "\n"
+        return to_json(fields) + "\n"
 
 
 def generate(args: NeoXArgs, process: Process) -> None:

@@ -23,7 +23,7 @@ from megatron.neox_arguments.values.unlearning import ascent_steps
 from megatron.process import StopRequested, stop_signals_taken
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.saving import SaveCallback
-from megatron.training.callbacks.status import gave_up_its_end, write_ending
+from megatron.training.callbacks.status import ended_as, say_ending, write_status
 from megatron.training.distillation.on_policy import Answer, on_policy_steps
 from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
@@ -87,7 +87,7 @@ def train(
     in place of storing weights or optimizer state that are not finite.
     """
     with stop_signals_taken(lambda: f"{training.watchdog.doing}; as soon as that can be left the run saves and ends"):
-        if training.iteration < training.args.train_iters or gave_up_its_end(training):
+        if training.iteration < training.args.train_iters or ended_as(training, "stopped"):
             _train(training, [*evaluations, *operations], answer, rollouts)
         else:
             _end_again(training, operations)
@@ -96,7 +96,9 @@ def train(
 def _end_again(training: Training, operations: Sequence[Callback]) -> None:
     """What is left to a run that has taken all of its steps."""
     training.logger.info(f"nothing left to do: train_iters is {training.args.train_iters}")
-    write_ending(training, "finished", None)
+    if not ended_as(training, "finished"):  # else the file keeps when that was
+        write_status(training, "finished", None)
+    say_ending(training, "finished", None)
     for callback in operations:
         callback.on_train_start(training)
     for callback in (*training.user_callbacks, *operations):

@@ -76,6 +76,7 @@ class Messages:
 
     def _line(self, seconds: float) -> bytes:
         end, looked = time.monotonic() + seconds, 0
+        look_for_stop()
         while (line_end := self._received.find(b"\n", looked)) < 0:
             looked = len(self._received)
             if looked > _LARGEST:

@@ -28,18 +28,23 @@ def write_status(training: Training, status: str, reason: str | None) -> None:
 def write_ending(training: Training, status: str, reason: str | None) -> None:
     """status.json and the last line of the log of a run that did not fail. All ranks call it together."""
     write_status(training, status, reason)
+    say_ending(training, status, reason)
+
+
+def say_ending(training: Training, status: str, reason: str | None) -> None:
+    """The last line of the log of a run that did not fail."""
     why = f": {reason}" if reason is not None else ""
     training.logger.info(f"run {status} at iteration {training.progress.iteration}{why}")
 
 
-def gave_up_its_end(training: Training) -> bool:
-    """Whether an earlier start took all steps of this run and then ended for a stop signal, without all that
-    comes after the last one. All ranks call it together."""
+def ended_as(training: Training, status: str) -> bool:
+    """Whether an earlier start took all steps of this run and noted this end: finished; or stopped, for a
+    signal, without all that comes after the last step. All ranks call it together."""
 
     def read() -> bool:
         known = read_status(Path(training.args.save_dir or ""), Problems()) if training.args.save_dir else {}
         ended = (known.get("status"), known.get("iteration"), known.get("run_id"))
-        return ended == ("stopped", training.args.train_iters, training.checkpointer.run_id)
+        return ended == (status, training.args.train_iters, training.checkpointer.run_id)
 
     return on_rank_zero(training.groups, read)
 

@@ -7,6 +7,7 @@ Files and formats belong to `megatron.checkpointing`; here ranks agree, and the 
 import io
 import json
 import logging
+import math
 import platform
 import shutil
 import time
@@ -280,6 +281,7 @@ class CheckpointWriter:
                 raise
 
     def _manifest(self, progress: TrainingProgress) -> Manifest:
+        loss = math.nan if progress.validation_loss is None else progress.validation_loss
         return Manifest(
             run_id=self.run_id,
             iteration=progress.iteration,
@@ -295,7 +297,7 @@ class CheckpointWriter:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
             optimizer=not self.args.no_save_optim,
-            validation_loss=progress.validation_loss,
+            validation_loss=None if not math.isfinite(loss) else loss,
             engine=self.engine.name,
             base=self.base,
         )
