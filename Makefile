@@ -95,6 +95,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) tools/docs/package_map.py --check
 	$(RUN) tools/docs/pipeline_reference.py --check
 	$(RUN) tools/docs/family_table.py --check
+	$(RUN) tools/docs/other_stacks.py --check
 	$(RUN) tools/docs/gpu_results.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
@@ -107,6 +108,7 @@ docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/package_map.py
 	$(RUN) tools/docs/pipeline_reference.py
 	$(RUN) tools/docs/family_table.py
+	$(RUN) tools/docs/other_stacks.py
 	$(RUN) tools/docs/gpu_results.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay
