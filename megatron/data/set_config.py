@@ -18,7 +18,8 @@ from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.values.losses import sample_kind, writes_pairs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 SET_NAMES = ("train", "valid", "test")
 UNLEARNING_KEYS = {
     "forget": ("ga_dataset", "ga_label_dataset"),
