@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.training.checkpoint.writer import is_hf_due
+from megatron.training.checkpoint.pieces import is_hf_due
 from megatron.training.run import Training
 
 

@@ -4,7 +4,6 @@ visible.
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
 
-import io
 import json
 import logging
 import math
@@ -12,10 +11,11 @@ import platform
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,7 @@ from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
 from megatron.training.checkpoint.lock import lock_folder
+from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
 from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.same_run import data_record
 from megatron.training.checkpoint.source import CheckpointSource
@@ -215,16 +216,10 @@ class CheckpointWriter:
     ) -> None:
         """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's format.
         look: called before each layer; what it raises ends it, without a trace."""
-
-        def each(layers: Iterable[int], count: int) -> Iterator[int]:
-            for layer in layers:
-                look()
-                yield layer
-
         if self.args.lora is not None:
             export_peft(open_adapter(path), folder, notes=notes)
         else:
-            export_hf(path, self.args, folder, check=False, notes=notes, each=each)
+            export_hf(path, self.args, folder, check=False, notes=notes, each=partial(layers_unless, look))
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
@@ -240,7 +235,7 @@ class CheckpointWriter:
             shutil.rmtree(above)
 
         with self._no_half_checkpoint(above):
-            on_rank_zero(self.groups, lambda: _empty_folder(above, temporary))
+            on_rank_zero(self.groups, lambda: empty_folder(above, temporary))
             records = run_on_all_ranks(self.groups, lambda: self._write(temporary, self._model_states()))
             on_rank_zero(self.groups, lambda: finish(records))
 
@@ -398,7 +393,7 @@ class CheckpointWriter:
             extra[LOGITS] = fixed_logits(engine)
         if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
-            yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
+            yield model_file(self.model_rank), state if _by_parameter(args) else serialised(state)
         if not args.no_save_optim and _by_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
@@ -409,7 +404,7 @@ class CheckpointWriter:
                 yield optimizer_file(layer, tensor_rank), states
         elif not args.no_save_optim and (layout_state := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-            yield name, _serialised(layout_state)
+            yield name, serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""
 
@@ -496,26 +491,7 @@ class CheckpointWriter:
         }
 
 
-def _empty_folder(above: Path, folder: Path) -> None:
-    shutil.rmtree(above, ignore_errors=True)  # of an interrupted save
-    folder.mkdir(parents=True)
-
-
-def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
-    """Whether HuggingFace's format is written after this iteration."""
-    if args.save_hf is None:
-        return False
-    return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
-
-
 def _by_parameter(args: NeoXArgs) -> bool:
     """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised
     numbers."""
     return not args.use_bnb_optimizer
-
-
-def _serialised(state: Any) -> bytes:
-    """A copy of tensors that the next step changes in place."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
