@@ -40,7 +40,7 @@ $(VENV)/installed: constraints.txt pyproject.toml setup.py
 train: $(ENV)  ## train a small model on real English, plot its loss, let it write; again: goes on or says it is finished
 	$(RUN) tools/quickstart_data.py
 	$(RUN) deepy.py train.py $(CONFIG)
-	$(RUN) tools/plot_metrics.py $(SAVE)/logs/metrics.jsonl --stats data/quickstart/stats.json
+	$(RUN) tools/plot_metrics.py $(SAVE)/logs/metrics.jsonl
 	@test $(SAVE)/sample.jsonl -nt $(SAVE)/latest || \
 		$(RUN) deepy.py generate.py $(CONFIG) configs/text_generation.yml -o $(SAVE)/sample.jsonl
 	@echo "A sample of what it writes ($(SAVE)/sample.jsonl):"
@@ -96,6 +96,7 @@ lint: $(ENV)  ## ruff, mypy, and whether the generated documentation is up to da
 	$(RUN) tools/docs/package_map.py --check
 	$(RUN) tools/docs/pipeline_reference.py --check
 	$(RUN) tools/docs/family_table.py --check
+	$(RUN) tools/docs/other_stacks.py --check
 	$(RUN) tools/docs/gpu_results.py --check
 
 bench: $(ENV)  ## speed of a training step beside bare torch and transformers, and of the quickstart model in layouts
@@ -109,6 +110,7 @@ docs: $(ENV)  ## write the generated documentation again
 	$(RUN) tools/docs/package_map.py
 	$(RUN) tools/docs/pipeline_reference.py
 	$(RUN) tools/docs/family_table.py
+	$(RUN) tools/docs/other_stacks.py
 	$(RUN) tools/docs/gpu_results.py
 
 clean:  ## remove .venv and the caches; data, checkpoints and logs stay

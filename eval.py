@@ -9,7 +9,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, end_process, outlive_readers, run_command, show_stacks_on_signal
+from megatron.process import (
+    StopRequested,
+    begin_process,
+    end_process,
+    outlive_readers,
+    run_command,
+    show_stacks_on_signal,
+)
+
+_ADVICE = "with eval_cache the same command goes on"
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -37,6 +46,9 @@ def main(
     except UserError as problem:
         sys.stderr.write(problem.error_lines("eval.py"))
         return 1
+    except StopRequested as stop:
+        sys.stderr.write(f"eval.py: ended by {stop}; {_ADVICE}\n")
+        return 128 + stop.number
 
 
 def hf_model_keys(name: str) -> Mapping[str, object]:
@@ -64,5 +76,5 @@ def track(args: "NeoXArgs", metrics: Mapping[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    begin_process("eval.py", "with eval_cache the same command goes on")
+    begin_process("eval.py", _ADVICE, promise="the evaluation ends after the requests that it scores now")
     run_command(lambda: end_process(main()))

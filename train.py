@@ -7,7 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megatron.process import begin_process, end_process, outlive_readers, run_command, show_stacks_on_signal
+from megatron.process import (
+    StopRequested,
+    begin_process,
+    end_process,
+    outlive_readers,
+    run_command,
+    show_stacks_on_signal,
+)
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import MutableNeoXArgs, NeoXArgs
@@ -92,9 +99,15 @@ def main(
     except UserError as problem:
         sys.stderr.write(problem.error_lines("train.py"))
         return 1
+    except StopRequested as stop:
+        from megatron.training.callbacks.status import write_stopped_start
+
+        write_stopped_start(args, process.rank, str(stop))
+        if process.rank == 0:
+            print(f"run stopped before its first step: {stop}")
     return 0
 
 
 if __name__ == "__main__":
-    begin_process("train.py")
+    begin_process("train.py", promise="as soon as what is under way can be left the run ends")
     run_command(lambda: end_process(main()))

@@ -10,27 +10,24 @@ from megatron.operations.loss_plot import plot, summary  # noqa: E402
 from megatron.process import run_command  # noqa: E402
 from megatron.process.command_parser import CommandParser  # noqa: E402
 from megatron.process.metrics_file import read_metrics  # noqa: E402
-from megatron.process.run_files import Problems, Unfit, number, read_object, whole  # noqa: E402
+from megatron.process.run_files import Problems  # noqa: E402
 
 
 def main() -> int:
     parser = CommandParser(description=__doc__)
     parser.add_argument("metrics", type=Path, help="metrics.jsonl of a run, in its log_dir")
     parser.add_argument("--output", type=Path, help="picture to write (loss.png beside the metrics)")
-    parser.add_argument("--stats", type=Path, help="stats.json of tools/quickstart_data.py, for the unigram entropy")
     options = parser.parse_args()
     try:
         rows = list(read_metrics(options.metrics, problems := Problems()))
-        key = "validation_unigram_entropy"
-        entropy = whole({key: number})(read_object(options.stats))[key] if options.stats else None
-    except (OSError, ValueError, Unfit) as problem:
+    except OSError as problem:
         sys.stderr.write(f"plot_metrics.py: {problem}\n")
         return 1
     for line in problems.lines():
         sys.stderr.write(f"plot_metrics.py: warning: {line}\n")
     output = options.output or options.metrics.with_name("loss.png")
-    plot(rows, entropy, output)
-    print(f"{summary(rows, entropy)}; plot: {output}")
+    plot(rows, output)
+    print(f"{summary(rows)}; plot: {output}")
     return 0
 
 

@@ -20,7 +20,6 @@ from megatron.data.npy_dataset import write_npy
 from megatron.data.open_dataset import open_dataset
 from megatron.data.run_datasets import Datasets, SampleSet
 from megatron.data.set_config import rows_per_sample, split_boundaries, trains_preferences
-from megatron.data.text_sets import unigram_entropy
 
 if TYPE_CHECKING:
     from megatron.data.batch import Batch, Role
@@ -58,7 +57,6 @@ __all__ = [
     "step_length",
     "train_loader",
     "trains_preferences",
-    "unigram_entropy",
     "with_sequences",
     "write_npy",
 ]

@@ -17,6 +17,7 @@ from megatron.data.errors import DataError
 from megatron.data.index_cache import CacheKey
 from megatron.data.packed_dataset import PackedDataset, TokenSample
 from megatron.data.preferences.preference_dataset import PreferenceDataset
+from megatron.process import look_for_stop
 
 LANES = 1024
 LANE_LENGTH = 4096
@@ -174,6 +175,7 @@ def build_blend(
     sample_index = np.empty(num_samples, np.uint32 if num_samples <= UINT32_MAX else np.int64)
     drawn = np.zeros(len(shares), np.int64)
     for first in range(0, num_samples, lanes * lane_length):
+        look_for_stop()
         block = slice(first, min(num_samples, first + lanes * lane_length))
         count = block.stop - first
         chosen, number = _block(

@@ -10,12 +10,13 @@ from megatron.data.packed_dataset import PackedDataset
 from megatron.data.preferences.preference_sets import build_preference_sets, preference_samples_per_epoch
 from megatron.data.run_datasets import Datasets
 from megatron.data.sequences import SequenceDataset
-from megatron.data.set_config import masked_token_ids, trains_preferences
+from megatron.data.set_config import masked_token_ids, names_missing_data, trains_preferences
 from megatron.data.text_sets import build_text_sets, text_samples_per_epoch
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 
 
+@names_missing_data
 def build_datasets(
     args: NeoXArgs,
     *,
@@ -54,6 +55,7 @@ def with_sequences(args: NeoXArgs, datasets: Datasets, eod: int | None) -> Datas
     return replace(datasets, forget=forget)
 
 
+@names_missing_data
 def epoch_iterations(args: NeoXArgs, train_batch_size: int, data_state: DataState | None = None) -> int:
     """Optimizer steps of `train_epochs` passes over the training data; last samples that fill no batch are
     left out.

@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from megatron.process import look_for_stop
+from megatron.process.run_files import to_json
+
+_BLOCK = 1 << 20  # bytes that are hashed at once
 _SETTLED = 2_000_000_000  # nanoseconds
 
 
@@ -38,7 +42,7 @@ def write_json(path: str | Path, content: Any) -> None:
     OSError with the file's name, and leaves the earlier one, where the disk is full."""
     unfinished = temporary(path)
     try:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n")
+        unfinished.write_text(to_json(content, indent=1) + "\n")
         sync(unfinished)
         os.replace(unfinished, path)
     except OSError as problem:
@@ -48,9 +52,13 @@ def write_json(path: str | Path, content: Any) -> None:
 
 
 def sha256(path: str | Path) -> str:
-    """Hex SHA-256 of a file's content."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """Hex SHA-256 of a file's content. Raises StopRequested where a stop signal comes first."""
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            look_for_stop()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def cached_sha256(path: str | Path, folder: Path) -> str:

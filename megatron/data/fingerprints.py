@@ -18,6 +18,7 @@ from megatron.data.set_config import (
     companion_paths,
     data_prefixes,
     masked_token_ids,
+    names_missing_data,
     storage,
 )
 from megatron.neox_arguments import NeoXArgs
@@ -62,6 +63,7 @@ def _fingerprint(indexed: IndexedDataset) -> dict[str, str | int]:
     return {"idx_sha256": indexed.index_sha256, "bin_bytes": total, "bin_blocks_sha256": digest.hexdigest()}
 
 
+@names_missing_data
 def data_fingerprint(args: NeoXArgs) -> dict[str, dict[str, Any]]:
     """Set name -> `fingerprint` of its files; independent of where the files lie. The members of a blend are
     `train_0`, `train_1`, ..., each with its normalised weight."""

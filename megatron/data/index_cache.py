@@ -25,6 +25,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.files import map_file, sync, temporary
+from megatron.process import look_for_stop
 
 SHARED_FILE_SYSTEM_DELAY = 60.0  # seconds a file written on another node may take to be seen on this one
 THREADS = 8  # of making and checking maps: some of the time is waiting for the disk, most of a check holds no lock
@@ -73,7 +74,7 @@ def ensure_cached(cache_dir: Path, builders: MapBuilders) -> None:
 
     The arrays of a key are the fields of what its builder returns. A missing file is written under a
     temporary name, then renamed; what other processes have mapped stays what it was.
-    Raises DataError where it cannot be written.
+    Raises DataError where it cannot be written, StopRequested where a stop signal comes first.
     """
     path = _path(cache_dir, builders)
     if path.is_file():
@@ -146,7 +147,12 @@ def _made(builders: list[Callable[[], Any]]) -> Iterator[Any]:
     memory."""
     with ThreadPoolExecutor(THREADS) as pool:
         for start in range(0, len(builders), THREADS):
-            yield from pool.map(lambda make: make(), builders[start : start + THREADS])
+            yield from pool.map(_unless_stopped, builders[start : start + THREADS])
+
+
+def _unless_stopped(make: Callable[[], Any]) -> Any:
+    look_for_stop()
+    return make()
 
 
 def _damage(path: Path, keys: Collection[CacheKey]) -> str | None:
@@ -175,4 +181,6 @@ def _open(path: Path, keys: Collection[CacheKey]) -> CachedMaps:
 def _checksums(content: np.ndarray) -> list[int]:
     with ThreadPoolExecutor(THREADS) as pool:
         blocks = range(0, len(content), BLOCK)
-        return list(pool.map(lambda start: zlib.crc32(content[start : start + BLOCK].data), blocks))
+        return list(
+            pool.map(lambda start: _unless_stopped(lambda: zlib.crc32(content[start : start + BLOCK].data)), blocks)
+        )

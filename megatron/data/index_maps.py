@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron.data.index_cache import CacheKey
+from megatron.process import look_for_stop
 
 INT32_MAX = np.iinfo(np.int32).max
 UINT32_MAX = np.iinfo(np.uint32).max
@@ -189,6 +190,7 @@ def _sample_idx(sizes: np.ndarray, doc_idx: np.ndarray, tokens: int, seq_length:
     sample_idx = np.empty((samples + 1, 2), dtype)
     before = 0
     for start in range(0, len(doc_idx), CHUNK):
+        look_for_stop()
         lengths = sizes[doc_idx[start : start + CHUNK]]
         ends = before + np.cumsum(lengths, dtype=np.int64)
         # Window i begins at token i * seq_length of the joined documents: in the first one that ends after it

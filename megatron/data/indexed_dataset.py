@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from megatron.data.errors import DataError
+from megatron.data.errors import DataError, MissingDataError
 from megatron.data.files import map_file, sha256, sync, temporary
 from megatron.neox_arguments.errors import lfs_pointer_error
 
@@ -65,10 +65,12 @@ class IndexedDataset:
         self.data_files: tuple[Path, ...] = (self.data_file,)
         for file in (self.index_file, self.data_file):
             if not file.is_file():
-                raise DataError(
+                missing = MissingDataError(
                     f"{file}: no such file. Data paths are written without .bin/.idx; "
                     "tools/datasets/preprocess_data.py makes the pair from text"
                 )
+                missing.prefix = self.prefix
+                raise missing
         self._read_index()
         if known_sha256 is None:
             self._check_layout()

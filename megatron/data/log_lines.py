@@ -5,12 +5,13 @@ import numpy as np
 from megatron.data.labels import unlisted_labels
 from megatron.data.open_dataset import open_dataset
 from megatron.data.packing import packing_from_args
-from megatron.data.set_config import UNLEARNING_KEYS, companion_paths, data_prefixes, storage
+from megatron.data.set_config import UNLEARNING_KEYS, companion_paths, data_prefixes, names_missing_data, storage
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import sample_kind
 from megatron.neox_arguments.values.unlearning import ascent_steps, is_ascent
 
 
+@names_missing_data
 def data_log_lines(args: NeoXArgs) -> list[str]:
     """Lines on labels that lie beside a set but are not listed, and on documents that are cut or left out.
 

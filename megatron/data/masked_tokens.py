@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron.data.indexed_dataset import IndexedDataset
+from megatron.process import look_for_stop
 
 BLOCK = 1 << 20  # tokens looked at in one go
 BLOCKS = 64  # of a set that is larger, so many are looked at
@@ -49,6 +50,7 @@ def _counts(
         chosen = np.unique(np.linspace(0, len(starts) - 1, BLOCKS).astype(np.int64))
         starts, ends = starts[chosen], ends[chosen]
     for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        look_for_stop()
         block = target.span(start, end)
         block = block if whole else block[:BLOCK]  # a document may be longer
         trained += int(np.count_nonzero(block >= 0))

@@ -14,6 +14,9 @@ from megatron.data.index_maps import UINT32_MAX, IndexMaps, Packing, build_packe
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.labels import has_label
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
+
+_LOOKS = 1 << 14  # documents, after which it looks for a stop signal
 
 
 def packing_from_args(args: NeoXArgs) -> Packing:
@@ -104,6 +107,7 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
         (waiting[room].appendleft if front else waiting[room].append)(chunk)
 
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
+        look_for_stop()
         while count:
             place = bisect_left(rooms, length)
             if place < len(rooms):
@@ -199,6 +203,8 @@ def _neox(
         for document in _endless(np.arange(documents), random if overflow else None):
             if not keep[document]:
                 continue
+            if len(doc_idx) % _LOOKS == 0:
+                look_for_stop()
             length += int(lengths[document])
             if not starts or not overflow or length > room or len(starts) in ends:
                 starts.append(len(doc_idx))

@@ -2,19 +2,24 @@
 lie."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from megatron.data.blending import weights_by_documents
-from megatron.data.errors import DataError
+from megatron.data.errors import DataError, MissingDataError
 from megatron.data.index_maps import DataState
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.keys.declaration import keys_of
 from megatron.neox_arguments.values.losses import sample_kind, writes_pairs
 from megatron.neox_arguments.values.remote_paths import is_remote
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SET_NAMES = ("train", "valid", "test")
 UNLEARNING_KEYS = {
     "forget": ("ga_dataset", "ga_label_dataset"),
@@ -117,6 +122,27 @@ def unlearning_path(args: NeoXArgs, name: str) -> str | None:
     if name == "forget":
         return args.ga_dataset
     return args.gd_retain_dataset if args.gd_mode else None
+
+
+def names_missing_data(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of the configuration that opens its sets; what it says of a file that is not there begins
+    with the key that names it, and where that was set."""
+
+    @wraps(function)
+    def named(*given: P.args, **options: P.kwargs) -> T:
+        try:
+            return function(*given, **options)
+        except MissingDataError as problem:
+            args: Any = given[0]
+            keys = [name for name in keys_of(type(args)) if name.endswith(("data_path", "data_paths"))]
+            for key in (*keys, *(key for names in UNLEARNING_KEYS.values() for key in names)):
+                value = getattr(args, key) or ()
+                if problem.prefix in ((value,) if isinstance(value, str) else value):
+                    more = f"; without validation: --set {key}=null eval_iters=0" if key == "valid_data_paths" else ""
+                    raise DataError(f"{args.origin(key)}: {key}: {problem}{more}") from problem
+            raise
+
+    return named
 
 
 def storage(args: NeoXArgs, name: str) -> str:

@@ -152,18 +152,6 @@ def text_samples_per_epoch(args: NeoXArgs) -> int:
     return next(plan.num_samples for plan in plans if plan.name == "train")
 
 
-def unigram_entropy(tokens: np.ndarray) -> float:
-    """Entropy in nats of the token frequencies: the loss of the best model that sees no context."""
-    counts = np.zeros(1, dtype=np.int64)
-    for start in range(0, len(tokens), 1 << 24):
-        more = np.bincount(tokens[start : start + (1 << 24)])
-        long, short = (more, counts) if len(more) > len(counts) else (counts, more)
-        long[: len(short)] += short
-        counts = long
-    shares = counts[counts > 0] / max(1, len(tokens))
-    return float(-(shares * np.log(shares)).sum())
-
-
 def _plans(
     args: NeoXArgs, wanted: tuple[int, int, int], data_state: DataState, epochs: int | None = None
 ) -> list[_TextPlan]:

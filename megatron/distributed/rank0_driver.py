@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from megatron.distributed.process_group import World, run_on_each_rank
+from megatron.process import look_for_stop
 
 T = TypeVar("T")
 IDLE_S = 5.0  # ranks that wait in a collective hear from rank 0 this often
@@ -37,8 +38,9 @@ def run_rank0_driver(
     together.
 
     operations: what `call("name", ...)` runs in the main thread of every rank, with rank 0's arguments
-    (picklable). No collective waits for the work itself: rank 0 says every few seconds that nothing is to be
-    done yet. on_beat: called on every rank at each message from rank 0. What the work raises is raised on
+    (picklable); once a stop signal has come to a rank, StopRequested is raised where the work calls one. No
+    collective waits for the work itself: rank 0 says every few seconds that nothing is to be done yet.
+    on_beat: called on every rank at each message from rank 0. What the work raises is raised on
     every rank.
     """
     if world.world_size == 1:
@@ -104,9 +106,15 @@ class _DriverThread:
 
 def _run(world: World, work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
-        return run_on_each_rank(world, work), None
+        return run_on_each_rank(world, partial(_unless_stopped, work)), None
     except Exception as problem:  # rank 0's thread decides what it means
         return None, problem
+
+
+def _unless_stopped(work: Callable[[], T]) -> T:
+    result = work()
+    look_for_stop()  # of this rank, which rank 0's thread may not have heard of
+    return result
 
 
 def _portable(problem: Exception) -> Exception:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import StopRequested
 
 SAY_EVERY_S = 60.0
 STDERR = 2
@@ -59,11 +60,14 @@ class Watchdog:
     @contextmanager
     def phase(self, doing: str) -> Iterator[None]:
         """A block between steps that may take long, as saving or validation; `doing` is what is said of
-        it."""
+        it. Where a stop signal ends it that is said."""
         before = self.doing
         self.now(doing)
         try:
             yield
+        except StopRequested as stop:
+            self._logger.info(f"{doing}: given up, {stop} ends the run")
+            raise
         finally:
             self._enter(before, self._limit)
 

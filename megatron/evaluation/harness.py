@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.distributed.rank0_driver import RunOperation, run_rank0_driver
-from megatron.evaluation.model_operations import EvaluationCancelled, ModelOperations
+from megatron.evaluation.model_operations import ModelOperations
 from megatron.evaluation.progress import WHAT, EvaluationProgress
 from megatron.evaluation.quiet import quiet
 from megatron.model import Model
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import StopRequested, look_for_stop
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -93,15 +94,14 @@ def evaluate(
     *,
     identity: str | None = None,
     bootstrap: int = 0,
-    should_cancel: Callable[[], bool] = lambda: False,
     on_beat: Callable[[], None] = lambda: None,
 ) -> EvaluationResults | None:
     """Run the tasks that rank 0 loaded; the results there, None elsewhere. All ranks call it together.
 
     identity: of the weights, for `eval_cache`. bootstrap: resamples for the standard errors that need them;
-    0: no standard errors at all. should_cancel: asked on rank 0 before each part of the requests; once it is
-    true there is no result. Raises ConfigError, on all ranks, for the first task that fails with
-    `eval_failures: stop`.
+    0: no standard errors at all. Raises, on all ranks, StopRequested between tasks and parts of their
+    requests once a stop signal has come, and ConfigError for the first task that fails with `eval_failures:
+    stop`.
     """
 
     def work(call: RunOperation) -> EvaluationResults:
@@ -109,12 +109,9 @@ def evaluate(
         _seed()
         logger.info(f"{WHAT} on {len(loaded_tasks.tasks)} tasks: {', '.join(loaded_tasks.tasks)}")
         with EvaluationProgress(logger) as progress, quiet():
-            return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap, should_cancel)
+            return _run(model, loaded_tasks, call, logger, progress, identity, bootstrap)
 
-    try:
-        return run_rank0_driver(model.groups, work, ModelOperations(model).by_name(), on_beat=on_beat)
-    except EvaluationCancelled:
-        return None
+    return run_rank0_driver(model.groups, work, ModelOperations(model).by_name(), on_beat=on_beat)
 
 
 def _run(
@@ -125,7 +122,6 @@ def _run(
     progress: EvaluationProgress,
     identity: str | None,
     bootstrap: int,
-    should_cancel: Callable[[], bool],
 ) -> EvaluationResults:
     from megatron.evaluation.language_model import NeoXLM
 
@@ -133,12 +129,13 @@ def _run(
     evaluation = EvaluationResults(failures=dict(loaded_tasks.failures))
     for name, why in evaluation.failures.items():
         _report(args, logger, name, why)
-    language_model = NeoXLM(model, call, progress, loaded_tasks.template, should_cancel)
+    language_model = NeoXLM(model, call, progress, loaded_tasks.template)
     with _cached(language_model, args, identity) as cached_model:
         for name, tasks in loaded_tasks.tasks.items():
+            look_for_stop()  # its requests are made at once
             try:
                 evaluation.add(run_task(cached_model, tasks, loaded_tasks, args, bootstrap))
-            except EvaluationCancelled:
+            except StopRequested:
                 raise
             except Exception as problem:  # of a task, which others wrote, or of the model on its requests
                 evaluation.failures[name] = f"{type(problem).__name__}: {' '.join(str(problem).split())}"

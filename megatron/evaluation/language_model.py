@@ -2,7 +2,7 @@
 backend."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,6 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.distributed.rank0_driver import RunOperation
-from megatron.evaluation.model_operations import EvaluationCancelled
 from megatron.evaluation.progress import EvaluationProgress
 from megatron.generation.batching.requests import Request, RequestError
 from megatron.generation.prompts.chat import ChatTemplate
@@ -21,6 +20,7 @@ from megatron.generation.sampling import SamplingParams
 from megatron.model import Model
 from megatron.mpu import mix_seed
 from megatron.neox_arguments import ConfigError
+from megatron.process import look_for_stop
 
 MAXIMUM_TOKENS = 256  # of an answer, where a task does not say
 _FIRST_PART, _SECONDS_A_PART = 64, 10.0  # requests handed to the ranks at once, and how long they should take
@@ -48,10 +48,8 @@ class NeoXLM(TemplateLM):
         call: RunOperation,
         progress: EvaluationProgress,
         template: ChatTemplate | None = None,
-        should_cancel: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__()
-        self.should_cancel = should_cancel  # asked before each part
         self.model, self.call, self.progress, self.template = model, call, progress, template
         self.counts = Counts()
         self._tokenizer = model.tokenizer
@@ -223,8 +221,7 @@ class NeoXLM(TemplateLM):
             while start < len(groups) and len(part) < size:
                 part += groups[start]
                 start += 1
-            if self.should_cancel():
-                raise EvaluationCancelled("the evaluation was given up")
+            look_for_stop()
             begun = time.perf_counter()
             yield part
             self.progress.update(len(part))

@@ -11,10 +11,6 @@ from megatron.generation.scoring.logprobs import ContinuationScore, score
 from megatron.model import Model
 
 
-class EvaluationCancelled(Exception):
-    """The evaluation was cancelled: nobody waits for the rest of it."""
-
-
 class ModelOperations:
     """The operations on a model that rank 0's lm-eval thread calls on all ranks. How much fits a forward is
     found out once."""

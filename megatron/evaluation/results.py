@@ -1,13 +1,13 @@
 """The results of an evaluation as files and as a table."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 from megatron.data.files import sync, temporary
 from megatron.evaluation.harness import EvaluationResults
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.run_files import to_json
 
 TIME = "%m-%d-%Y-%H-%M-%S"  # GPT-NeoX's
 
@@ -64,12 +64,12 @@ def write(args: NeoXArgs, evaluation: EvaluationResults, name: str) -> Path:
     for task, rows in samples.items():
         _replace(folder / f"{prefix}eval_samples_{task.replace('/', '_')}_{name}.jsonl", "".join(map(_line, rows)))
     path = folder / f"{prefix}eval_results_{name}.json"
-    _replace(path, json.dumps(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
+    _replace(path, to_json(evaluation.results, indent=2, default=_plain, ensure_ascii=False) + "\n")
     return path
 
 
 def _line(row: Any) -> str:
-    return json.dumps(row, default=_plain, ensure_ascii=False) + "\n"
+    return to_json(row, default=_plain, ensure_ascii=False) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import disk_problem
 from megatron.neox_arguments.frozen import thaw
 from megatron.neox_arguments.values.best_metric import best_metric
+from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 
 _YAML = (".yaml", ".yml")
@@ -57,6 +58,7 @@ def load_tasks(args: NeoXArgs, tokenizer: Tokenizer, log: Callable[[str], None] 
         loaded_tasks.template = find_template(args, tokenizer)
     with find_in_hub_or_cache(log) if any(_of_hub(name, manager) for name in names) else nullcontext():
         for name in names:
+            look_for_stop()
             try:
                 loaded_tasks.tasks[name] = dict(manager.load([name]))
             except Exception as problem:  # of lm-eval, datasets, the Hub, Jinja: a task is data that others wrote

@@ -30,11 +30,11 @@ class InTraining(Callback):
         check_best_metric(self.run.args, self._catalogue)
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
-        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name); what is under way when
-        a signal ends the run is given up, so that the checkpoint is not late."""
+        """Evaluate, with metrics named `eval_tasks/<task>_<metric>` (the fork's name). Raises StopRequested:
+        what is under way when a signal ends the run is given up, so that the checkpoint is not late."""
         begun = time.time()
         with run.watchdog.phase("evaluating"), run.inference() as model:
-            results = evaluate(model, self._catalogue, run.logger, should_cancel=run.stopping, on_beat=self._beat)
+            results = evaluate(model, self._catalogue, run.logger, on_beat=self._beat)
             run_rank0_driver(run.groups, lambda call: self._tell(step, model, results, begun), {}, on_beat=self._beat)
 
     def _beat(self) -> None:
@@ -43,9 +43,7 @@ class InTraining(Callback):
     def _tell(self, step: Step, model: Model, found: EvaluationResults | None, begun: float) -> None:
         """On rank 0: metrics, a line, and the files if they are asked for."""
         args, logger = self.run.args, self.run.logger
-        if found is None:
-            logger.info(f" evaluation at iteration {step.iteration} was given up: a signal ends the run")
-            return
+        assert found is not None
         row = {f"eval_tasks/{name}": value for name, value in found.metrics().items()}
         step.row.update(row)
         shown = " | ".join(f"{name}: {value:.6g}" for name, value in row.items() if "_stderr" not in name)

@@ -8,13 +8,15 @@ from typing import Any
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.checkpointing import replace_file
-from megatron.distributed import on_rank_zero
+from megatron.distributed import on_rank_zero, run_on_all_ranks
 from megatron.generation.batching.requests import RequestError
 from megatron.generation.prompts.chat import ChatTemplate, find_template
 from megatron.generation.prompts.files import Prompt, read_key_file
 from megatron.generation.prompts.questions import Question, all_tokens, read_questions
 from megatron.generation.samples import GeneratedSample, generate_samples
+from megatron.generation.stopping import looks_for_stop
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
 
 FOLDER, COMPARISON = "demo_outputs", "comparison.md"
 
@@ -59,11 +61,13 @@ class Demos(Callback):
 
     def on_validation_end(self, run: TrainingRun, step: Step) -> None:
         """Answer, as the keys of text generation say, and write: before the first step, which a run that goes
-        on has behind it, and after the last."""
+        on has behind it, and after the last. Raises StopRequested where a stop signal comes first."""
         if step.iteration not in (0, run.args.train_iters):
             return
         with run.watchdog.phase("answering demo_prompts"), run.inference() as model:
-            samples = generate_samples(model, self.prompts, run.logger, (*model.stop_token_ids, *self.stop_token_ids))
+            run_on_all_ranks(run.groups, look_for_stop)
+            ends = (*model.stop_token_ids, *self.stop_token_ids)
+            samples = generate_samples(model, self.prompts, run.logger, ends, looks_for_stop(run, model))
         on_rank_zero(run.groups, lambda: self._write(step.iteration, samples))
 
     def _write(self, iteration: int, samples: Sequence[GeneratedSample]) -> None:

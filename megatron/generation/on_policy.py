@@ -9,9 +9,11 @@ from megatron.callbacks import TrainingRun
 from megatron.data import Batch, collation
 from megatron.data.labels import MASKED
 from megatron.data.packed_dataset import TokenSample
-from megatron.distributed import run_on_all_ranks_of
+from megatron.distributed import run_on_all_ranks_of, run_on_each_rank
+from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.sampling import SamplingParams
+from megatron.generation.stopping import looks_for_stop
 from megatron.model import Model
 from megatron.mpu import mix_seed
 
@@ -37,10 +39,12 @@ class OnPolicy:
 
     def __call__(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches with answers of the model as it is now, each to its end, `max_new_tokens` or the
-        end of the row. Rows without a trained token stay as they are. All ranks call it together."""
+        end of the row. Rows without a trained token stay as they are. All ranks call it together. Raises
+        StopRequested where a stop signal comes first."""
         prompts = [prompt for batch in batches for prompt in _prompts(batch)]
         with self.run.watchdog.phase("answering prompts of the step"), self.run.inference() as model:
-            answers = iter(self._answers(model, prompts))
+            # What one data rank gives up for a stop signal all give up
+            answers = iter(run_on_each_rank(self.run.groups, lambda: self._answers(model, prompts)))
         return [self._with_answers(batch, [next(answers) for _ in _prompts(batch)]) for batch in batches]
 
     def _answers(self, model: Model, prompts: list[Prompt]) -> list[list[int]]:
@@ -52,6 +56,12 @@ class OnPolicy:
             rank = groups.rank("data")
             first, everyone = sum(map(len, shares[:rank])), [prompt for share in shares for prompt in share]
         answers: list[list[int]] = [[] for _ in everyone]
+        look_for_stop = looks_for_stop(self.run, model)
+
+        def take(event: Event) -> None:
+            answers[event.id].extend(event.tokens)
+            look_for_stop(event)
+
         if everyone:
             complete(
                 model,
@@ -60,7 +70,7 @@ class OnPolicy:
                 maximum_tokens=[min(self.most, self.width - len(tokens)) for tokens, _ in everyone],
                 seeds=[seed for _, seed in everyone],
                 stop_token_ids=tuple({*model.stop_token_ids, self.run.tokenizer.eos}),
-                on_event=lambda event: answers[event.id].extend(event.tokens),
+                on_event=take,
             )
         return answers[first : first + len(prompts)]
 

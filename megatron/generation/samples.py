@@ -1,10 +1,9 @@
 """What generate.py does: prompts in, completions as JSON lines out, or a conversation at the terminal."""
 
-import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from megatron.generation.scoring.precompute import precompute
 from megatron.generation.scoring.score_file import write_scores
 from megatron.mpu import ParallelGroups, init_model_parallel, mix_seed
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
@@ -50,7 +50,7 @@ class GeneratedSample:
         fields = asdict(self)
         if self.logprobs is None:
             del fields["logprobs"]
-        return json.dumps(fields) + "\n"
+        return to_json(fields) + "\n"
 
 
 def generate(args: NeoXArgs, process: Process) -> None:
@@ -140,11 +140,15 @@ def _write(args: NeoXArgs, file: Path, text: str) -> None:
 
 
 def generate_samples(
-    model: Model, prompts: Sequence[Prompt], logger: logging.Logger, stop_token_ids: tuple[int, ...] | None = None
+    model: Model,
+    prompts: Sequence[Prompt],
+    logger: logging.Logger,
+    stop_token_ids: tuple[int, ...] | None = None,
+    look_for_stop: Callable[[Event], None] = lambda event: None,
 ) -> list[GeneratedSample]:
     """A sample for every prompt, in order, the same on every rank and in every layout; data-parallel ranks
-    share the prompts out. stop_token_ids: tokens that end a text, None: the model's. All ranks call it
-    together."""
+    share the prompts out. stop_token_ids: tokens that end a text, None: the model's. look_for_stop: called
+    with every event; what it raises on one rank is raised on all. All ranks call it together."""
     args, groups = model.args, model.groups
     rank, size = (0, 1) if model.lockstep else (groups.rank("data"), groups.size("data"))
     local_prompts = [i for i, prompt in enumerate(prompts) if prompt.tokens][rank::size]
@@ -154,6 +158,10 @@ def generate_samples(
     )
 
     def run() -> dict[int, GeneratedSample]:
+        def take(event: Event) -> None:
+            progress.update(event)
+            look_for_stop(event)
+
         with _SampleProgress(len(local_prompts), args.maximum_tokens, logger, shown=groups.world_rank == 0) as progress:
             completions = complete(
                 model,
@@ -164,7 +172,7 @@ def generate_samples(
                 stop=args.stop_strings,
                 stop_token_ids=stop_token_ids,
                 logprobs=args.return_logprobs,
-                on_event=progress.update,
+                on_event=take,
             )
         samples: dict[int, GeneratedSample] = {}
         for i, completion in zip(local_prompts, completions, strict=True):

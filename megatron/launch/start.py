@@ -158,7 +158,9 @@ def _watch(
             if supervisor is not None:
                 supervisor.beat()
             while passed_on < len(received):
+                name = signal.Signals(received[passed_on]).name
                 passed_on += 1
+                say(f"deepy.py: {name}: " + ("all ranks end" if passed_on > 1 else "passed on to the ranks"))
                 if passed_on > 1:
                     process.terminate()
                 elif supervisor is not None:

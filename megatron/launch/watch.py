@@ -164,6 +164,7 @@ def _watch(ranks: list[Rank], received: list[int], screen: _Screen, peers: PeerL
             if peers is not None:
                 received += peers.signals()
             while passed_on < len(received) and not _too_early(ranks, received[passed_on], began):
+                say(f"deepy.py: {_signal_name(received[passed_on])}: passed on to {len(ranks)} ranks")
                 for rank in ranks:
                     rank.signal(received[passed_on])
                 passed_on += 1

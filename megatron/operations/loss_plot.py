@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+_ENTROPY = "validation/unigram_entropy"
 # Beside the loss, where a run has them: colour, and what they are
 OTHERS = {
     "train/ga_actual_loss": ("tab:red", "loss to forget"),
@@ -22,8 +23,13 @@ def read_curve(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list
     return [row["consumed_tokens"] for row in chosen], [row[name] for row in chosen]
 
 
-def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
-    """Write the picture: losses in nats a token, and the unigram entropy as a line."""
+def unigram_entropy(rows: list[dict[str, Any]]) -> float | None:
+    """Of the tokens that the last validation was on, in nats; None where no row has it."""
+    return next((row[_ENTROPY] for row in reversed(rows) if _ENTROPY in row), None)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write the picture: losses in nats a token, and the unigram entropy of the validated ones as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -35,6 +41,7 @@ def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
     for name, (color, label) in OTHERS.items():
         if any(name in row for row in rows):
             axes.plot(*read_curve(rows, name), color=color, marker=".", linewidth=1, label=label)
+    entropy = unigram_entropy(rows)
     if entropy is not None:
         axes.axhline(entropy, color="grey", linestyle="--", linewidth=1, label="unigram entropy (validation)")
     axes.set_xlabel("tokens seen")
@@ -45,12 +52,13 @@ def plot(rows: list[dict[str, Any]], entropy: float | None, path: Path) -> None:
     pyplot.close(figure)
 
 
-def summary(rows: list[dict[str, Any]], entropy: float | None) -> str:
+def summary(rows: list[dict[str, Any]]) -> str:
     """One sentence: losses before and after, validation beside what knowing only token frequencies gives."""
     tokens, losses = read_curve(rows, "validation/lm_loss")
     text = "no validation loss in these metrics"
     if losses:
         text = f"validation loss {losses[0]:.3f} -> {losses[-1]:.3f} nats per token after {tokens[-1]:,.0f} tokens"
+    entropy = unigram_entropy(rows)
     if losses and entropy is not None:
         text = f"{text} (unigram entropy {entropy:.3f})"
     for name, (_, label) in OTHERS.items():

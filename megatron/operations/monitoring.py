@@ -1,7 +1,6 @@
 """The numbers of a running training for a monitoring system: `/metrics` in Prometheus' text format and
 `/status` as JSON, answered by rank 0 at `metrics_host:metrics_port`."""
 
-import json
 import math
 import re
 import sys
@@ -16,6 +15,7 @@ from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.optional_packages import import_optional
 from megatron.operations.run_folder import RunFolder
 from megatron.process.metrics_file import POSITION
+from megatron.process.run_files import to_json
 
 Answer = tuple[int, str, bytes]
 """HTTP code, content type, body."""
@@ -103,7 +103,7 @@ class Monitoring(Callback):
         return 200, self._prometheus.CONTENT_TYPE_LATEST, self._prometheus.generate_latest(self)
 
     def _status_page(self) -> Answer:
-        return 200, "application/json", (json.dumps(self.status(), indent=1) + "\n").encode()
+        return 200, "application/json", (to_json(self.status(), indent=1) + "\n").encode()
 
 
 def gauge_name(name: str) -> str:

@@ -1,8 +1,9 @@
 """What every process of a run does first, and how it writes what is only read by people.
 
 `begin_process` comes before anything slow is imported, `end_process` last; `show_stacks_on_signal` lets a
-launcher ask a rank where it is. `run_command` around a command ends it when nobody reads what it writes; a
-run goes on (`outlive_readers`). `LogFile` and `say` never raise: a log that cannot be written ends no run.
+launcher ask a rank where it is; `look_for_stop` is called between the batches of whatever takes long.
+`run_command` around a command ends it when nobody reads what it writes; a run goes on (`outlive_readers`).
+`LogFile` and `say` never raise: a log that cannot be written ends no run.
 This package imports nothing but a few modules that Python itself has loaded.
 """
 
@@ -16,16 +17,22 @@ from megatron.process.early_signals import (
     take_early_signals,
 )
 from megatron.process.logfile import LogFile, say
+from megatron.process.stop_signals import StopRequested, look_for_stop, stop_reason, stop_signal, stop_signals_taken
 
 __all__ = [
     "STACKS_SIGNAL",
     "LogFile",
+    "StopRequested",
     "begin_process",
     "end_process",
     "exit_code",
+    "look_for_stop",
     "outlive_readers",
     "run_command",
     "say",
     "show_stacks_on_signal",
+    "stop_reason",
+    "stop_signal",
+    "stop_signals_taken",
     "take_early_signals",
 ]

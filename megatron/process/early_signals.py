@@ -12,33 +12,27 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any, NoReturn
 
+from megatron.process.stop_signals import StopHandler
+
 STACKS_SIGNAL = signal.SIGUSR2  # has a rank write where it is
 _STDERR = 2
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 
 
-class _Remembered:
-    """A handler that only notes the signal. Who takes its place asks it for `received`, as `SignalWatch`
-    does."""
-
-    received = 0
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-
-
-def begin_process(name: str, advice: str = "") -> None:
+def begin_process(name: str, advice: str = "", promise: str | None = None) -> None:
     """Prepare a process for signals; a command calls it before it imports anything slow.
 
     Standard streams that were closed become /dev/null. USR1, a scheduler's notice that time is running out,
-    no longer ends this process: a run saves and stops after its first step. Ctrl-C ends it with one line,
-    `name`: interrupted and the advice, and exit code 130, also while modules are imported and while the
-    interpreter ends. Other signals end a run that has not begun.
+    no longer ends this process: it is noted (`stop_signal`), and acknowledged by `promise`, what the command
+    will do about it; None: nothing, and nothing is said. Ctrl-C ends it with one line, `name`: interrupted
+    and the advice, and exit code 130, also while modules are imported and while the interpreter ends. Other
+    signals end a run that has not begun.
     """
     open_streams()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _interrupted(f"{name}: interrupted{advice and f'; {advice}'}\n".encode()))
-    signal.signal(signal.SIGUSR1, _Remembered())  # last: a launcher sees by it that both are taken up
+    noted = StopHandler(None if promise is None else lambda: f"{name}: {promise}", ends_at_second=False)
+    signal.signal(signal.SIGUSR1, noted)  # last: a launcher sees by it that both are taken up
 
 
 def take_early_signals(handler: Any) -> list[int]:

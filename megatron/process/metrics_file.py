@@ -3,14 +3,13 @@ writing it; and the names of the files beside it, of `profile_memory`, the load 
 
 import io
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.process.logfile import LogFile, say
-from megatron.process.run_files import ROW_SHAPE, Problems, Unfit, count, fields_of, number, open_file, parse
+from megatron.process.run_files import ROW_SHAPE, Problems, Unfit, count, fields_of, number, open_file, parse, to_json
 
 METRICS_FILE = "metrics.jsonl"
 MEMORY_FILE = "memory_parts.json"
@@ -89,7 +88,8 @@ def _typed(path: Path, row: Mapping[str, Any], problems: Problems) -> dict[str, 
 
 
 class JsonlLogger:
-    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once.
+    """`metrics.jsonl`, or another such file: one object a line in full precision, each step once; null for
+    what is no number.
 
     When a run goes on, its rows after `iteration` are cut: in place, for which a full disk has room. A file
     of another run (`log_dir` may be shared) is set aside as `metrics.1.jsonl` and so on. say: is told of a
@@ -112,7 +112,7 @@ class JsonlLogger:
         self._run_id = run_id
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write((json.dumps({**row, "run_id": self._run_id}) + "\n").encode())
+        self._file.write((to_json({**row, "run_id": self._run_id}) + "\n").encode())
 
     def close(self) -> None:
         self._file.close()

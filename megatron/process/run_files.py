@@ -1,5 +1,5 @@
 """The files of a run that other programs read (status.json, training_summary.json, manifests, rows of
-metrics.jsonl), and the one way to read them.
+metrics.jsonl), the one way to read them, and how numbers are written.
 
 Whoever reads a file of a run trusts nothing in it: the disk may have been full, the writer killed, the file
 edited. A value that is not of its kind is dropped, and `Problems` names it; every value that is left can be
@@ -188,9 +188,26 @@ DATA_SHAPE: Shape = {
 ROW_SHAPE: Shape = {
     "iteration": count, "consumed_samples": count, "consumed_tokens": count, "run_id": text,
     "runtime/start_time": seconds, "runtime/iteration_time": seconds, "runtime/restarts": amount,
-    "train/skipped_steps": amount, "train/spikes": amount,
+    "train/skipped_steps": amount, "train/untrained_steps": amount, "train/spikes": amount,
 }  # fmt: skip
 """Of a row of metrics.jsonl; every other name is a metric, a `number`."""
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """A value as text of JSON that every program reads: NaN and infinities, for which JSON has no form, are
+    null. options: of `json.dumps`."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_without_nonfinite(value), allow_nan=False, **options)
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: _without_nonfinite(one) for name, one in value.items()}
+    return [_without_nonfinite(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def open_file(path: Path) -> BinaryIO:

@@ -14,6 +14,7 @@ from megatron.data import DataError
 from megatron.data.conversations import TemplateSettings, conversation, row_system, template_settings, with_system
 from megatron.data.sampler import data_seed
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
 
 Messages = list[dict[str, Any]]
 
@@ -120,6 +121,7 @@ def tokens_of(
     Raises DataError for one that has no token, is too long, or that the chat template refuses."""
     found = []
     for row in rows:
+        look_for_stop()
         try:
             found.append(fitted(args, tokenize(row.prompt, row.settings)))
         except ValueError as problem:

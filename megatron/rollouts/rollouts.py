@@ -23,6 +23,7 @@ from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.losses import writes_pairs
 from megatron.neox_arguments.values.rollouts import rollout_servers
 from megatron.objectives.reinforcement import divergence
+from megatron.process import look_for_stop
 from megatron.rollouts.answers import Answer, as_pairs, at_tokens, batch_of
 from megatron.rollouts.conversations import ENVIRONMENT, Conversations, Speech, with_environment
 from megatron.rollouts.environments.environments import Environments
@@ -34,7 +35,7 @@ from megatron.rollouts.record import RolloutRecord, judged_by
 from megatron.rollouts.reward_model import NAME as REWARD_MODEL
 from megatron.rollouts.reward_model import RewardModel
 from megatron.rollouts.rewards import Completion, RewardError, RewardFunctions, Scores
-from megatron.rollouts.sampler import Asked, EngineSampler, ExactSampler, Sampler, SamplingStopped, Turn, turn_of
+from megatron.rollouts.sampler import Asked, EngineSampler, ExactSampler, Sampler, Turn, turn_of
 from megatron.rollouts.servers import ServerSampler
 from megatron.rollouts.unrewarded import EmptySteps, failure_of_all
 
@@ -98,16 +99,13 @@ class Rollouts:
         self._generation: Generation | None = None
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        """This rank's micro-batches of each step still to do; they end early where a stop signal comes while
-        answers are made, which the next start makes again."""
+        """This rank's micro-batches of each step still to do. Raises StopRequested where a stop signal comes
+        while answers are made, which the next start makes again."""
         while True:
             number, step = divmod(self.run.iteration, self.steps)
             if self._generation is None or self._generation.number != number:
                 self._generation = None  # before the next is made
-                try:
-                    self._generation = self._make(number) if step == 0 else self._kept(number)
-                except SamplingStopped:
-                    return
+                self._generation = self._make(number) if step == 0 else self._kept(number)
             if step < self.shares.steps:  # later ones are on the same answers
                 rows = slice(step * self.shares.of_step, (step + 1) * self.shares.of_step)
                 self.empty_steps.look(self._generation.rewards[rows], self._generation.answers[rows])
@@ -199,9 +197,8 @@ class Rollouts:
         return on_rank_zero(self.run.groups, lambda: self.files.read(number))
 
     def _look_for_stop(self) -> None:
-        """Raises SamplingStopped once a stop signal has come to any rank."""
-        if any(run_on_all_ranks(self.run.groups, self.run.stopping)):
-            raise SamplingStopped
+        """Raises StopRequested on all ranks once a stop signal has come to any."""
+        run_on_all_ranks(self.run.groups, look_for_stop)
 
     def _from_all(self, written: Sequence[Sequence[Answer]]) -> list[Answer]:
         """The answers of all data ranks, in the order of the generation's rows."""

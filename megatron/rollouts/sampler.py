@@ -1,7 +1,6 @@
 """Answers by the model under training: by the generation engine, or by the forward pass of training itself
 (`rollout.exact`)."""
 
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,13 +16,13 @@ from megatron.distributed import run_on_all_ranks_of
 from megatron.generation.batching.requests import Event
 from megatron.generation.complete import complete
 from megatron.generation.sampling import SamplingParams, TokenSampler
+from megatron.generation.stopping import looks_for_stop, signal_to
 from megatron.mpu import HeadInput, choose_tokens, mix_seed
 from megatron.neox_arguments.values.losses import loss_temperature
 from megatron.neox_arguments.values.rollouts import rollout_servers
+from megatron.process import StopRequested
 from megatron.rollouts.answers import Answer, batch_of
 from megatron.rollouts.prompts import Prompt
-
-_LOOKS = 256  # tokens, of all answers, after which the ranks that write them look for a stop signal
 
 Asked = tuple[Prompt, int]
 """A prompt, and which of its answers is wanted."""
@@ -37,10 +36,6 @@ class Turn:
     tokens: list[int]
     room: int
     seed: int
-
-
-class SamplingStopped(Exception):
-    """A stop signal has come: the answers under way are given up, and the next start makes them again."""
 
 
 class Sampler(Protocol):
@@ -67,15 +62,6 @@ def room_for(run: TrainingRun, prompt: Sequence[int]) -> int:
     return min(run.args.rollout["max_completion_length"], row - len(prompt))
 
 
-def told_to_stop(run: TrainingRun, *axes: str) -> bool:
-    """Whether a stop signal has come to one of the ranks of a replica of the model, and of these axes, which
-    ask together."""
-    told = torch.tensor(float(run.stopping()), device=run.groups.device)
-    for axis in ("context", "tensor", "pipe", *axes):
-        run.groups.max(told, axis)
-    return bool(told)
-
-
 class EngineSampler:
     """By the generation engine, on the weights of the training engine."""
 
@@ -97,17 +83,16 @@ class EngineSampler:
             tokens: list[list[int]] = [[] for _ in everyone]
             logprobs: list[list[float]] = [[] for _ in everyone]
             finished = [False] * len(everyone)
-            events = itertools.count(1)
+            look_for_stop = looks_for_stop(self.run, model)
 
             def take(event: Event) -> None:
                 tokens[event.id].extend(event.tokens)
                 logprobs[event.id].extend(one.logprob for one in event.logprobs)
                 finished[event.id] |= event.finish_reason == "stop"
-                if next(events) % _LOOKS == 0 and told_to_stop(self.run, *(("data",) if model.lockstep else ())):
-                    raise SamplingStopped
+                look_for_stop(event)
 
             if everyone:
-                with suppress(SamplingStopped):
+                with suppress(StopRequested):
                     complete(
                         replace(model, columns=self.run.args.softmax_rows),  # as the loss sees them
                         [turn.tokens for turn in everyone],
@@ -151,7 +136,7 @@ class ExactSampler:
                 for pair in zip(rows, rooms, strict=True)
             ]
             left = torch.tensor(float(any(map(any, open_rows))), device=groups.device)
-            if not float(groups.max(left, "data")) or told_to_stop(self.run, "data"):
+            if not float(groups.max(left, "data")) or signal_to(self.run, "data"):
                 return rows
             batches = []
             for batch in rows:

@@ -8,10 +8,11 @@ from pathlib import Path
 from megatron.callbacks import TrainingRun
 from megatron.distributed import on_rank_zero
 from megatron.generation.weight_updates import WeightUpdate
+from megatron.process import look_for_stop
 from megatron.rollouts.answers import Answer
 from megatron.rollouts.conversations import Conversations
 from megatron.rollouts.generation import Shares
-from megatron.rollouts.sampler import Asked, SamplingStopped, Turn, turn_of
+from megatron.rollouts.sampler import Asked, Turn, turn_of
 from megatron.rollouts.server_apis import ServerAPI, server_class
 from megatron.rollouts.server_calls import Connection
 from megatron.rollouts.weight_folders import WeightFolders
@@ -80,7 +81,7 @@ class ServerSampler:
 
     def __call__(self, number: int, asked_of: Callable[[int], list[Asked]]) -> tuple[list[Answer], int]:
         """The answers of generation `number`, in the order of its rows, and the version of the weights that
-        wrote them. asked_of: what a generation answers. Raises ServerError, and SamplingStopped where a stop
+        wrote them. asked_of: what a generation answers. Raises ServerError, and StopRequested where a stop
         signal comes first."""
         wanted = range(max(number, self.asked_up_to + 1), min(number + self.staleness, self.last) + 1)
         if wanted:
@@ -99,8 +100,7 @@ class ServerSampler:
 
     def _waited_for(self, answers: Future[tuple[list[Answer], int]]) -> tuple[list[Answer], int]:
         while not wait([answers], _LOOKS_S).done:
-            if self.run.stopping():
-                raise SamplingStopped
+            look_for_stop()
         return answers.result()
 
     def _answers(self, asked: Sequence[Asked], weights: WeightUpdate) -> tuple[list[Answer], int]:

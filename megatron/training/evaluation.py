@@ -49,13 +49,15 @@ def evaluate(
     num_samples: int,
     eod: int | None,
     detokenize: Callable[[Iterable[int]], str] | None = None,
+    look_for_stop: Callable[[], None] = lambda: None,
 ) -> ValidationResult:
     """Loss over the first `num_samples` samples (all, when there are fewer); with `detokenize`, their
-    characters are counted too."""
+    characters are counted too. look_for_stop: called before each chunk of micro-batches, by all ranks
+    together; what it raises ends the evaluation."""
     names, groups = statistics_of(engine.objective), engine.groups
     totals = torch.zeros(3 + len(names), dtype=torch.float64)  # loss, tokens, characters, metrics
     counts = torch.zeros(engine.args.padded_vocab_size, dtype=torch.int64)
-    for chunk in _chunks(engine, dataset, num_samples, eod):
+    for chunk in _chunks(engine, dataset, num_samples, eod, look_for_stop):
         for batch, (logprobs, *metrics) in zip(chunk, _values(engine, chunk), strict=True):
             weights = batch.loss_weights.double()
             totals[:2] += torch.stack([-(logprobs.double().cpu() * weights).sum(), weights.sum()])
@@ -100,11 +102,15 @@ def statistics_of(objective: Objective) -> tuple[str, ...]:
 
 
 def evaluate_objective(
-    engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None
+    engine: Engine,
+    dataset: SampleSet,
+    num_samples: int,
+    eod: int | None,
+    look_for_stop: Callable[[], None] = lambda: None,
 ) -> tuple[float, dict[str, float]]:
     """Loss and metrics of the engine's objective over the first `num_samples` samples, without gradients: one
     step's loss, over all of them. Losses that compare examples of a step (KTO's KL, aot) compare as many
-    here as a training step has."""
+    here as a training step has. look_for_stop: as of `evaluate`."""
     objective, groups = engine.objective, engine.groups
     batch_sums: list[Tensor] = []
 
@@ -118,7 +124,7 @@ def evaluate_objective(
         return (2 * (len(objective.metrics) + len(objective.weight(batch))),)
 
     with eager_blocks(engine.stage):
-        for chunk in _chunks(engine, dataset, num_samples, eod):
+        for chunk in _chunks(engine, dataset, num_samples, eod, look_for_stop):
             batch_sums += engine.forward_only(engine.complete(chunk), read, shape)
     total = groups.sum(torch.stack(batch_sums).double().sum(0), "data")
     sums, (parts, weights) = total[: 2 * len(objective.metrics)], total[2 * len(objective.metrics) :].view(2, -1)
@@ -135,10 +141,13 @@ def validation_metrics(args: NeoXArgs, objective: Objective) -> list[str]:
     return [f"validation/{name}" for name in ("lm_loss", *names)]
 
 
-def _chunks(engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None) -> Iterator[list[Batch]]:
+def _chunks(
+    engine: Engine, dataset: SampleSet, num_samples: int, eod: int | None, look_for_stop: Callable[[], None]
+) -> Iterator[list[Batch]]:
     """This data rank's micro-batches of the first `num_samples` samples, as many at a time as in a step."""
     args, groups = engine.args, engine.groups
     rows, rank, size = args.train_micro_batch_size_per_gpu, groups.rank("data"), groups.size("data")
     batches = eval_batches(dataset, num_samples, rows, rank, size, collation(args, eod))
     while chunk := list(islice(batches, args.gradient_accumulation_steps or 1)):
+        look_for_stop()
         yield chunk

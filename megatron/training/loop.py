@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from megatron.callbacks import Callback, OnGradients, Parts, Step, StepResult
 from megatron.data import (
@@ -19,10 +20,10 @@ from megatron.data import (
 )
 from megatron.distributed import run_on_each_rank
 from megatron.neox_arguments.values.unlearning import ascent_steps
+from megatron.process import StopRequested, stop_signals_taken
 from megatron.training.callbacks.build import build_callbacks
 from megatron.training.callbacks.saving import SaveCallback
-from megatron.training.callbacks.status import write_ending
-from megatron.training.callbacks.stopping import StopCallback
+from megatron.training.callbacks.status import ended_as, say_ending, write_status
 from megatron.training.distillation.on_policy import Answer, on_policy_steps
 from megatron.training.out_of_memory import explained
 from megatron.training.run import Training
@@ -77,50 +78,55 @@ def train(
     on policy (`distillation.lmbda`), by the model as it is then. operations: callbacks called after
     evaluations, and begun and closed also where nothing is left to do: a checkpoint may be to publish.
     rollouts: the micro-batches of this rank of each step still to do, where samples are written and not read
-    (`dataset_impl: online`); they may end early for a stop signal alone.
+    (`dataset_impl: online`).
+
+    A stop signal is acknowledged at once and obeyed after the step, or between the batches of whatever else
+    takes long; one that came while the run started, before its first step.
 
     Raises NonFiniteError, after saving the last good state, when a step gave NaN or Inf; NonFiniteStateError
     in place of storing weights or optimizer state that are not finite.
     """
+    with stop_signals_taken(lambda: f"{training.watchdog.doing}; as soon as that can be left the run saves and ends"):
+        if training.iteration < training.args.train_iters or ended_as(training, "stopped"):
+            _train(training, [*evaluations, *operations], answer, rollouts)
+        else:
+            _end_again(training, operations)
+
+
+def _end_again(training: Training, operations: Sequence[Callback]) -> None:
+    """What is left to a run that has taken all of its steps."""
+    training.logger.info(f"nothing left to do: train_iters is {training.args.train_iters}")
+    if not ended_as(training, "finished"):  # else the file keeps when that was
+        write_status(training, "finished", None)
+    say_ending(training, "finished", None)
+    for callback in operations:
+        callback.on_train_start(training)
+    for callback in (*training.user_callbacks, *operations):
+        callback.close()
+
+
+def _train(
+    training: Training, others: Sequence[Callback], answer: Answer | None, rollouts: Iterable[list[Batch]] | None
+) -> None:
+    """`train`, with steps left to do, or validations that were given up after the last one."""
     args, progress, loop, results = training.args, training.progress, training.loop, StepResults(training)
-    if progress.iteration >= args.train_iters:
-        training.logger.info(f"nothing left to do: train_iters is {args.train_iters}")
-        write_ending(training, "finished", None)
-        for callback in operations:
-            callback.on_train_start(training)
-        for callback in (*training.user_callbacks, *operations):
-            callback.close()
-        return
-    callbacks = build_callbacks(training, results, [*evaluations, *operations])
+    callbacks = build_callbacks(training, results, others)
     try:
         for callback in callbacks:
             callback.on_train_start(training)
-        if progress.iteration == 0:  # what a run looks like before it has learned anything
-            _end_step(training, callbacks, Step(0, 0, args.seq_length, None))
-        batches = batches_of(training) if rollouts is None else iter(rollouts)
-        if args.distillation is not None and args.distillation["lmbda"] > 0.0:
-            if answer is None:
-                raise ValueError("distillation.lmbda: training needs a function that answers prompts")
-            batches = on_policy_steps(args, progress, batches, answer)
-        training.watchdog.now("in the first step")
-        loop.stopwatch.lap()  # steps are timed from here on
-        while progress.iteration < args.train_iters and loop.stop_reason is None:
-            done = _train_step(training, callbacks, batches)
-            if done is None:
-                _stop_before_step(training, callbacks)
-                break
-            role, result, width = done
-            results.settle()  # of the step before
-            results.begin(result)
-            if role == "forget":
-                progress.unlearning = after_ascent(args, progress.unlearning, result)
-            _advance(training, role, width)
-            training.watchdog.step_done(progress.iteration)
-            _end_step(training, callbacks, _finished_step(training, role, result, width))
+        loop.agree_on_stop()  # a signal that came while the run started
+        if loop.stop_reason is not None:
+            _stop_before_step(training, callbacks)
+        elif progress.iteration in (0, args.train_iters):  # before it has learned anything; else what was given up
+            _end_step(training, callbacks, Step(progress.iteration, progress.consumed_samples, args.seq_length, None))
+        if loop.stop_reason is None and progress.iteration < args.train_iters:
+            _take_steps(training, callbacks, results, answer, rollouts)
         loop.settle()
         with training.watchdog.phase("saving"):
             training.checkpointer.wait()
-        loop.ending = ("finished", None) if progress.iteration >= args.train_iters else ("stopped", loop.stop_reason)
+        gave_up = loop.gave_up or training.checkpointer.gave_up_export
+        is_whole = progress.iteration >= args.train_iters and not gave_up
+        loop.ending = ("finished", None) if is_whole else ("stopped", loop.stop_reason)
     except Exception as problem:
         cause = explained(
             root_cause(problem, args), args, training.groups.world_rank, training.groups.device,
@@ -134,12 +140,46 @@ def train(
         _close(training, callbacks)
 
 
+def _take_steps(
+    training: Training,
+    callbacks: Sequence[Callback],
+    results: StepResults,
+    answer: Answer | None,
+    rollouts: Iterable[list[Batch]] | None,
+) -> None:
+    """Steps up to `train_iters`, or until a stop is agreed on."""
+    args, progress, loop = training.args, training.progress, training.loop
+    batches = batches_of(training) if rollouts is None else iter(rollouts)
+    if args.distillation is not None and args.distillation["lmbda"] > 0.0:
+        if answer is None:
+            raise ValueError("distillation.lmbda: training needs a function that answers prompts")
+        batches = on_policy_steps(args, progress, batches, answer)
+    training.watchdog.now("in the first step")
+    loop.stopwatch.lap()  # steps are timed from here on
+    while progress.iteration < args.train_iters and loop.stop_reason is None:
+        done = _train_step(training, callbacks, batches)
+        if done is None:
+            _stop_before_step(training, callbacks)
+            return
+        role, result, width = done
+        results.settle()  # of the step before
+        results.begin(result)
+        if role == "forget":
+            progress.unlearning = after_ascent(args, progress.unlearning, result)
+        _advance(training, role, width)
+        training.watchdog.step_done(progress.iteration)
+        _end_step(training, callbacks, _finished_step(training, role, result, width))
+
+
 def _train_step(
     training: Training, callbacks: Sequence[Callback], batches: Iterator[list[Batch]]
 ) -> tuple[Role, StepResult, int | None] | None:
     """What the next step's data are, its result, with the gradients shown to the callbacks that ask for them,
-    and how many tokens its rows have where no key says so. None where there are no more steps."""
-    step = list(itertools.islice(batches, 1))  # popped, so that the engine alone holds what it moved to the device
+    and how many tokens its rows have where no key says so. None where there are no more steps, or a stop
+    signal came while the model wrote the next one's samples."""
+    step = list[list[Batch]]()  # popped, so that the engine alone holds what it moved to the device
+    with suppress(StopRequested):
+        step += itertools.islice(batches, 1)
     if not step:
         return None
     role, width = step[0][0].role, None if training.args.rollout is None else step[0][0].tokens.shape[1]
@@ -149,10 +189,9 @@ def _train_step(
 
 
 def _stop_before_step(training: Training, callbacks: Sequence[Callback]) -> None:
-    """End the run where samples that are still to be written were given up for a stop signal."""
-    stop = next(one for one in callbacks if isinstance(one, StopCallback))
+    """End the run, with a checkpoint, where a stop signal has come before its next step."""
     save = next(one for one in callbacks if isinstance(one, SaveCallback))
-    training.loop.stop_reason = stop.before_step()
+    training.loop.agree_on_stop()
     if training.loop.stop_reason is None:
         raise RuntimeError(f"the samples ended after {training.iteration} of {training.args.train_iters} steps")
     save.on_step_end(training, Step(training.iteration, training.consumed_samples, 0, None))

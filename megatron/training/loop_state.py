@@ -41,15 +41,20 @@ class LoopState:
 
     stop_reason: why the run ends after this step, None while it goes on; save_is_due: a checkpoint is due by
     the clock or was asked for; stop_request, save_request: what a callback of this rank has asked for, until
-    all ranks know of it; signalled: whether a stop signal has come to this rank; settle: waits for the step's
-    result and writes its log line; ending: (status, reason) of a run that did not fail, once it is over.
+    all ranks know of it; stop_signal: the signal that all ranks know to have come to one of them, 0 while
+    there is none; gave_up: for it something that belongs to this step was left out; look_for_stop,
+    agree_on_stop: `StopCallback`'s, for what takes long; settle: waits for the step's result and writes its
+    log line; ending: (status, reason) of a run that did not fail, once it is over.
     """
 
     stop_reason: str | None = None
     save_is_due: bool = False
     stop_request: str | None = None
     save_request: bool = False
-    signalled: Callable[[], bool] = lambda: False
+    stop_signal: int = 0
+    gave_up: bool = False
+    look_for_stop: Callable[[], None] = lambda: None
+    agree_on_stop: Callable[[], None] = lambda: None
     settle: Callable[[], None] = lambda: None
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     bar: tqdm = field(default_factory=lambda: tqdm(disable=True))

@@ -16,6 +16,7 @@ from megatron.distributed import Watchdog
 from megatron.model import Model, for_inference, inference_mode
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import stop_signal
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.engine import Engine
@@ -72,7 +73,7 @@ class Training:
 
     def stopping(self) -> bool:
         """Whether a stop signal has come to this rank."""
-        return self.loop.signalled()
+        return bool(self.loop.stop_signal or stop_signal())
 
     def request_stop(self, reason: str) -> None:
         """End the run with a checkpoint, once all ranks know of it."""

@@ -126,7 +126,10 @@ def _with_iterations(args: NeoXArgs, steps: int, key: str) -> NeoXArgs:
     """The configuration of a run of so many iterations, which follow from `key`: the schedule and its checks
     follow."""
     place = args.origin(key)
-    args = args.replace(train_epochs=None, train_iters=steps)
+    more: dict[str, Any] = {}
+    if key == "train_epochs" and args.lr_decay_iters is None and (args.warmup_iters or 0) > steps:
+        more["lr_decay_iters"] = args.warmup_iters  # the run ends while it warms up, as in other stacks
+    args = args.replace(train_epochs=None, train_iters=steps, **more)
     return replace(args, origins=FrozenDict({**args.origins, key: place, "train_iters": place}))
 
 
@@ -199,6 +202,11 @@ def start(configuration: NeoXArgs | MutableNeoXArgs, process: Process, engine: t
         steps = on_rank_zero(groups, lambda: epoch_iterations(args, args.train_batch_size, resumed_data_state))
         args = _with_iterations(args, steps, "train_epochs")
         logger.info(f"train_epochs: {epochs} passes over the data are {args.train_iters} iterations")
+        if args.warmup_iters is not None and args.warmup_iters > args.train_iters:
+            logger.info(
+                f"warmup_iters: {args.cite('warmup_iters')} is more than these iterations: the learning rate rises to "
+                f"the end, to {args.train_iters / args.warmup_iters:.2g} of lr; set fewer"
+            )
     steps = optimizer_steps(args, args.train_iters)
     if steps != args.train_iters:
         bursts = f"{args.train_iters} iterations with bursts of {args.ga_iters}"

@@ -11,7 +11,6 @@ from megatron.data import DataError, DataState, IndexedDataset, build_datasets, 
 from megatron.data.blending import BlendedDataset
 from megatron.data.packed_dataset import PackedDataset
 from megatron.data.set_config import split_boundaries
-from megatron.data.text_sets import unigram_entropy
 from tests.data.samples import DATASET, INDEXMAPS, copy_dataset, golden_json, golden_maps, plain_args, write_dataset
 
 A, B = str(DATASET / "corpusA_text_document"), str(DATASET / "corpusB_text_document")
@@ -272,13 +271,6 @@ def change_byte(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
     file.write_bytes(content)
-
-
-def test_unigram_entropy():
-    assert unigram_entropy(np.array([3, 3, 3], np.uint16)) == 0.0
-    assert unigram_entropy(np.array([0, 1, 2, 3] * 5, np.int32)) == pytest.approx(np.log(4))
-    expected = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
-    assert unigram_entropy(np.array([0, 0, 0, 9], np.uint16)) == pytest.approx(expected)
 
 
 def test_only_so_many_documents(tmp_path: Path):

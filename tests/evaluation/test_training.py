@@ -206,6 +206,6 @@ def test_a_signal_does_not_wait_for_the_rest_of_an_evaluation(tmp_path):
     whole, until = map(int, logs[0][-1].removeprefix("parts: ").split())
     assert whole > until == 2
     text = "\n".join(logs[0])
-    assert "evaluation at iteration 2 was given up" in text
-    assert re.search(r"run stopped at iteration [34]: signal SIGTERM", text)
+    assert "evaluating: given up" in text
+    assert "run stopped at iteration 2: signal SIGTERM" in text
     assert list(scored(lines(tmp_path / "logs" / "metrics.jsonl"), "eval_tasks/shipped_choice_acc")) == [0]

@@ -1,6 +1,7 @@
 """`${NAME}` in files, and DeepSpeed's configuration file."""
 
 import json
+import re
 
 import pytest
 
@@ -93,6 +94,18 @@ def test_a_contradiction_names_both_places(write):
     assert load(write(a=FROM_FILE + "gradient_clipping: 0.5\n", ds__json=DEEPSPEED)[:1]).gradient_clipping == 0.5
     again = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1], ["gradient_clipping=0.7"])
     assert again.gradient_clipping == 0.7, "an override comes last of all"
+
+
+def test_what_a_contradiction_advises_mends_it(write):
+    """`--set fp16=null`, where the section is the DeepSpeed file's; a null of one name in a section too."""
+    files = write(a=FROM_FILE + "precision: bfloat16\n", ds__json='{"fp16": {"enabled": true}}')[:1]
+    with pytest.raises(ConfigError) as refused:
+        load(files)
+    (problem,) = refused.value.problems
+    advice = re.search(r"--set (\S+)$", problem)
+    assert advice is not None and load(files, [advice[1]]).params_dtype == "bf16"
+    args = load(write(a=FROM_FILE, ds__json=DEEPSPEED)[:1], ["zero_optimization.stage=null", "gradient_clipping=null"])
+    assert args.zero_stage == 0 and args.zero_optimization["overlap_comm"] and args.gradient_clipping == 1.0
 
 
 def test_sections_are_merged_key_by_key(write):

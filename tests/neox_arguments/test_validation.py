@@ -126,6 +126,7 @@ TABLE = """
 - [{zero_stage: 1}, {zero_optimization: {stage: 1}}, zero_stage, 1 zero_optimization.stage 0 default]
 - [{optimizer_type: sgd}, {optimizer_type: ADAM}, optimizer_type, sgd optimizer.type Adam default]
 - [{clip_grad: 0.5}, {gradient_clipping: 0.5}, clip_grad, 0.5 gradient_clipping 1.0 default]
+- [{<<: *pairs, pack_impl: unpacked, max_length: 64}, {max_length: 33}, max_length, 64 33 seq_length 32 63 33]
 - [{warmup: 0.1, warmup_iters: 5, train_iters: 10}, {warmup: null}, warmup_iters, warmup set]
 - [{warmup_iters: 11, train_iters: 10}, {warmup_iters: 10}, warmup_iters, 11 lr_decay_iters 10]
 - [{train_epochs: 1, train_iters: 10}, {train_iters: null}, train_epochs, train_iters]

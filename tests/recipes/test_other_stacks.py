@@ -7,10 +7,11 @@ from functools import cache
 import pytest
 import yaml
 
-from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments import ConfigError, NeoXArgs
 from megatron.neox_arguments.errors import ErrorCollector
 from megatron.neox_arguments.keys.declaration import Key, keys_of
 from megatron.neox_arguments.reading.command_line import parse_deepy
+from megatron.neox_arguments.validation.other_stacks import TABLES, name_here
 from megatron.neox_arguments.validation.types import check_value
 from megatron.pipelines.command import main as pipeline
 from megatron.pipelines.recipes import write_recipe
@@ -182,3 +183,27 @@ def test_nothing_of_trl_s_own_is_passed_over(config: str) -> None:
     plain = {"model_init_kwargs", "dataset_kwargs", "is_encoder_decoder", "generate_during_eval", "padding_value"}
     left = trl_fields(f"TRL: {config}") - {field.name for field in fields(TrainingArguments)} - listed_names - plain
     assert not left
+
+
+@pytest.mark.parametrize(("name", "ours"), [
+    ("save_total_limit", "keep_last_n_checkpoints"), ("report_to", "tensorboard_dir"),
+    ("logging_steps", "log_interval"), ("output_dir", "save"), ("max_seq_length", "seq_length"),
+    ("gradient_checkpointing", "checkpoint_activations"),
+    ("learning_rate", "optimizer.params.lr"), ("num_hidden_layers", "num_layers"), ("sequence_len", "seq_length"),
+])  # fmt: skip
+def test_an_unknown_key_is_answered_from_the_page(name: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        NeoXArgs.from_dict({name: 1})
+    said = next(line for line in refused.value.problems if f" {name}: " in f" {line}")
+    assert f"here it is {ours}" in said
+
+
+def test_every_name_of_a_table_has_its_answer() -> None:
+    """In a section too, and the page shows the same tables."""
+    assert TABLES.read_text() in PAGE
+    for at, there, here in ROWS:
+        if at not in ("Commands", STAGED) and here != "here":
+            for name in ticked(there):
+                assert name_here(name.removeprefix("--")), name
+    with pytest.raises(ConfigError, match=r"lora.target_modules: .*lora.target: .*peft"):
+        NeoXArgs.from_dict({"lora": {"target_modules": ["q_proj"]}})

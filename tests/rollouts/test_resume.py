@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.rollouts import sampler
+from megatron.generation import stopping
 from megatron.training import train
 from tests.marks import with_more
 from tests.pool import run_ranks
@@ -70,7 +70,7 @@ def signalled_while_it_answers(rank: int, world_size: int, values: dict[str, Any
                                number: signal.Signals = signal.SIGTERM, looks: int = 1) -> list[int]:  # fmt: skip
     """For the pool: a run whose last rank gets a signal as it begins to answer after `at` steps; the lengths
     of that generation's answers when sampling ended. looks: after how many tokens it looks for signals."""
-    sampler._LOOKS = looks
+    stopping.LOOKS = looks
     with begun(values) as (training, rollouts):
         sample, lengths = rollouts.sampler, list[int]()
 
@@ -114,8 +114,8 @@ def test_a_signal_ends_sampling_at_once(layout: dict[str, Any], tmp_path: Path) 
 def test_it_looks_for_signals_while_answers_are_short(tmp_path: Path) -> None:
     values = {"train_iters": 1, "train_batch_size": 128, "checkpoint_factor": 9, "save": str(tmp_path / "run")}
     told = with_keys(write_task(tmp_path), values)
-    (lengths,) = run_ranks(signalled_while_it_answers, 1, told, 0, looks=sampler._LOOKS)
-    assert len(lengths) == 128 and 128 < sum(lengths) <= sampler._LOOKS
+    (lengths,) = run_ranks(signalled_while_it_answers, 1, told, 0, looks=stopping.LOOKS)
+    assert len(lengths) == 128 and 128 < sum(lengths) <= stopping.LOOKS
 
 
 def killed_in_a_step(rank: int, world_size: int, values: dict[str, Any], at: int) -> None:

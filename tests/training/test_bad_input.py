@@ -99,7 +99,9 @@ def _trap(path: Path) -> None:
 
 CASES: dict[str, tuple[Callable[[Path], list[str]] | list[str], str]] = {
     "unknown key": (["num_layer=3"], r"--set: num_layer: .*num_layers"),
-    "missing file": (["data_path=/nowhere/x"], r"/nowhere/x\.idx: "),
+    "missing file": (["data_path=/nowhere/x"], r"--set: data_path: /nowhere/x\.idx: "),
+    "missing validation": (["data_path=null", "split=null", f"train_data_paths=[{DATA}]",
+                            "valid_data_paths=[/nowhere/v]"], r"valid_data_paths: /nowhere/v\.idx: .*eval_iters=0"),
     "empty .idx": (_bin_idx(lambda f: (f / "text.idx").write_bytes(b"")), r"text\.idx"),
     "truncated .bin": (_bin_idx(lambda f: os.truncate(f / "text.bin", 1000)), r"text\.bin"),
     "foreign .idx": (_bin_idx(lambda f: (f / "text.idx").write_bytes(b"PK" * 500)), r"text\.idx"),

@@ -19,7 +19,20 @@ from megatron.training.loop import _advance
 from tests.pool import run_ranks
 from tests.training import runs
 from tests.training.checkpoint.test_resume import assert_goes_on, losses, stop_after
-from tests.training.runs import ADAMW, GOLDEN, LLAMA, NEOX, Curve, begin, bit_equal, config, curves, run_to_end
+from tests.training.runs import (
+    ADAMW,
+    GOLDEN,
+    LLAMA,
+    NEOX,
+    Curve,
+    begin,
+    bit_equal,
+    config,
+    curves,
+    metric_rows,
+    run_to_end,
+    said,
+)
 
 
 def in_epochs(**more: Any) -> dict[str, Any]:
@@ -257,3 +270,15 @@ def test_what_was_read_is_said_when_a_phase_ends() -> None:
     for line, facts in zip(lines, (("512", "8", "16", "3"), ("768", "16", "32", "6")), strict=True):
         assert line.startswith("seq_curriculum: ") and tuple(re.findall(r"\d+", line)) == facts
     assert training.progress.row_tokens == {8: 512, 16: 768, 32: 768} and training.progress.consumed_tokens == 2048
+
+
+def test_a_warm_up_longer_than_the_epochs_lasts_to_the_end(tmp_path: Path) -> None:
+    """As in stacks whose recipes warm up for 500 steps, whatever the data."""
+    keys = {"train_epochs": 1, "train_iters": None, "warmup": None, "warmup_iters": 500, "lr_decay_style": "linear",
+            "limit_samples": 12, "split": "100,0,0"}  # fmt: skip
+    log = run_ranks(said, 1, config(NEOX, {"num_layers": 1}, keys, save=str(tmp_path), checkpoint_factor=10**6), True)[
+        0
+    ]
+    rows = metric_rows(tmp_path)
+    assert 0 < len(rows) < 500 and re.search(rf"warmup_iters: 500 .*\b{rows[-1]['iteration'] / 500:.2g} of lr", log)
+    assert [row["train/learning_rate"] for row in rows] == [1e-3 * row["iteration"] / 500 for row in rows]

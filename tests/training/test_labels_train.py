@@ -189,11 +189,16 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def alone(sparse: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     output, rows = steps_of("plain", sparse, tmp_path_factory.mktemp("runs"))
     losses = [row["train/lm_loss"] for row in rows]
-    untrained = [n for n, loss in enumerate(losses, 1) if math.isnan(loss)]
+    untrained = [n for n, loss in enumerate(losses, 1) if loss is None]
     assert untrained and len(untrained) < len(losses) == 6
     assert f"step {untrained[0]}: none of its tokens is trained" in output
     assert "run finished at iteration 6" in output and "not finite" not in output
-    assert f"number of skipped iterations: {1:3d} |" in output
+    assert all(row.get("train/untrained_steps", 0) == (n in untrained) for n, row in enumerate(rows, 1))
+    assert not any(row["train/skipped_steps"] for row in rows), "they are counted apart"
+    lines = [line for line in output.splitlines() if " lm_loss: " in line]
+    assert [n for n, line in enumerate(lines, 1) if " lm_loss: untrained |" in line] == untrained
+    assert all(f"number of nan iterations: {0:3d} |" in line for line in lines)
+    assert output.count(f"number of untrained iterations: {1:3d} |") == len(untrained)
     assert len({row["train/learning_rate"] for row in rows}) == len(rows), "the rate goes on"
     return rows
 
@@ -204,7 +209,7 @@ def test_ranks_and_steps_without_a_trained_token(layout: str, sparse: Any, alone
     output, rows = steps_of(layout, sparse, tmp_path)
     assert "run finished at iteration 6" in output
     for key in ("train/lm_loss", "train/grad_norm", "train/learning_rate"):
-        ours, theirs = ([row[key] for row in run_rows] for run_rows in (rows, alone))
+        ours, theirs = ([math.nan if row[key] is None else row[key] for row in each] for each in (rows, alone))
         assert ours == pytest.approx(theirs, rel=1e-5, nan_ok=True), key
 
 

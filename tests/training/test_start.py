@@ -64,7 +64,9 @@ def test_deepy_with_two_ranks(files: list[str], tmp_path: Path) -> None:
     assert not re.search(r"error|exception|traceback|warning", log + done.stderr, re.IGNORECASE)
     assert (tmp_path / "run" / "latest").read_text() == "global_step4"
     assert sorted(p.name for p in (tmp_path / "run" / "logs").glob("rank_*")) == ["rank_0.log", "rank_1.log"]
+    status = (tmp_path / "run" / "status.json").read_bytes()
     again = run_ranks(printed, 2, [*files, "--set", "model_parallel_size=2"], init=False)
+    assert (tmp_path / "run" / "status.json").read_bytes() == status, "its end is when it ended"
     assert again[0][0] == 0 and "nothing left to do" in again[0][1]
 
 

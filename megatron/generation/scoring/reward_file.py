@@ -1,6 +1,5 @@
 """`tools/score.py`: rows of chat data in, the scores of a reward model out."""
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -32,6 +31,7 @@ from megatron.generation.scoring.rewards import PairReport, report_pairs, score_
 from megatron.model import Model
 from megatron.mpu import init_model_parallel
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.run_files import to_json
 from megatron.tokenizer import build_tokenizer
 
 _ROWS_AT_ONCE = 512  # a data-parallel rank
@@ -125,7 +125,7 @@ def _finish(job: ScoreJob, reader: "_Reader | None", lines: Sequence[dict[str, A
     assert reader is not None
     job.output.parent.mkdir(parents=True, exist_ok=True)
     try:
-        replace_file(job.output, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        replace_file(job.output, "".join(to_json(line) + "\n" for line in lines).encode())
     except OSError as problem:
         raise DataError(f"{job.output}: cannot be written ({problem.strerror})") from problem
     print(f"{len(lines)} lines of scores are in {job.output}")

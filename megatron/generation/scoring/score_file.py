@@ -19,6 +19,7 @@ from megatron.generation.progress import ProgressBar
 from megatron.generation.scoring.logprobs import ContinuationScore, ScoreRequest, rolling_windows, score_texts
 from megatron.generation.scoring.partial_file import job_fingerprint, partial_file
 from megatron.neox_arguments import NeoXArgs
+from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
 _LINES_AT_ONCE = 2048  # a data-parallel rank; what an interruption loses
@@ -159,7 +160,7 @@ def _line(requests: Sequence[ScoreRequest], scored: Sequence[ContinuationScore])
 def _append(args: NeoXArgs, file: Path, lines: Sequence[ScoredLine]) -> None:
     try:
         with open(file, "a", encoding="utf-8") as opened:
-            opened.writelines(json.dumps(asdict(line)) + "\n" for line in lines)
+            opened.writelines(to_json(asdict(line)) + "\n" for line in lines)
             opened.flush()
             os.fsync(opened.fileno())
     except OSError as cause:

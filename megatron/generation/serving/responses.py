@@ -1,6 +1,5 @@
 """Events of the batcher as responses of OpenAI's API, whole or as streamed chunks."""
 
-import json
 import secrets
 import time
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 from megatron.generation.batching.requests import Event, Logprob
 from megatron.generation.serving.protocol import ChatCompletionRequest, CompletionRequest
 from megatron.generation.serving.request_parsing import ParsedRequest
+from megatron.process.run_files import to_json
 from megatron.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity; OpenAI's number
@@ -17,7 +17,7 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 def sse_event(content: dict[str, Any]) -> bytes:
     """A server-sent event with this content as JSON."""
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 class TokenTexts:

@@ -20,7 +20,7 @@ IMPORTED_MODEL_FILE = "hf_model.yml"  # what an import calls the configuration o
 @dataclass
 class RawConfig:
     """What a user wrote, merged: values by key, the origin of each dotted path (`a.yml:12`), and the files'
-    texts."""
+    texts; removed: the paths that an override has set to null."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -28,10 +28,12 @@ class RawConfig:
     spellings: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
+    removed: set[str] = field(default_factory=set)
 
     def assign(self, path: str, value: Any, origin: str) -> None:
         """Set the value at a dotted path; None removes it, so that the default holds again."""
         *parents, last = (part.replace("-", "_") for part in path.split("."))
+        (self.removed.add if value is None else self.removed.discard)(".".join([*parents, last]))
         target = self.values
         for parent in parents:
             inner = target.get(parent)
@@ -103,7 +105,7 @@ def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> N
 
     is_key: whether a name is one of our keys; the others go to deepspeed_extra_args. A value "auto" (as
     HuggingFace writes it) is left out. A value that stands elsewhere too must be the same, unless an override
-    says it.
+    says it, or removes it (null).
     """
     path = config.values.get("deepspeed_config_file")
     if not isinstance(path, str):
@@ -118,7 +120,7 @@ def read_deepspeed_config(config: RawConfig, is_key: Callable[[str], bool]) -> N
 
 def _merge_value(config: RawConfig, path: str, value: Any, origins: Mapping[str, str]) -> None:
     """Take one value of a DeepSpeed file, or those of a section one by one."""
-    if value == "auto":
+    if value == "auto" or path in config.removed:
         return
     before: Any = config.values
     for part in path.split("."):

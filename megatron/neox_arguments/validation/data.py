@@ -137,7 +137,12 @@ def _answers(args: ResolvedArgs, problems: ErrorCollector) -> None:
             problems.add(key, f"{why}; remove it, or train_impl {args.cite('train_impl')}")
     longest, prompt = args.max_length, args.max_prompt_length
     if longest is not None and longest > row_places(args):
-        problems.add("max_length", f"rows have {args.seq_length} tokens (seq_length {args.origin('seq_length')})")
+        room = row_places(args)
+        problems.add(
+            "max_length", f"{longest} tokens of an answer with its prompt do not fit: a row holds {room} (seq_length "
+            f"{args.cite('seq_length')}); set seq_length to {args.seq_length + longest - room} or more, or max_length "
+            f"to {room} or less",
+        )  # fmt: skip
     if longest is not None and prompt is not None and prompt >= longest:
         problems.add("max_prompt_length", f"leaves nothing of max_length {longest} for the answer")
     if args.compat_pack_impl and args.train_impl == "rm":

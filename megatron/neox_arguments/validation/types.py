@@ -11,32 +11,7 @@ from megatron.neox_arguments.errors import ErrorCollector, format_value
 from megatron.neox_arguments.frozen import FrozenDict, freeze, thaw
 from megatron.neox_arguments.keys.declaration import Key, keys_of, literal_values, union_members
 from megatron.neox_arguments.reading.yaml_loader import ConfigLoader, EnvText
-
-_NAMES_HERE = {
-    "learning_rate": "optimizer.params.lr",
-    "max_steps": "train_iters",
-    "num_train_epochs": "train_epochs",
-    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
-    "micro_batch_size": "train_micro_batch_size_per_gpu",
-    "global_batch_size": "train_batch_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_hidden_layers": "num_layers",
-    "num_key_value_heads": "num_kv_heads",
-    "num_query_groups": "num_kv_heads",
-    "kv_channels": "head_dim",
-    "rope_theta": "rotary_emb_base",
-    "rms_norm_eps": "rms_norm_epsilon",
-    "vocab_size": "padded_vocab_size",
-    "tensor_model_parallel_size": "model_parallel_size",
-    "pipeline_model_parallel_size": "pipe_parallel_size",
-    "warmup_ratio": "warmup",
-    "warmup_steps": "warmup_iters",
-    "max_grad_norm": "gradient_clipping",
-}
-_ADVICE = {
-    "decay_lr_to": "it is a fraction of lr; write min_lr: decay_lr_to x optimizer.params.lr",
-    "attention_type": "remove it, num_kv_heads says how many heads of keys and values there are",
-}
+from megatron.neox_arguments.validation.other_stacks import name_here
 
 
 class _Mismatch(Exception):
@@ -175,10 +150,8 @@ def _check_bounds(key: Key, value: Any) -> None:
 
 def unknown(name: str, keys: Mapping[str, Key]) -> str:
     """The message about a name that is no key, with the nearest names that are."""
-    if name in _NAMES_HERE:
-        return f"unknown key; it is {_NAMES_HERE[name]} here"
-    if name in _ADVICE:
-        return f"unknown key; {_ADVICE[name]}"
+    if (here := name_here(name)) is not None:
+        return f"unknown key; here it is {here}"
     near = difflib.get_close_matches(name, keys, n=3, cutoff=0.6)
     ratios = [difflib.SequenceMatcher(None, name, other).ratio() for other in near]
     near = [other for other, ratio in zip(near, ratios, strict=True) if ratio > ratios[0] - 0.05]

@@ -61,7 +61,7 @@ def draw_curves(folder: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
 
     if not any("train/lm_loss" in row for row in rows):
         return False
-    plot([dict(row) for row in rows], None, folder / CURVES)
+    plot([dict(row) for row in rows], folder / CURVES)
     return True
 
 

@@ -69,7 +69,8 @@ def _saves(run: Run) -> Iterator[Event]:
 
 def _left_out(run: Run) -> Iterator[Event]:
     for name, kind, why in (
-        ("train/skipped_steps", "skipped", "not finite, or without a trained token"),
+        ("train/skipped_steps", "skipped", "not finite"),
+        ("train/untrained_steps", "skipped", "without a trained token"),
         ("train/spikes", "spike", "loss far above the recent ones (skip_step_above_sigma)"),
     ):
         for iteration, count in zip(*_columns(run.series.get(name)), strict=True):

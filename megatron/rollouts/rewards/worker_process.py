@@ -12,11 +12,13 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.process import look_for_stop
 from megatron.process.keeper import END
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SEND_S = 60.0
 _ENDS_S = 30.0  # for a keeper to kill what it keeps
+_LOOKS_S = 1.0  # seconds of waiting after which it looks for a stop signal
 _LARGEST = 64 << 20  # bytes of a message
 # The variables of the run that users' code is given: no tokens, and nothing that tells it that it is a rank.
 _PASSED = frozenset(
@@ -58,7 +60,8 @@ class Messages:
 
     def receive(self, seconds: float, good: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The next answer to the last message, one that is `good`. Raises WorkerLost if the other side has
-        ended, sends none in this time, or sends anything else."""
+        ended, sends none in this time, or sends anything else; StopRequested where a stop signal comes
+        first."""
         line = self._line(seconds)
         try:
             answer = json.loads(line)
@@ -73,14 +76,18 @@ class Messages:
 
     def _line(self, seconds: float) -> bytes:
         end, looked = time.monotonic() + seconds, 0
+        look_for_stop()
         while (line_end := self._received.find(b"\n", looked)) < 0:
             looked = len(self._received)
             if looked > _LARGEST:
                 raise WorkerLost(f"its process sent more than {_LARGEST >> 20} MiB as one answer")
+            look_for_stop()
             try:
-                self._socket.settimeout(max(1e-3, end - time.monotonic()))
+                self._socket.settimeout(min(_LOOKS_S, max(1e-3, end - time.monotonic())))
                 part = self._socket.recv(1 << 20)
             except TimeoutError:
+                if time.monotonic() < end:
+                    continue
                 raise WorkerLost(f"took longer than {seconds:g} s") from None
             except OSError:
                 part = b""

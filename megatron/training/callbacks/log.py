@@ -21,9 +21,10 @@ from megatron.training.unlearning import row_of_steps
 
 
 class LogCallback(Callback):
-    """NeoX's log line and the metrics row, every `log_interval` steps. Losses stay on the device; those of a
-    logged step are read when the next step has been started, or when something else has to wait for the
-    device anyway."""
+    """NeoX's log line and the metrics row, every `log_interval` steps. The loss and the objective's metrics
+    of both are means over the steps since the row before, without those left out; learning rate and norm are
+    the last step's. Losses stay on the device; those of a logged step are read when the next step has been
+    started, or when something else has to wait for the device anyway."""
 
     def __init__(
         self,
@@ -43,11 +44,12 @@ class LogCallback(Callback):
         self.rows, self.row_length = 0, 0.0
         self._started = time.time()
         # Of the steps since the last line: losses, the objective's metrics, whether they were left out, and
-        # whether they were for a loss far above the others.
+        # whether they were for a loss far above the others, or because none of their tokens is trained.
         self.losses: list[torch.Tensor] = []
         self.metrics: dict[str, list[torch.Tensor]] = {}
         self.skips: list[torch.Tensor] = []
         self.spikes: list[torch.Tensor] = []
+        self.untrained: list[torch.Tensor] = []
         self.roles: list[str] = []
         self.measured: list[str] = []
         self.probed: list[str] = []
@@ -66,6 +68,7 @@ class LogCallback(Callback):
         self.rows += step.row_length or step.seq_length
         self.skips.append(on_device(result.skipped, device))
         self.spikes.append(on_device(result.spike, device))
+        self.untrained.append(on_device(result.untrained, device))
         self.losses.append(result.loss.float())
         self.roles.append(step.role)
         for name, value in result.metrics.items():
@@ -76,7 +79,7 @@ class LogCallback(Callback):
         last = [
             on_device(math.nan if value is None else value, device) for value in (result.grad_norm, result.loss_scale)
         ]
-        self.probed, values = [], [skips, torch.stack(self.spikes), torch.stack(self.losses), torch.stack(last)]
+        self.probed, values = [], [skips, *map(torch.stack, (self.spikes, self.untrained, self.losses, last))]
         self.measured = list(self.metrics)
         if self.measured:
             metrics_by_step = torch.stack([torch.stack(of_steps) for of_steps in self.metrics.values()])
@@ -88,7 +91,7 @@ class LogCallback(Callback):
         reading = HostCopy(torch.cat(values))
         self.pending, step.settled = (step, reading, self.stopwatch.lap() / self.steps, self.roles), False
         self.length, self.row_length = self.tokens / self.steps, self.rows / self.steps
-        self.losses, self.metrics, self.skips, self.spikes, self.roles = [], {}, [], [], []
+        self.losses, self.metrics, self.skips, self.spikes, self.untrained, self.roles = [], {}, [], [], [], []
         self.steps, self.tokens, self.rows = 0, 0, 0
 
     def settle(self) -> None:
@@ -100,14 +103,18 @@ class LogCallback(Callback):
         end = len(values) - len(self.probed)
         first = end - len(self.measured)
         *of_steps, norm, scale = values[:first]
-        steps = len(of_steps) // 3
-        skips, spikes, losses = of_steps[:steps], of_steps[steps : 2 * steps], of_steps[2 * steps :]
+        steps = len(of_steps) // 4
+        skips, spikes, no_tokens, losses = (of_steps[n * steps : (n + 1) * steps] for n in range(4))
         taken = [(role, loss) for role, loss, skipped in zip(roles, losses, skips, strict=True) if not skipped]
         forget = [loss for role, loss in taken if role == "forget"]  # below 0: no means with the others
         losses = [loss for role, loss in taken if role != "forget"] or forget or [math.nan]
+        loss, untrained = sum(losses) / len(losses), int(sum(no_tokens))
+        skipped = int(sum(skips)) - untrained
         means = {name: value for name, value in zip(self.measured, values[first:end], strict=True) if value == value}
-        self._fill(step, losses[-1], norm, scale, seconds)
-        step.row["train/skipped_steps"] = int(sum(skips))
+        self._fill(step, loss, norm, scale, seconds)
+        step.row["train/skipped_steps"] = skipped
+        if untrained:
+            step.row["train/untrained_steps"] = untrained
         if self.training.args.skip_step_above_sigma is not None:
             step.row["train/spikes"] = int(sum(spikes))
         step.row.update({f"train/{name}": value for name, value in means.items()})
@@ -118,9 +125,9 @@ class LogCallback(Callback):
             step.row["train/on_policy"] = roles.count("on_policy") / len(roles)
         step.row.update(zip(self.probed, values[end:], strict=True))
         if self.training.groups.world_rank == 0:
-            self.bar.set_postfix_str(f"loss {losses[-1]:.4f}", refresh=False)
+            self.bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             with self.bar.external_write_mode():
-                self.training.logger.info(self._line(step, sum(losses) / len(losses), seconds, means, int(sum(skips))))
+                self.training.logger.info(self._line(step, loss, seconds, means, skipped, untrained))
                 self._memory(step.iteration)
         step.settled = True
         self._on_settled(step)
@@ -153,8 +160,10 @@ class LogCallback(Callback):
             row["runtime/model_flops_utilization"] = model / (args.peak_theoretical_tflops * 1e12)
             row["runtime/hardware_flops_utilization"] = hardware / (args.peak_theoretical_tflops * 1e12)
 
-    def _line(self, step: Step, loss: float, seconds: float, means: Mapping[str, float], skipped: int) -> str:
-        args, row = self.training.args, step.row
+    def _line(
+        self, step: Step, loss: float, seconds: float, means: Mapping[str, float], skipped: int, untrained: int
+    ) -> str:
+        args, row, none_trained = self.training.args, step.row, math.isnan(loss) and untrained and not skipped
         line = f" samples/sec: {row['runtime/samples_per_sec']:.3f} |"
         line += f" iteration {step.iteration:8d}/{args.train_iters:8d} |"
         line += f" elapsed time per iteration (ms): {seconds * 1000.0:.1f} |"
@@ -163,13 +172,13 @@ class LogCallback(Callback):
         if "runtime/model_flops_utilization" in row:
             line += f" MFU: {row['runtime/model_flops_utilization'] * 100:.2f}% |"
             line += f" HFU: {row['runtime/hardware_flops_utilization'] * 100:.2f}% |"
-        line += f" lm_loss: {loss:.6E} |"
+        line += " lm_loss: untrained |" if none_trained else f" lm_loss: {loss:.6E} |"
         line += "".join(f" {name}: {value:.6E} |" for name, value in means.items())
         if "train/loss_scale" in row:
             line += f" loss scale: {row['train/loss_scale']:.1f} |"
         line += f" number of skipped iterations: {skipped:3d} |"
-        line += f" number of nan iterations: {int(math.isnan(loss)):3d} |"
-        return line
+        line += f" number of nan iterations: {int(math.isnan(loss) and not none_trained):3d} |"
+        return line + (f" number of untrained iterations: {untrained:3d} |" if untrained else "")
 
     def _memory(self, iteration: int) -> None:
         if self._memory_was_logged or self.training.groups.device.type != "cuda":

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from megatron.callbacks import Callback, Step, TrainingRun
-from megatron.training.checkpoint.writer import is_hf_due
+from megatron.training.checkpoint.pieces import is_hf_due
 from megatron.training.run import Training
 
 
@@ -54,6 +54,7 @@ class SaveCallback(Callback):
                 if self.training.args.save is not None:
                     for callback in self.callbacks:
                         callback.on_save(run, step, not lasting)
+                    loop.agree_on_stop()
 
     def save(self, ephemeral: bool = False) -> None:
         """Write a checkpoint of the run as it is now. ephemeral: one that stands until the next."""

@@ -1,60 +1,27 @@
 """When a run stops before its last step, and when a timed save is due: signals, limits of steps and time,
 requests of callbacks, agreed on by all ranks."""
 
-import os
-import signal
 import time
 from collections.abc import Callable
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.distributed import run_on_all_ranks
-from megatron.mpu import ParallelGroups
+from megatron.process import StopRequested, stop_reason, stop_signal
 from megatron.training.run import Training
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
-# One signal may come twice, from a scheduler to every process and passed on by the launcher.
-SAME_SIGNAL_S = 2.0
-
-
-class SignalWatch:
-    """Remembers the first stop signal; another one, later than its echo, ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._first = 0.0
-        self._previous = {number: signal.signal(number, self._remember) for number in STOP_SIGNALS}
-        for number, handler in self._previous.items():
-            if getattr(handler, "received", 0):  # it came while the run started
-                self._remember(number, None)
-
-    def _remember(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.received:
-            self.received, self._first = number, now
-        elif now - self._first > SAME_SIGNAL_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    def close(self) -> None:
-        """Give the signals back, but for the one that came: its echo may still be on its way, and would end a
-        process that is about to end by itself."""
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if number == self.received else handler)
 
 
 class Agreement:
-    """The largest of each value over all ranks, exchanged on the CPU beside the next step.
+    """The largest of each value over all ranks, exchanged on the CPU beside the next step or batch.
 
     Nobody waits: what is handed in after one step comes out after the next, on every rank alike.
     """
 
-    def __init__(self, groups: ParallelGroups) -> None:
-        self._group = dist.new_group(backend="gloo") if groups.world_size > 1 else None
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """group: gloo's, of all ranks; None: there is one rank alone."""
+        self._group = group
         self._work: dist.Work | None = None
         self._values: torch.Tensor | None = None
 
@@ -91,21 +58,34 @@ class StopCallback(Callback):
         """settle_result: waits for the result of the step, before the run ends on a write that failed."""
         self.training, self._settle_result = training, settle_result
         self.write_failed = False  # on some rank; known on all after the same step
-        self._signals = SignalWatch()
-        self._agreement = Agreement(training.groups)
+        group = dist.new_group(backend="gloo") if training.groups.world_size > 1 else None
+        self._agreement, self._between_batches = Agreement(group), Agreement(group)
         self._decides = training.groups.world_rank == 0  # whose clock counts
         self._begun = self._saved = time.monotonic()
-        training.loop.signalled = self.signalled
+        training.loop.look_for_stop, training.loop.agree_on_stop = self.look_for_stop, self.agree_on_stop
 
-    def signalled(self) -> bool:
-        """Whether a stop signal has come to this rank."""
-        return bool(self._signals.received)
+    def look_for_stop(self) -> None:
+        """Raise StopRequested on all ranks once a stop signal has come to some rank. All ranks call it
+        together, between the batches of what takes long; nobody waits, so that ranks hear of others' signals
+        a batch later."""
+        if self.training.loop.stop_signal:
+            raise StopRequested(self.training.loop.stop_signal)
+        agreed = self._between_batches.exchange([stop_signal()])
+        if agreed is not None and agreed[0]:
+            self._note(agreed[0])
+            raise StopRequested(agreed[0])
 
-    def before_step(self) -> str | None:
-        """Why the run stops before its next step: the signal that has come to some rank. All ranks
-        together."""
-        number = max(run_on_all_ranks(self.training.groups, lambda: self._signals.received))
-        return f"signal {signal.Signals(number).name}" if number else None
+    def agree_on_stop(self) -> None:
+        """End the run here if a stop signal has come to some rank. All ranks together; they wait for each
+        other, which is for before the first step and after what has taken long."""
+        number = max(run_on_all_ranks(self.training.groups, stop_signal))
+        if number:
+            self._note(number)
+
+    def _note(self, number: int) -> None:
+        loop = self.training.loop
+        loop.stop_signal = number
+        loop.stop_reason = loop.stop_reason or stop_reason(number)
 
     def on_step_end(self, run: TrainingRun, step: Step) -> None:
         """Decide, and raise what a write beside the steps ran into."""
@@ -127,7 +107,7 @@ class StopCallback(Callback):
             self._saved = now  # asked for once, though the answer comes a step later
         timed_out, save = timed_out and self._decides, save and self._decides
         flags = [timed_out, save or loop.save_request, self.training.checkpointer.failed, loop.stop_request is not None]
-        agreed = self._agreement.exchange([self._signals.received, *map(int, flags)])
+        agreed = self._agreement.exchange([stop_signal(), *map(int, flags)])
         loop.save_request = False  # every rank knows of it
         self.write_failed = agreed is not None and bool(agreed[3])
         if args.exit_interval is not None and iteration % args.exit_interval == 0:
@@ -136,7 +116,8 @@ class StopCallback(Callback):
             return None, False
         number, timed_out, save, stop_requested = agreed[0], bool(agreed[1]), bool(agreed[2]), bool(agreed[4])
         if number:
-            return f"signal {signal.Signals(number).name}", save
+            loop.stop_signal = number
+            return stop_reason(number), save
         if timed_out:
             return f"exit_duration_in_mins {args.exit_duration_in_mins}", save
         return (loop.stop_request or "a callback of another rank asked for it") if stop_requested else None, save
@@ -151,6 +132,6 @@ class StopCallback(Callback):
         self._agreement.settle()
 
     def close(self) -> None:
-        """Give the signals back and end the exchange under way."""
+        """End the exchanges under way."""
         self._agreement.close()
-        self._signals.close()
+        self._between_batches.close()

@@ -1,12 +1,14 @@
 """Validation and test loss within a run: when they are computed, and how they are logged."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
 from megatron.callbacks import Callback, Step, TrainingRun
 from megatron.data import SampleSet, trains_preferences
 from megatron.neox_arguments.values.losses import asks_teacher
+from megatron.process import StopRequested, stop_reason
+from megatron.training.callbacks.saving import SaveCallback
 from megatron.training.evaluation import evaluate, evaluate_objective
 from megatron.training.run import Training
 
@@ -33,24 +35,28 @@ def validate(training: Training, which: str, iteration: int, row: dict[str, floa
 
 def _results(training: Training, dataset: SampleSet) -> dict[str, float]:
     """The loss on a set, and the metrics of the objective or of language modelling, by name."""
-    args, engine, eod = training.args, training.engine, training.tokenizer.eod
+    args, engine, eod, look = training.args, training.engine, training.tokenizer.eod, training.loop.look_for_stop
     samples = args.eval_iters * args.train_batch_size
     if trains_preferences(args):
-        loss, means = evaluate_objective(engine, dataset, samples, eod)
+        loss, means = evaluate_objective(engine, dataset, samples, eod, look)
         return {"lm_loss": loss, **{metric: value for metric, value in means.items() if value == value}}
     detokenize = training.tokenizer.detokenize if args.char_level_ppl else None
-    result = evaluate(engine, dataset, samples, eod, detokenize)
+    result = evaluate(engine, dataset, samples, eod, detokenize, look)
     values = {"lm_loss": result.lm_loss, "lm_loss_ppl": result.perplexity, "unigram_entropy": result.unigram_entropy}
     if result.character_perplexity is not None:
         values["lm_loss_char_lvl_ppl"] = result.character_perplexity
     if asks_teacher(args):
-        values["divergence"] = evaluate_objective(engine, dataset, samples, eod)[1]["divergence"]
+        values["divergence"] = evaluate_objective(engine, dataset, samples, eod, look)[1]["divergence"]
     return {**values, **result.metrics}
+
+
+_NO_WORK = {Callback.on_validation_end, SaveCallback.on_validation_end}  # which validate nothing
 
 
 class ValidationCallback(Callback):
     """Validation loss before the first step, every `eval_interval` steps and after the last, which is also
-    tested; then `on_validation_end` of all callbacks."""
+    tested; then `on_validation_end` of all callbacks. Once a stop signal has come the rest is given up, and
+    the run ends with this step."""
 
     def __init__(self, training: Training, bar: tqdm, callbacks: Sequence[Callback]) -> None:
         self.training, self.bar, self.callbacks = training, bar, callbacks
@@ -64,10 +70,38 @@ class ValidationCallback(Callback):
         """Validate, and test after the last step, if it is time."""
         if not self.is_due(step.iteration):
             return
+        loop = self.training.loop
+        if loop.stop_signal:
+            if self._has_work():
+                loop.gave_up = True
+                run.logger.info(f"no validation at iteration {step.iteration}: {loop.stop_reason} ends the run")
+            return
         with run.pause():
-            validate(self.training, "valid", step.iteration, step.row, self.bar)
-            if step.iteration == self.training.args.train_iters:
-                validate(self.training, "test", step.iteration, step.row, self.bar)
-            for callback in self.callbacks:
-                self.bar.clear()  # they may have bars of their own
-                callback.on_validation_end(run, step)
+            if self._is_whole(lambda: self._validate(step)):
+                for callback in self.callbacks:
+                    self.bar.clear()  # they may have bars of their own
+                    self._is_whole(lambda: callback.on_validation_end(run, step))  # noqa: B023 - called at once
+            loop.agree_on_stop()
+
+    def _has_work(self) -> bool:
+        """Whether there is anything to validate with."""
+        sets, args = self.training.datasets, self.training.args
+        others = {type(callback).on_validation_end for callback in self.callbacks}
+        return bool(args.eval_iters and (sets.valid or sets.test)) or not others <= _NO_WORK
+
+    def _validate(self, step: Step) -> None:
+        validate(self.training, "valid", step.iteration, step.row, self.bar)
+        if step.iteration == self.training.args.train_iters:
+            validate(self.training, "test", step.iteration, step.row, self.bar)
+
+    def _is_whole(self, work: Callable[[], None]) -> bool:
+        """Do a part of the validation; whether it was done, and not given up on all ranks for a stop signal,
+        which then ends the run with this step."""
+        loop = self.training.loop
+        try:
+            work()
+        except StopRequested as stop:
+            loop.stop_signal, loop.gave_up = stop.number, True
+            loop.stop_reason = loop.stop_reason or stop_reason(stop.number)
+            return False
+        return True

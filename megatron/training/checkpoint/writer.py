@@ -4,17 +4,18 @@ visible.
 Files and formats belong to `megatron.checkpointing`; here ranks agree, and the engine's state goes out.
 """
 
-import io
 import json
 import logging
+import math
 import platform
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,13 @@ from megatron.model.weight_map import adapter_params, is_adapter, layer_params
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.values.rollouts import rollout_servers
+from megatron.process import StopRequested, look_for_stop, stop_signal
 from megatron.tokenizer import Tokenizer
 from megatron.training.checkpoint.async_writer import BackgroundWriter
 from megatron.training.checkpoint.forward_check import fixed_logits
 from megatron.training.checkpoint.host_copies import host_copies, lacks_memory
 from megatron.training.checkpoint.lock import lock_folder
+from megatron.training.checkpoint.pieces import empty_folder, is_hf_due, layers_unless, serialised
 from megatron.training.checkpoint.progress import TrainingProgress
 from megatron.training.checkpoint.same_run import data_record
 from megatron.training.checkpoint.source import CheckpointSource
@@ -109,6 +112,7 @@ class CheckpointWriter:
                 lambda: hf_config(args) if args.lora is None else check_peft_names(args, family_below(args.load)),
             )
         self.saved_at: int | None = None
+        self.gave_up_export = False  # on rank 0
         self._lock: Any = None
         self._said: set[str] = set()
         self.base: Mapping[str, Any] | None = None  # `describe_base`, where adapters alone are saved
@@ -135,9 +139,10 @@ class CheckpointWriter:
         next one."""
         save = self.args.save_dir
         assert save is not None
-        if self.saved_at == progress.iteration:
-            return
         self.wait()
+        if self.saved_at == progress.iteration:
+            on_rank_zero(self.groups, lambda: self._export_missing(progress.iteration))
+            return
         beside = self._check_space(Path(save)) and beside
         with self._no_half_checkpoint(Path(save) / "begin"):
             self._temporary = temporary = on_rank_zero(self.groups, lambda: self._begin(save, progress.iteration))
@@ -177,27 +182,44 @@ class CheckpointWriter:
             self._said.add(text)
             self.logger.warning(text)
 
+    def _export_missing(self, iteration: int) -> None:
+        """The export of a checkpoint that is there, where a stop signal ended it."""
+        path = Path(self.args.save_dir or "") / step_tag(iteration)
+        here = self._store is None and not (path.parent / HF_SUBFOLDER / path.name).exists()
+        if here and is_hf_due(self.args, iteration) and not stop_signal():
+            self._export(path)
+
     def _export(self, path: Path) -> None:
         """`path` in HuggingFace's format, in `<save>/huggingface`; read from its files, layer by layer."""
         folder: Path | str = path.parent / HF_SUBFOLDER / path.name
         try:
             if self._store is not None:  # the ranks' files are there alone
                 fetch_checkpoint(self._store, path.name, path, lambda name: not is_optimizer_file(name))
-            self._write_hf(path, folder)
+            self._write_hf(path, folder, look=look_for_stop)
             if self._store is not None:
                 folder = self._send_hf(Path(folder))
                 keep_manifest_only(path)
+        except StopRequested as stop:
+            self.gave_up_export = True
+            self.logger.info(f"save_hf: {folder}: given up, {stop} ends the run; {path} is whole and can be converted")
+            return
         except CheckpointError as problem:
             raise CheckpointError(f"save_hf: {problem}") from problem
         self.logger.info(f"saved {folder} in HuggingFace's format")
 
-    def _write_hf(self, path: Path, folder: Path | str, notes: Mapping[str, bytes] | None = None) -> None:
-        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's
-        format."""
+    def _write_hf(
+        self,
+        path: Path,
+        folder: Path | str,
+        notes: Mapping[str, bytes] | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> None:
+        """The checkpoint `path` as a HuggingFace folder; of a run with `lora` its adapters in peft's format.
+        look: called before each layer; what it raises ends it, without a trace."""
         if self.args.lora is not None:
             export_peft(open_adapter(path), folder, notes=notes)
         else:
-            export_hf(path, self.args, folder, check=False, notes=notes)
+            export_hf(path, self.args, folder, check=False, notes=notes, each=partial(layers_unless, look))
 
     def save_hf_model(self, folder: Path, progress: TrainingProgress, notes: Mapping[str, bytes]) -> None:
         """The model as it is now as the HuggingFace folder `folder`, with the files `notes`, in the place of
@@ -213,7 +235,7 @@ class CheckpointWriter:
             shutil.rmtree(above)
 
         with self._no_half_checkpoint(above):
-            on_rank_zero(self.groups, lambda: _empty_folder(above, temporary))
+            on_rank_zero(self.groups, lambda: empty_folder(above, temporary))
             records = run_on_all_ranks(self.groups, lambda: self._write(temporary, self._model_states()))
             on_rank_zero(self.groups, lambda: finish(records))
 
@@ -254,6 +276,7 @@ class CheckpointWriter:
                 raise
 
     def _manifest(self, progress: TrainingProgress) -> Manifest:
+        loss = math.nan if progress.validation_loss is None else progress.validation_loss
         return Manifest(
             run_id=self.run_id,
             iteration=progress.iteration,
@@ -269,7 +292,7 @@ class CheckpointWriter:
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
             optimizer=not self.args.no_save_optim,
-            validation_loss=progress.validation_loss,
+            validation_loss=None if not math.isfinite(loss) else loss,
             engine=self.engine.name,
             base=self.base,
         )
@@ -370,7 +393,7 @@ class CheckpointWriter:
             extra[LOGITS] = fixed_logits(engine)
         if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
-            yield model_file(self.model_rank), state if _by_parameter(args) else _serialised(state)
+            yield model_file(self.model_rank), state if _by_parameter(args) else serialised(state)
         if not args.no_save_optim and _by_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
@@ -381,7 +404,7 @@ class CheckpointWriter:
                 yield optimizer_file(layer, tensor_rank), states
         elif not args.no_save_optim and (layout_state := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
-            yield name, _serialised(layout_state)
+            yield name, serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
             yield EPHEMERAL, b""
 
@@ -468,26 +491,7 @@ class CheckpointWriter:
         }
 
 
-def _empty_folder(above: Path, folder: Path) -> None:
-    shutil.rmtree(above, ignore_errors=True)  # of an interrupted save
-    folder.mkdir(parents=True)
-
-
-def is_hf_due(args: NeoXArgs, iteration: int) -> bool:
-    """Whether HuggingFace's format is written after this iteration."""
-    if args.save_hf is None:
-        return False
-    return iteration == args.train_iters or (args.save_hf > 0 and iteration > 0 and iteration % args.save_hf == 0)
-
-
 def _by_parameter(args: NeoXArgs) -> bool:
     """Whether the optimizer's state comes parameter by parameter: bitsandbytes keeps blocks of quantised
     numbers."""
     return not args.use_bnb_optimizer
-
-
-def _serialised(state: Any) -> bytes:
-    """A copy of tensors that the next step changes in place."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron.data.teacher_scores import (
 from megatron.distributed import Watchdog, on_rank_zero, run_on_all_ranks_of, run_on_each_rank
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import look_for_stop
 from megatron.tokenizer import Tokenizer
 from megatron.training.distillation.description import TeacherDescription, teacher_args
 from megatron.training.distillation.teacher import Teacher, with_top_tokens
@@ -152,7 +154,7 @@ class TeacherCache:
         for first in range(0, size, step):
             self.watchdog.now("asking the teacher")
             own = range(first + rank, min(first + step, size), ranks)
-            rows = run_on_each_rank(self.groups, lambda own=own: _rows_of(dataset, own))  # type: ignore[misc]
+            rows = run_on_each_rank(self.groups, partial(_rows_of, dataset, own))
             everyone = self._from_data_ranks(list(rows))
             done = seen.union(*everyone[:rank])  # each row is the work of the first rank that has it
             missing = {name: row for name, row in rows.items() if name not in done and name not in known}
@@ -205,6 +207,8 @@ class TeacherCache:
 
 
 def _rows_of(dataset: SampleSet, numbers: range) -> dict[bytes, TokenSample]:
+    """The distinct rows of these samples. Raises StopRequested where a stop signal comes first."""
+    look_for_stop()
     rows = [dataset[number] for number in numbers]
     return {row_name(row): row for row in rows if isinstance(row, TokenSample)}
 

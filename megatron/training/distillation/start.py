@@ -6,6 +6,7 @@ from megatron.data import Datasets
 from megatron.distributed import Watchdog
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
+from megatron.process import StopRequested
 from megatron.tokenizer import Tokenizer
 from megatron.training.distillation.cache import TeacherCache
 from megatron.training.distillation.description import TeacherDescription
@@ -27,6 +28,10 @@ def with_teacher(
     ranks call it together."""
     assert args.distillation is not None
     if args.distillation["cache"]:
-        return TeacherCache(args, groups, description, tokenizer, logger, watchdog).fill(datasets)
+        try:
+            return TeacherCache(args, groups, description, tokenizer, logger, watchdog).fill(datasets)
+        except StopRequested as stop:  # the run ends before its first step
+            logger.info(f"distillation: given up, {stop} ends the run; scored rows are kept for the next start")
+            return datasets
     engine.use_reference(Teacher(args, description, groups, logger).fill)
     return datasets

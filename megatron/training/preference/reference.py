@@ -49,6 +49,7 @@ from megatron.neox_arguments.values.losses import (
     scores_reference,
 )
 from megatron.objectives import label_logprobs, response_sums
+from megatron.process import StopRequested, look_for_stop
 from megatron.training.checkpoint.resume import Checkpointer, TrainingProgress
 from megatron.training.checkpoint.source import CheckpointSource, original_source
 from megatron.training.compile_blocks import compile_blocks
@@ -117,8 +118,13 @@ def resume_with_reference(checkpointer: Checkpointer, watchdog: Watchdog) -> tup
         checkpointer.logger.info(_cost_of_copy(checkpointer.engine))
     else:
         scores = _ReferenceCache(checkpointer, cache_folder(args, digest), about, have_weights, watchdog)
-        scores.check(datasets)
-        datasets = scores.fill(datasets)
+        try:
+            scores.check(datasets)
+            datasets = scores.fill(datasets)
+        except StopRequested as stop:  # the run ends before its first step
+            checkpointer.logger.info(
+                f"reference: given up, {stop} ends the run; scored rows are kept for the next start"
+            )
         watchdog.now("loading a checkpoint")
     return datasets, checkpointer.resume() if progress is None else progress
 
@@ -380,7 +386,7 @@ class _ReferenceCache:
         for first in range(0, size, step):
             self.watchdog.now("computing reference log-probabilities")
             numbers = range(first + rank, min(first + step, size), ranks)
-            rows = run_on_each_rank(self.groups, lambda own=numbers: _named(dataset, own))  # type: ignore[misc]
+            rows = run_on_each_rank(self.groups, partial(_named, dataset, numbers))
             everyone = self._from_data_ranks(list(rows))
             saved, _ = self.scores.find(rows)
             # Each row is the work of the first rank that has it
@@ -433,7 +439,8 @@ class _ReferenceCache:
 
 
 def _named(dataset: SampleSet, numbers: range) -> dict[bytes, Response]:
-    """The distinct rows of these samples."""
+    """The distinct rows of these samples. Raises StopRequested where a stop signal comes first."""
+    look_for_stop()
     return {row.name: row for number in numbers for row in _rows_of(dataset, number)}
 
 

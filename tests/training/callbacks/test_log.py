@@ -79,7 +79,28 @@ def test_line(scale: float | None, peak: float | None) -> None:
         upstream_line(8.0, step, 10, 1000.0, 1e-4 * step, readable_flops(flops), loss, skipped, 0, share, scale)
         for step, loss, skipped in ((2, 4.0, 0), (4, 8.0, 1))
     ]
-    assert row["train/lm_loss"] == 8.0 and row["train/grad_norm"] == 1.5 and row["consumed_tokens"] == 1024
+    assert (
+        row["train/lm_loss"] == 8.0
+        and row["train/skipped_steps"] == 1
+        and row["train/grad_norm"] == 1.5
+        and row["consumed_tokens"] == 1024
+    )
+
+
+def test_the_row_has_the_mean_of_the_line_and_counts_what_it_left_out() -> None:
+    """A step without a trained token is neither skipped nor NaN; one that was not finite is both."""
+    args, nan = NeoXArgs.from_dict(config(NEOX, log_interval=3, padded_vocab_size=384)), torch.tensor(math.nan)
+    usual = [StepResult(torch.tensor(loss), 1.5, False) for loss in (3.0, 5.0)]
+    untrained, broken = StepResult(nan, nan, True, untrained=True), StepResult(nan, nan, True)
+    lines, row = logged(args, [*usual, untrained])
+    assert " lm_loss: 4.000000E+00 |" in lines[0] and row["train/lm_loss"] == 4.0
+    assert (row["train/skipped_steps"], row["train/untrained_steps"]) == (0, 1)
+    lines, row = logged(args, [untrained] * 3)
+    assert " lm_loss: untrained |" in lines[0] and f"number of nan iterations: {0:3d} |" in lines[0]
+    assert f"number of untrained iterations: {3:3d} |" in lines[0] and math.isnan(row["train/lm_loss"])
+    lines, row = logged(args, [untrained, broken, broken])
+    assert " lm_loss: NAN |" in lines[0] and f"number of nan iterations: {1:3d} |" in lines[0]
+    assert (row["train/skipped_steps"], row["train/untrained_steps"]) == (2, 1)
 
 
 def test_readable_flops() -> None:
@@ -249,8 +270,10 @@ def test_a_run_that_was_stopped_and_went_on(layout: str, tmp_path: Path) -> None
     ranks, keys = LAYOUTS[layout]
     run_ranks(run_with_signal, ranks, given(tmp_path, keys), signal.SIGTERM, 2, 0)
     stopped = read(tmp_path, "summary")
-    assert (stopped["status"], stopped["reason"], stopped["iteration"]) == ("stopped", "signal SIGTERM", 3)
-    assert [record["iteration"] for record in read(tmp_path, "history")] == [0, 1, 2, 3]
+    assert (stopped["status"], stopped["reason"], stopped["iteration"]) == ("stopped", "signal SIGTERM", 2), (
+        "after its save"
+    )
+    assert [record["iteration"] for record in read(tmp_path, "history")] == [0, 1, 2]
     run_ranks(run_to_end, ranks, given(tmp_path, keys))
     records, summary = read(tmp_path, "history"), read(tmp_path, "summary")
     assert [record["iteration"] for record in records] == list(range(7)), "each step once"

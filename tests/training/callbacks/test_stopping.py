@@ -14,6 +14,7 @@ import torch
 
 from megatron.callbacks import Step, StepResult
 from megatron.mpu import ParallelGroups
+from megatron.process import stop_signals
 from megatron.training import train
 from megatron.training.callbacks import stopping
 from megatron.training.loop_state import LoopState
@@ -53,11 +54,11 @@ def test_signal_to_one_rank_stops_all(number: signal.Signals, ranks: int, tmp_pa
 def two_signals(rank: int, world_size: int, values: dict[str, Any], later: float) -> None:
     """For the pool: both in the first step, some seconds apart by its clock."""
     clock, training = [0.0], begin(values)
-    stopping.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
+    stop_signals.time = SimpleNamespace(monotonic=lambda: clock[0])  # type: ignore[assignment]
 
     def both(step: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        while not training.loop.signalled():
+        while not training.stopping():
             pass
         clock[0] += later
         os.kill(os.getpid(), signal.SIGTERM)

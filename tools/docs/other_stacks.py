@@ -1,0 +1,28 @@
+"""Writes the tables of keys in docs/from-other-stacks.md from the file that hints are made of; --check: are
+they stale?"""
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megatron.neox_arguments.validation.other_stacks import TABLES  # noqa: E402
+from tools.docs.generated_page import write_or_check  # noqa: E402
+
+PAGE = ROOT / "docs" / "from-other-stacks.md"
+BEGIN = "<!-- keys: made by tools/docs/other_stacks.py of validation/other_stacks.txt; do not edit -->\n"
+END = "<!-- end of keys -->\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the tables are stale")
+    options = parser.parse_args()
+    tables = "\n" + TABLES.read_text(encoding="utf-8") + "\n"
+    return write_or_check(PAGE, {BEGIN: tables}, END, "tools/docs/other_stacks.py", options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
