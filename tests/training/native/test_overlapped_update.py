@@ -20,7 +20,7 @@ from tests.pool import run_ranks
 from tests.training.checkpoint.test_resume import assert_refused, losses, stop_after
 from tests.training.layout_runs import zero
 from tests.training.native.in_turn import TIMEOUT, to_their_ends
-from tests.training.preference.test_reference import FLY, preferences
+from tests.training.preference.test_reference import FLY, PADDED, preferences
 from tests.training.runs import ADAMW, LLAMA, NEOX, RPE, begin, begun, bit_equal, cells, config, metric_rows
 from tests.training.test_bare_engine import rows_of
 
@@ -102,10 +102,11 @@ def test_the_bits_of_the_plain_order(name: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("more", cells([], [LORA], [LLAMA]))
+@pytest.mark.parametrize("more", cells([], [PADDED | LORA | {"reference_cache_dir": None}], [PADDED | FLY]))
 def test_beside_a_reference(more: dict[str, Any], tmp_path: Path) -> None:
     """It scores each batch before the step, with adapters by the model itself."""
-    runs = [preferences(tmp_path, FLY, more, {"engine": "native", "save": str(tmp_path / str(overlap)), KEY: overlap})
+    saved = {"engine": "native", "checkpoint_factor": 100}
+    runs = [preferences(tmp_path, more, saved, {"save": str(tmp_path / str(overlap)), KEY: overlap})
             for overlap in (False, True)]  # fmt: skip
     ((plain, overlapped),) = run_ranks(to_their_ends, 1, runs, timeout=TIMEOUT)
     assert bit_equal(plain, overlapped) and losses(tmp_path / "True") == losses(tmp_path / "False")
