@@ -110,7 +110,7 @@ CORRECTNESS: tuple[Part, ...] = (
         "layers", "each kind of layer beside the CPU, packed beside separate documents, bf16",
         "test_layers_gpu.py", 25, 90,
     ),
-    _tests("update", "AdamW in one pass over memory beside torch's", "test_update_gpu.py", 25, 90),
+    _tests("update", "AdamW in one pass beside torch's, and under the next forward", "test_update_gpu.py", 40, 120),
     _tests("training", "steps in fp32, bf16, fp16 with a dynamic scale", "test_training_gpu.py", 115, 240),
     _tests(
         "compile", "compiled blocks beside eager ones",
@@ -186,6 +186,7 @@ _ABLATIONS: dict[str, tuple[tuple[str, ...], dict[str, str]]] = {
     "hidden_dropout: 0.1": (("hidden_dropout=0.1",), {}),
     "gradient_clipping: 0": (("gradient_clipping=0",), {}),
     "fused_update: false": (("fused_update=false",), {}),
+    "overlap_optimizer_with_forward: true": (("overlap_optimizer_with_forward=true",), {}),
 }
 
 

@@ -23,7 +23,7 @@ class RunEngine(Protocol):
 
     @property
     def stage(self) -> Stage:
-        """This rank's layers."""
+        """This rank's layers, with the weights after the last step: take it from the engine each time."""
 
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
         """This rank's part of every parameter of its stage by layer and name, on CPU; with `master` fp32

@@ -14,7 +14,8 @@ EVERY_GPU: tuple[Capability, ...] = ()
 
 # By the setting that asks for the kernel whatever has run. What is not here has run on no GPU: attention by
 # flash3, flash4, flash_attn and transformer_engine, precision_fp8: mxfp8, async_tensor_parallel: true,
-# te_backend: transformer_engine, apex: true, mamba_backend: mamba_ssm and fla.
+# te_backend: transformer_engine, apex: true, mamba_backend: mamba_ssm and fla,
+# overlap_optimizer_with_forward: true, which is no kernel but an order of kernels on two streams.
 RUN_ON: Mapping[str, tuple[Capability, ...]] = {
     "attention_backend: flash": EVERY_GPU,
     "attention_backend: efficient": EVERY_GPU,

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 # torch 2.13 renames these and warns of the old names; 2.11 knows only those.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -30,6 +31,15 @@ def varlen_attn(
     out = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window, scale=scale, **options)
     assert isinstance(out, Tensor)
     return out
+
+
+def all_gather_streams(module: nn.Module) -> tuple[torch.cuda.Stream, ...]:
+    """The streams on which `fully_shard` gathers the weights of this module and of those in it, once it has
+    run; none of another module. torch's `set_post_optim_event` has them wait once, not for each gather."""
+    if not isinstance(module, FSDPModule):
+        return ()
+    context = module._get_fsdp_state()._comm_ctx
+    return context.all_gather_copy_in_stream, context.all_gather_stream
 
 
 def enable_symmetric_memory(group: dist.ProcessGroup) -> None:

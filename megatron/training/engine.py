@@ -40,7 +40,6 @@ class Engine(Protocol):
     name: str
     args: NeoXArgs
     groups: ParallelGroups
-    stage: Stage
     objective: Objective
     dtype: torch.dtype
     zero_stage: int
@@ -51,6 +50,11 @@ class Engine(Protocol):
     ) -> None:
         """stage: on the meta device; the engine gives it memory and initial values (`init_stage`) as it will
         hold them."""
+
+    @property
+    def stage(self) -> Stage:
+        """This rank's layers, with the weights after the last step. Take it anew after each: what one step
+        changes may be written under the next."""
 
     @staticmethod
     def check(args: NeoXArgs) -> None:

@@ -16,16 +16,29 @@ from megatron.training.step_loss import StepLoss
 
 
 class EngineBase:
-    """The methods of `Engine` that run the stage and update nothing."""
+    """The methods of `Engine` that run the stage and update nothing.
+
+    An engine whose updates go on after their step has its own `finish_update`, and calls it before it reads
+    weights or optimizer states; its passes wait for the weights they use. Here the stage is `_stage`.
+    """
 
     args: NeoXArgs
     groups: ParallelGroups
-    stage: Stage
+    _stage: Stage
     objective: Objective
     dtype: torch.dtype
     _loss: StepLoss
     _fill_reference: Callable[[list[Batch]], list[Batch]] | None = None
     routing: RoutingCounts | None = None
+
+    @property
+    def stage(self) -> Stage:
+        """As of `Engine`."""
+        self.finish_update()
+        return self._stage
+
+    def finish_update(self) -> None:
+        """Weights and optimizer states are those after the last step, for all that runs from now on."""
 
     def use_reference(self, fill: Callable[[list[Batch]], list[Batch]] | None) -> None:
         """As of `Engine`."""
@@ -47,7 +60,7 @@ class EngineBase:
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
         """As of `Engine`."""
-        with eager_blocks(self.stage):
+        with eager_blocks(self.stage):  # ranks may run different numbers of these: none has an update left to do
             return self._forward_only(batches, read, shape)
 
     def _forward_only(
@@ -56,12 +69,12 @@ class EngineBase:
         read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        was_training = self.stage.training
-        self.stage.eval()
+        was_training = self._stage.training
+        self._stage.eval()
         try:
             return self._forward(batches, read, shape)
         finally:
-            self.stage.train(was_training)
+            self._stage.train(was_training)
 
     def _forward(
         self,
@@ -69,7 +82,7 @@ class EngineBase:
         read: Callable[[HeadInput, Batch], Tensor],
         shape: Callable[[Batch], tuple[int, ...]],
     ) -> list[Tensor]:
-        return forward_only(self.stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
+        return forward_only(self._stage, batches, self.args, self.groups, read, dtype=self.dtype, shape=shape)
 
     def token_logprobs(self, batches: list[Batch]) -> list[Tensor]:
         """As of `Engine`."""
@@ -92,7 +105,7 @@ class EngineBase:
     def _begin_balance(self, batches: list[Batch], scale: float | Tensor) -> None:
         """What the stage does before a step: counts the choices of experts where its losses need those of all
         tokens. scale: by which they enter the backward pass of a micro-batch."""
-        balance = self.stage.balance
+        balance = self._stage.balance
         if balance is None:
             return
         balance.begin(scale, len(batches) * self.groups.size("data"))
@@ -104,10 +117,10 @@ class EngineBase:
     def _end_step(self, left_out: Tensor) -> None:
         """What the stage does once the step's gradients are there: new scales of FP8, new biases of experts.
         left_out: boolean `[]`, whether the step changes no weights."""
-        if self.stage.delayed_scaling is not None:
-            self.stage.delayed_scaling.end_step(left_out)
-        if self.stage.balance is not None:
-            self.routing = self.stage.balance.end(self.groups, left_out)
+        if self._stage.delayed_scaling is not None:
+            self._stage.delayed_scaling.end_step(left_out)
+        if self._stage.balance is not None:
+            self.routing = self._stage.balance.end(self.groups, left_out)
 
     def _mean_metrics(self) -> dict[str, Tensor]:
         """The means over the step of the objective's metrics, and of the routers', the same on every rank.

@@ -1,6 +1,6 @@
 """Parameter groups, optimizers, the gradient norm, and updates that are left out."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -107,9 +107,9 @@ def kept(optimizer: torch.optim.Optimizer) -> Tensor | float:
     return 1.0 if skip is None else 1.0 - skip
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Moments and whatever else an optimizer keeps of its parameters."""
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+def state_tensors(state: Mapping[Tensor, Mapping[str, Any]]) -> list[Tensor]:
+    """Moments and whatever else an optimizer keeps, in its `state`, of its parameters."""
+    return [value for of_one in state.values() for value in of_one.values() if isinstance(value, Tensor)]
 
 
 def set_learning_rate(optimizer: Any, lr: float) -> None:

@@ -61,7 +61,7 @@ from megatron.training.distillation.description import describe_teacher, with_co
 from megatron.training.distillation.start import with_teacher
 from megatron.training.engine import Engine
 from megatron.training.engine_choice import choose_engine
-from megatron.training.native.fused_update import resolve_fused_update
+from megatron.training.native.update_keys import resolve_update_keys
 from megatron.training.out_of_memory import explained
 from megatron.training.parallelize import parallelize
 from megatron.training.precision_policy import recorded_precision
@@ -91,7 +91,7 @@ def build_engine(
         engine = choose_engine(args, groups.device.type == "cuda").load()
     say = logger.info if logger is not None else None
     args = resolve_compile(args, groups.device, engine.name, say)
-    args = resolve_fused_update(args, groups, engine.name, say)
+    args = resolve_update_keys(args, groups, engine.name, say)
     stage: Stage = build_stage(args, groups, log=say)
     notes = [f"trainable: {_backward_reach(args)}"] if args.trainable is not None else []
     for note in [*engine.notes(args), *notes]:

@@ -19,7 +19,10 @@ import megatron.mpu.layers
 from megatron.model import Stage
 from megatron.model.attention import AttentionBackends
 from megatron.mpu import ParallelGroups
+from megatron.training.native import update_schedule
+from megatron.training.native.update_schedule import UpdateSchedule
 from megatron.training.step_loss import StepLoss
+from tests.fake.streams import FakeStream
 
 
 @contextlib.contextmanager
@@ -76,5 +79,8 @@ MISTAKES: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "int64 cu_seqlens": lambda: around(Stage, "attention_inputs", wide_starts),
     "documents by tokens": lambda: around(megatron.data.batch, "document_starts", padded_starts),
     "mask of seq x seq": lambda: around(AttentionBackends, "form", lambda original, *args: None),
+    "update without a wait": lambda: around(UpdateSchedule, "_wait_for", lambda original, *args: None),
+    "update of what gathers reads": lambda: around(update_schedule, "all_gather_streams", lambda original, stage: ()),
+    "update before gradients": lambda: around(FakeStream, "wait_stream", lambda original, *args: None),
     "whole stage at construction": lambda: around(megatron.model.init, "materialize", cast_later),
 }

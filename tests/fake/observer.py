@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tests.fake.streams import Streams
+
 ROOT = str(Path(__file__).parents[2] / "megatron")
 MOST_DOCUMENTS = 65_535  # the kernel's grid has a row for each
 # Kernels for documents, and the place of cu_seqlens of queries among their arguments; those of keys and the
@@ -32,12 +34,13 @@ COLLECTIVES = {
 class Observer(TorchDispatchMode):
     """Notes, while it is entered, `findings` (mistakes), `collectives` in their order as (first rank,
     stride between ranks, ranks, kind, bytes of the whole tensor), arguments of varlen kernels, FP8 products
-    as `scaled`, and bytes of storages on the device: `live` and `peak`."""
+    as `scaled`, and bytes of storages on the device: `live` and `peak`. streams: notes who waits for whom."""
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
         super().__init__()
+        self._streams = streams
         self.square: tuple[int, int] | None = None
         self.findings: list[str] = []
         self.collectives: list[tuple[int, int, int, str, int]] = []
@@ -67,6 +70,8 @@ class Observer(TorchDispatchMode):
             self._note_varlen(name, args, VARLEN[name])
         if name == "aten._scaled_mm":
             self._note_scaled(func, args, kwargs)
+        if (problem := self._streams.work(func, args, kwargs, output)) is not None:
+            self._find(problem, name)
         outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         self._check_outputs(name, inputs, outputs)
         for tensor in outputs:

@@ -35,6 +35,7 @@ from megatron.training.step_loss import StepLoss
 from tests.fake.layouts import MODEL, Case
 from tests.fake.mistakes import MISTAKES
 from tests.fake.observer import Observer
+from tests.fake.streams import FakeStream, Streams
 
 DEVICE = torch.device("cuda", 0)
 EOD = 0
@@ -42,9 +43,10 @@ EOD = 0
 
 def run(case: Case) -> dict[str, Any]:
     """What the observer saw of a case; `error` names what stopped it and our line."""
-    observer, seen = Observer(), dict[str, Any](error=None)
+    streams, seen = Streams(), dict[str, Any](error=None)
+    observer = Observer(streams)
     mistake = MISTAKES[case.mistake]() if case.mistake else contextlib.nullcontext()
-    with fake_cuda(case.capability), resizes_seen(observer), process_group(case), mistake:
+    with fake_cuda(case.capability, streams), resizes_seen(observer), process_group(case), mistake:
         try:
             args = NeoXArgs.from_dict({**MODEL, **case.values}).for_world(case.world)
             sizes = {"pipe": max(args.pp, 1), "data": args.data_parallel_size, "tensor": args.tp}
@@ -127,8 +129,9 @@ def calls_compiled() -> int:
 
 
 @contextlib.contextmanager
-def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+def fake_cuda(capability: tuple[int, int] = (9, 0), streams: Streams | None = None) -> Iterator[None]:
     """torch.cuda as on a machine with GPUs, of which this process sees one, where it asks no tensor."""
+    streams = streams or Streams()
     values = {"is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True}
     values |= {"get_device_capability": tuple(capability), "is_bf16_supported": True}
     values |= {"is_current_stream_capturing": False, "get_rng_state": torch.get_rng_state()}
@@ -136,9 +139,10 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for name, value in values.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, lambda *given, _value=value, **more: _value))
-        for name, stub in {"Stream": FakeStream, "Event": FakeStream, "current_stream": FakeStream}.items():
+        made = lambda *given, **more: FakeStream(streams)  # noqa: E731
+        stubs = {"Stream": made, "Event": made, "current_stream": lambda *given: streams.current, "stream": streams.on}
+        for name, stub in stubs.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
-        stack.enter_context(mock.patch.object(torch.cuda, "stream", lambda stream: contextlib.nullcontext()))
         for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice"):
             stack.enter_context(mock.patch.object(torch._C, name, lambda *given: 0, create=True))
         # Seeds are numbers, and generators real.
@@ -176,21 +180,6 @@ def real(function: Callable[..., Any]) -> Callable[..., Any]:
     return run_real
 
 
-class FakeStream:
-    """A stream or an event, which is there at once."""
-
-    def __init__(self, *given: Any, **more: Any) -> None:
-        pass
-
-    def record(self, *given: Any) -> "FakeStream":
-        return self
-
-    def wait(self, *given: Any) -> None:
-        pass
-
-    record_event, wait_event, wait_stream, synchronize = record, wait, wait, wait
-
-
 @contextlib.contextmanager
 def resizes_seen(observer: Observer) -> Iterator[None]:
     """`fully_shard` gives weights memory and takes it back without an operation."""
@@ -220,7 +209,7 @@ class ModelStep(EngineBase):
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
-        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         init_stage(stage, args, groups, self.dtype)
         named = {name: p for name, p in stage.named_parameters() if p.requires_grad}

@@ -66,6 +66,28 @@ def test_a_step(layout: tuple[int, int, int], fake_cuda: FakeCuda) -> None:
         assert seen["construction"] <= 4 * whole // DATA + 4 * max(block, whole - LAYERS * block) + 2 * values
 
 
+OVERLAP = {"overlap_optimizer_with_forward": True}
+
+
+@pytest.mark.parametrize("layout", with_more(LAYOUTS, *LAYOUTS[1:2], product=LAYOUTS[3:]), ids=str)
+def test_the_update_under_the_next_forward(layout: tuple[int, int, int], fake_cuda: FakeCuda) -> None:
+    """Nothing is read before the stream that writes it is waited for, and no step takes more memory."""
+    plain, seen = (clean(fake_cuda, native(*layout, **{**SHAPE, **more})) for more in ({}, OVERLAP))
+    scalars = 64 * 1024
+    assert seen["peak"] <= plain["peak"] + scalars
+    assert plain["kept"] <= seen["kept"] <= sum(seen["parts"].values()) + scalars  # gradients are kept until then
+
+
+MISSING_WAITS = [("update without a wait", 0), ("update without a wait", 3), ("update of what gathers reads", 3),
+                 ("update before gradients", 0)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("mistake", "stage"), MISSING_WAITS)
+def test_a_missing_wait_is_seen(mistake: str, stage: int, fake_cuda: FakeCuda) -> None:
+    with pytest.raises(AssertionError, match="another stream"):
+        clean(fake_cuda, replace(native(stage, **SHAPE, **OVERLAP), mistake=mistake))
+
+
 def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
     with pytest.raises(AssertionError, match="the host waits for a value"):
         clean(fake_cuda, replace(native(2), mistake="item in the loss"))
@@ -74,6 +96,8 @@ def test_a_wait_is_seen(fake_cuda: FakeCuda) -> None:
 COMPILED: dict[str, Case] = {
     "ZeRO 0": native(0, **COMPILE), "ZeRO 1": native(1, **COMPILE), "ZeRO 2": native(2, **COMPILE),
     "ZeRO 3": native(3, **COMPILE), "ZeRO 3, recompute": native(3, **COMPILE, **RECOMPUTE),
+    "ZeRO 0, overlapped": native(0, **COMPILE, overlap_optimizer_with_forward=True),
+    "ZeRO 3, overlapped": native(3, **COMPILE, overlap_optimizer_with_forward=True),
     "ZeRO 2, tp8": native(2, 8, **COMPILE), "ZeRO 3, tp8": native(3, 8, **COMPILE),
 }  # fmt: skip
 

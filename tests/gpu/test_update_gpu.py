@@ -1,4 +1,4 @@
-"""AdamW in one pass over memory beside torch's fused AdamW of fp32 copies."""
+"""AdamW in one pass over memory beside torch's of fp32 copies; the update under the next forward."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from megatron.training.loop import batches_of
 from megatron.training.native.fused_update import FusedAdamW, adamw
 from tests.gpu.runs import run
-from tests.training.runs import LLAMA, config
+from tests.training.runs import LLAMA, bit_equal, config
 
 pytestmark = pytest.mark.gpu
 SHAPES = ((1000, 33), (7,), (3, 1024), (1,))
@@ -59,7 +59,23 @@ def test_auto_takes_it_and_losses_are_the_same() -> None:
     for fused in ("auto", False):
         values = config(LLAMA, {"precision": "bfloat16", "engine": "native"}, train_micro_batch_size_per_gpu=8)
         with run({**values, "fused_update": fused}) as training:
-            assert isinstance(training.engine._update.optimizer, FusedAdamW) == (fused == "auto")
+            assert isinstance(training.engine._update.optimizers[0], FusedAdamW) == (fused == "auto")
             batches = batches_of(training)
             losses[fused] = [float(training.engine.train_step(next(batches), 1e-3).loss) for _ in range(12)]
     assert losses["auto"] == pytest.approx(losses[False], rel=2e-3) and losses["auto"][-1] < losses["auto"][0]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_under_the_next_forward_the_bits_are_the_same(fused: bool, device: torch.device) -> None:
+    """The host waits for nothing in between; a layer's update takes about as long as its forward."""
+    found: dict[bool, tuple[list[float], Any]] = {}
+    width = 2048 if device.type == "cuda" else 64
+    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "train_micro_batch_size_per_gpu": 8}
+    keys = {"precision": "bfloat16", "engine": "native", "deterministic_mode": True, "compile": False}
+    for overlap in (False, True):
+        values = {"fused_update": fused, "overlap_optimizer_with_forward": overlap}
+        with run(config(LLAMA, keys, sizes, values)) as training:
+            batches = batches_of(training)
+            losses = [training.engine.train_step(next(batches), 1e-3).loss for _ in range(12)]
+            found[overlap] = [float(loss) for loss in losses], training.engine.weights(master=True)
+    assert found[True][0] == found[False][0] and bit_equal(found[True][1], found[False][1])

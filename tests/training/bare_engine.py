@@ -140,7 +140,7 @@ class BareEngine:
     def tensors(self) -> dict[str, list[Tensor]]:
         params = list(self.stage.parameters())
         gradients = [param.grad for param in params if param.grad is not None]
-        states = optimizers.state_tensors(self._optimizer)
+        states = optimizers.state_tensors(self._optimizer.state)
         return {"weights": list[Tensor](params), "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:

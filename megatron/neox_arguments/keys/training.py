@@ -22,6 +22,11 @@ class OptimizerKeys:
         "Native engine, AdamW in 16 bits, one data rank and micro-batch: the update reads gradients as backward leaves "
         "them and writes weights, in one pass over memory; auto: on GPUs where the run can; printed",
     )
+    overlap_optimizer_with_forward: Literal["auto"] | bool = new_key(
+        "auto",
+        "Native engine: the update of a step runs under the forward of the next, each layer's weights before their "
+        "first use; auto: on GPUs where this has run; printed",
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = new_key(
         "none", "Multiply lr and min_lr by the data-parallel size, or by its root"
     )

@@ -53,7 +53,7 @@ class DeepSpeedEngine(EngineBase):
     def __init__(
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
-        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = zero_stage_used(args)
         self._pipe_shape: torch.Size | None = None
@@ -326,7 +326,7 @@ class DeepSpeedEngine(EngineBase):
         optimizer = getattr(self._ds.optimizer, "optimizer", self._ds.optimizer)
         masters = [param for group in optimizer.param_groups for param in group["params"]]
         gradients = [param.grad for param in (*self.stage.parameters(), *masters) if param.grad is not None]
-        states = [*masters, *state_tensors(optimizer)]
+        states = [*masters, *state_tensors(optimizer.state)]
         return {"weights": params, "gradients": gradients, "optimizer states": states}
 
     def sharded_weights(self) -> Parts:

@@ -41,7 +41,7 @@ class NativeEngine(EngineBase):
         self, args: NeoXArgs, groups: ParallelGroups, stage: Stage, objective: Objective, schedule: PipelineSchedule
     ) -> None:
         assert schedule == "none"
-        self.args, self.groups, self.stage, self.objective = args, groups, stage, objective
+        self.args, self.groups, self._stage, self.objective = args, groups, stage, objective
         self.dtype = DTYPES[args.params_dtype]
         self.zero_stage = args.zero_stage if groups.size("data") > 1 else 0
         self.shards: Weights
@@ -55,8 +55,8 @@ class NativeEngine(EngineBase):
         self._shard_of = [(layer, name, shard_of[p]) for layer, name, p in stage_parameters(stage, copies=True)]
         self.watch = GradientWatch([f"{s.layer}.{s.name}" for s in trained], groups.device, most_skips(args))
         self._loss = StepLoss(objective, groups, self.watch)
-        self._update = Update(self.shards, args, groups, self.watch)
-        self._state = OptimizerState(self.shards, self._update.optimizer, self.dtype)
+        self._update = Update(self.shards, stage, args, groups, self.watch)
+        self._state = OptimizerState(self.shards, self._update.state, self.dtype)
         self.spikes = SpikeGuard(args.skip_step_above_sigma) if args.skip_step_above_sigma is not None else None
 
     @staticmethod
@@ -79,13 +79,14 @@ class NativeEngine(EngineBase):
         weight = self.groups.sum(torch.stack([self.objective.weight(batch) for batch in batches]).sum(0), "data")
         self.watch.begin(weight)
         self._loss.begin(1.0 / weight.clamp(min=1.0))
-        if not self.stage.training:
-            self.stage.train()
+        if not self._stage.training:
+            self._stage.train()
         self._begin_balance(batches, 1.0 / (len(batches) * self.groups.size("data")))
         loss = torch.zeros((), device=self.groups.device)
         for i, batch in enumerate(batches):
             self.shards.begin_micro_batch(i == len(batches) - 1)
-            part = self.stage(None, batch, partial(self._loss.of, batch=batch))
+            part = self._stage(None, batch, partial(self._loss.of, batch=batch))
+            self.finish_update()  # of what this forward had no use for, before its gradients come
             part.backward()
             loss += part.detach()
         gradients = self.shards.gradients()
@@ -100,24 +101,29 @@ class NativeEngine(EngineBase):
         skipped = ~norm.isfinite()
         if not spike:
             self._update.step(gradients, norm, skipped, lr)
-        self.shards.clear_gradients()
+        else:
+            self.shards.clear_gradients(self.shards.trained)
         self._end_step(skipped | untrained | spike)
         finding = self.watch.end(skipped, untrained)
         norm = torch.where(untrained, 0.0, norm)
         return StepResult(loss, norm, skipped, spike, self._mean_metrics(), untrained, None, finding)
 
+    def finish_update(self) -> None:
+        self._update.finish()
+
     # -- weights ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def set_weights(self, weights: Mapping[int, Mapping[str, Tensor]]) -> None:
-        weights = take_quantized(self.stage, weights)
-        for shard in (*self.shards.trained, *self.shards.frozen):
+        weights, shards = take_quantized(self.stage, weights), [*self.shards.trained, *self.shards.frozen]
+        for shard in shards:
             if shard.name in weights.get(shard.layer, {}):
                 shard.local.copy_(shard.slice_of(weights[shard.layer][shard.name]))
-        self.shards.publish()
+        self.shards.publish(shards)
 
     @torch.no_grad()
     def weights(self, *, master: bool = False) -> dict[int, dict[str, Tensor]]:
+        self.finish_update()
         by_layer: dict[int, dict[str, Tensor]] = {}
         for layer, name, shard in self._shard_of:
             dtype = torch.float32 if master and shard.local.requires_grad else shard.dtype(self.dtype)
@@ -131,13 +137,16 @@ class NativeEngine(EngineBase):
     def gather_weights(
         self, writer_of: Mapping[int, int], copy: HostCopy, wanted: Callable[[str], bool] | None = None
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        self.finish_update()
         shards = [item for item in self._shard_of if wanted is None or wanted(item[1])]
         return self._state.gather_weights(shards, writer_of, copy)
 
     def gather_state(self, writer_of: Mapping[int, int], copy: HostCopy) -> Iterator[tuple[int, dict[str, State]]]:
+        self.finish_update()
         return self._state.gather(writer_of, copy)
 
     def restore_state(self, read: Callable[[int, str], State]) -> None:
+        self.finish_update()
         self._state.restore(read)
 
     def model_state(self) -> dict[str, Any]:
@@ -165,9 +174,9 @@ class NativeEngine(EngineBase):
         masters = [s.local for s in self.shards.trained if not is_cut and s.local is not s.param]
         gradients = [gradient for gradient in self.shards.gradient_memory() if gradient is not None]
         return {
-            "weights": [*params, *quantized_memory(self.stage)],
+            "weights": [*params, *quantized_memory(self._stage)],
             "gradients": gradients,
-            "optimizer states": [*masters, *state_tensors(self._update.optimizer)],
+            "optimizer states": [*masters, *state_tensors(self._update.state)],
         }
 
     def _parts(self, tensors: list[Tensor | None]) -> Parts:
@@ -176,13 +185,16 @@ class NativeEngine(EngineBase):
         return [((s.layer, s.name), t.detach()) for s, t in pairs if t is not None and s.is_first_copy(self.groups)]
 
     def sharded_weights(self) -> Parts:
+        self.finish_update()
         return self._parts([shard.local for shard in self.shards.trained])
 
     def sharded_states(self) -> dict[str, Parts]:
-        states = [self._update.optimizer.state.get(shard.local, {}) for shard in self.shards.trained]
+        self.finish_update()
+        states = [self._update.state.get(shard.local, {}) for shard in self.shards.trained]
         keys = [key for state in states for key, value in state.items() if key != "step"]
         return {key: self._parts([state.get(key) for state in states]) for key in dict.fromkeys(keys)}
 
     def close(self) -> None:
-        self._update.optimizer.state.clear()
+        self.finish_update()
+        self._update.close()
         self.shards.close()

@@ -1,5 +1,7 @@
 """Weights cut over data ranks by torch's `fully_shard` (FSDP2), as ZeRO's stages 1 to 3."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ class CutWeights:
                 for experts in (module for module in block.modules() if isinstance(module, Experts)):
                     if expert_mesh is not None:
                         cut(experts, expert_mesh)
-                for module in _shared_modules(stage):  # each by itself, because no block has it alone
+                for module in shared_modules(stage):  # each by itself, because no block has it alone
                     if not isinstance(module, FSDPModule):
                         cut(module)
                 cut(block)
@@ -77,6 +79,8 @@ class CutWeights:
             # The sum over data ranks: `StepLoss` has divided by the weight of all of them.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        # Of each weight the module that gathers it: the innermost that has it, which comes last.
+        self._gathers = {param: module for module in self._modules for param in module.parameters()}
         shards = [self._shard(*item, groups) for item in parameters_with_specs(stage, args)]
         self.trained = [shard for shard in shards if shard.param.requires_grad]
         self.frozen = [shard for shard in shards if not shard.param.requires_grad]
@@ -114,14 +118,16 @@ class CutWeights:
         return self._stage
 
     def gradients(self) -> list[Tensor | None]:
+        for module in self._modules:  # frozen ones have no backward, after which they would be
+            module.reshard()
         whole = {} if self._whole is None else self._whole.reduced()
         return [whole[s.param] if s.param in whole else self._gradient(s) for s in self.trained]
 
     def _gradient(self, shard: Shard) -> Tensor | None:
         return None if shard.param.grad is None else _local(shard.param.grad)
 
-    def clear_gradients(self) -> None:
-        for shard in self.trained:
+    def clear_gradients(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
             shard.param.grad = None
         if self._whole is not None:
             self._whole.clear()
@@ -131,13 +137,14 @@ class CutWeights:
         return cut if self._whole is None else [*cut, self._whole.flat]
 
     def close(self) -> None:
-        self.clear_gradients()
+        self.clear_gradients(self.trained)
         if self._whole is not None:
             self._whole.close()
 
-    def publish(self) -> None:
+    def publish(self, shards: Sequence[Shard]) -> None:
         # After a forward without a backward, stages 1 and 2 still have what was gathered for it.
-        for module in self._modules:
+        modules = [self._gathers[shard.param] for shard in shards if shard.local is not shard.param]
+        for module in dict.fromkeys(modules):
             module.reshard()
 
     @torch.no_grad()
@@ -210,7 +217,7 @@ def _local(value: Tensor) -> Tensor:
         return value.to_local()
 
 
-def _shared_modules(stage: Stage) -> list[nn.Module]:
+def shared_modules(stage: Stage) -> list[nn.Module]:
     """Modules with parameters that several layers have."""
     seen: dict[nn.Module, set[str]] = {}
     for index, layer in stage.layers.items():

@@ -1,57 +1,11 @@
 """AdamW in one pass over memory: 16-bit gradients as backward leaves them are read once, fp32 weights and
 moments updated, 16-bit weights written."""
 
-from collections.abc import Callable, Mapping
-from importlib.util import find_spec
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from megatron.mpu import DTYPES, ParallelGroups
-from megatron.mpu.gpu_kernels import capability_of, not_run_on
-from megatron.neox_arguments import NeoXArgs
-from megatron.training.apex import uses_apex
-from megatron.training.compile_blocks import has_compiler
-
-
-def resolve_fused_update(
-    args: NeoXArgs, groups: ParallelGroups, engine: str, log: Callable[[str], None] | None
-) -> NeoXArgs:
-    """The configuration with `auto` replaced by the choice, which is printed. Raises ConfigError where
-    `fused_update: true` asks for what the run cannot have."""
-    if args.fused_update is False or (args.fused_update == "auto" and engine != "native"):
-        return args.settle("fused_update", False)
-    problem = _problem(args, groups, engine)
-    if args.fused_update is True:
-        if problem is not None:
-            raise args.error("fused_update", f"true needs {problem}; write auto or false")
-        return args
-    reason = (
-        not_run_on("fused_update: true", capability_of(groups.device)) if problem is None else f"it needs {problem}"
-    )
-    if reason is None and groups.device.type != "cuda":
-        reason = "it needs a GPU to be faster"
-    if log is not None:
-        log(f"fused_update: {str(reason is None).lower()} (auto{'' if reason is None else f': {reason}'})")
-    return args.settle("fused_update", reason is None)
-
-
-def _problem(args: NeoXArgs, groups: ParallelGroups, engine: str) -> str | None:
-    """What the run lacks for it, in words that go on after "needs"."""
-    if engine != "native":
-        return "engine: native"
-    if args.optimizer_name not in ("adam", "adamw") or args.use_bnb_optimizer or uses_apex(args, groups.device):
-        return "torch's AdamW"
-    if DTYPES[args.params_dtype] == torch.float32:
-        return "16-bit weights"
-    if groups.size("data") > 1:
-        return "one data rank, as gradients are summed over data ranks in fp32"
-    if args.gradient_accumulation_steps != 1 or args.gd_mode:  # which has micro-batches of two sets
-        return "one micro-batch a step, as gradients of several are added in fp32"
-    if groups.device.type == "cuda" and (find_spec("triton") is None or not has_compiler(groups.device)):
-        return "Triton and a C compiler"
-    return None
 
 
 class FusedAdamW(torch.optim.Optimizer):

@@ -87,7 +87,6 @@ class Muon(torch.optim.Optimizer):
             self._adamw = torch.optim.AdamW(
                 self.param_groups[1:], lr=params["lr"], betas=params["betas"], eps=params["eps"], fused=True
             )
-            self._adamw.state = self.state
         if params["adamw_lr"] is not None:
             for group in self.param_groups[1:]:
                 group["lr_ratio"] = params["adamw_lr"] / params["lr"]
@@ -96,6 +95,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         if self._adamw is not None:
+            self._adamw.state = self.state
             for name in ("grad_scale", "found_inf"):
                 setattr(self._adamw, name, getattr(self, name, None))
             self._adamw.step()

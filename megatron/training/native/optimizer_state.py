@@ -1,6 +1,7 @@
 """The optimizer's state by parameter, as checkpoints have it: out of what each data rank holds, and in."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,10 @@ from megatron.training.native.shards import Shard, Weights
 
 
 class OptimizerState:
-    """Reads and writes the state that `optimizer` keeps of each trained shard."""
+    """Reads and writes `state`, what optimizers keep of each trained shard by its `local`."""
 
-    def __init__(self, weights: Weights, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self._weights, self._optimizer, self._dtype = weights, optimizer, dtype
+    def __init__(self, weights: Weights, state: MutableMapping[Tensor, dict[str, Any]], dtype: torch.dtype) -> None:
+        self._weights, self._state, self._dtype = weights, state, dtype
 
     def gather_weights(
         self, shards: Sequence[tuple[int, str, Shard]], writer_of: Mapping[int, int], copy: HostCopy
@@ -54,7 +55,7 @@ class OptimizerState:
     def _whole_state(self, shard: Shard, worker: int, copy: HostCopy) -> State:
         """The whole of this tensor rank's part; {} on other data ranks than the worker."""
         mine, whole = worker == self._weights.workers[0], {}
-        state = self._optimizer.state.get(shard.local, {})
+        state = self._state.get(shard.local, {})
         parts = {MASTER: shard.local.detach()} if self._dtype != torch.float32 else {}
         parts |= {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         for key, part in parts.items():
@@ -73,7 +74,7 @@ class OptimizerState:
         for shard in self._weights.trained:
             state = read(shard.layer, shard.name)
             if state:
-                self._optimizer.state[shard.local] = {
+                self._state[shard.local] = {
                     key: value.to(shard.local.device, torch.float32, copy=True)
                     if key == "step"
                     else shard.slice_of(value).to(shard.local.device, copy=True)

@@ -1,5 +1,7 @@
 """Optimizers that clip and skip inside of their update, by the tensors `grad_scale` and `found_inf`."""
 
+from collections.abc import Sequence
+
 import torch
 
 from megatron.model.weight_map import block_specs
@@ -9,14 +11,16 @@ from megatron.training.apex import uses_apex
 from megatron.training.native.apex_adam import ApexAdam
 from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.muon import Muon, is_block_matrix
-from megatron.training.native.shards import Weights
+from megatron.training.native.shards import Shard, Weights
 from megatron.training.optimizers import Lion, weight_decay_groups
 
 
-def build_optimizer(weights: Weights, args: NeoXArgs, parallel: ParallelGroups) -> torch.optim.Optimizer:
+def build_optimizer(
+    weights: Weights, shards: Sequence[Shard], args: NeoXArgs, parallel: ParallelGroups
+) -> torch.optim.Optimizer:
     """AdamW (NeoX's `Adam` decays weights the same way; torch's, ours or NVIDIA apex's), SGD or Lion over
-    `weight_decay_groups` of the trained weights, or Muon."""
-    options, shards = args.optimizer["params"], list(weights.trained)
+    `weight_decay_groups` of these shards of the trained weights, or Muon."""
+    options = args.optimizer["params"]
     matrices = []
     if args.optimizer_name == "muon":
         blocks = frozenset(spec.index for spec in block_specs(args))

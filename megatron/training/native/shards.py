@@ -71,8 +71,8 @@ class Weights(Protocol):
         """After the last backward: the step's gradient of each of `trained`, summed over data ranks, in fp32;
         with `fused_update` as backward left it."""
 
-    def clear_gradients(self) -> None:
-        """After the update."""
+    def clear_gradients(self, shards: Sequence[Shard]) -> None:
+        """After the update of these."""
 
     def gradient_memory(self) -> list[Tensor | None]:
         """The tensors that hold gradients on this rank, for reports of memory; None for a gradient that is
@@ -81,8 +81,8 @@ class Weights(Protocol):
     def close(self) -> None:
         """Release gradients, and hooks on the stage."""
 
-    def publish(self) -> None:
-        """After `local` of any shard has changed: the next forward sees it."""
+    def publish(self, shards: Sequence[Shard]) -> None:
+        """After `local` of these has changed: the next forward sees it."""
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         """The whole of a value of which each data rank has `part`, as it has its `shard.local`; all of them
@@ -231,8 +231,8 @@ class WholeWeights:
         self._works.clear()
         return [self._views[shard.param] for shard in self.trained]
 
-    def clear_gradients(self) -> None:
-        for shard in self.trained:
+    def clear_gradients(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
             shard.param.grad = None
         for bucket in self._buckets:
             bucket.clear()
@@ -241,16 +241,16 @@ class WholeWeights:
         return [*(shard.param.grad for shard in self.trained), *(bucket.flat for bucket in self._buckets)]
 
     def close(self) -> None:
-        self.clear_gradients()
+        self.clear_gradients(self.trained)
         self._views.clear()
         for bucket in self._buckets:
             bucket.close()
 
     @torch.no_grad()
-    def publish(self) -> None:
-        if self._has_masters and self.trained:
-            params, masters = zip(*((shard.param, shard.local) for shard in self.trained), strict=True)
-            torch._foreach_copy_(params, masters)
+    def publish(self, shards: Sequence[Shard]) -> None:
+        with_masters = [shard for shard in shards if shard.local is not shard.param]
+        if with_masters:
+            torch._foreach_copy_([shard.param for shard in with_masters], [shard.local for shard in with_masters])
 
     def gather(self, shard: Shard, part: Tensor, writer: int | None = None) -> Tensor | None:
         if self._experts.has(shard.spec):

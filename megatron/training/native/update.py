@@ -1,28 +1,56 @@
 """From a step's gradients to new weights, without a wait for the device."""
 
+from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron.model import Stage
 from megatron.mpu import ParallelGroups
 from megatron.neox_arguments import NeoXArgs
 from megatron.training.native.fused_update import FusedAdamW
 from megatron.training.native.optimizers import build_optimizer
-from megatron.training.native.shards import Weights
+from megatron.training.native.shards import Shard, Weights
+from megatron.training.native.update_schedule import PartialUpdate, UpdateSchedule, first_uses
 from megatron.training.nonfinite_guard import GradientWatch
 from megatron.training.optimizers import clip_gradients, leave_out, set_learning_rate
 
 
-class Update:
-    """Norm, verdict, clipping and the optimizer's step over what this rank holds."""
+class _Part(NamedTuple):
+    """Shards that are updated together, and their optimizer. user: the module that uses them first."""
 
-    def __init__(self, weights: Weights, args: NeoXArgs, groups: ParallelGroups, watch: GradientWatch) -> None:
+    user: nn.Module
+    shards: list[Shard]
+    optimizer: torch.optim.Optimizer
+
+
+class Update:
+    """Norm, verdict, clipping and the optimizer's step over what this rank holds.
+
+    The step is one for all weights; with `overlap_optimizer_with_forward` each module that the forward uses
+    has its own of `optimizers`, which runs under the next forward. state: of all, by `Shard.local`.
+    """
+
+    def __init__(
+        self, weights: Weights, stage: Stage, args: NeoXArgs, groups: ParallelGroups, watch: GradientWatch
+    ) -> None:
         self._weights, self._groups, self._watch = weights, groups, watch
         self._max_norm = args.gradient_clipping
-        self.optimizer = build_optimizer(weights, args, groups)
-        self._fused = isinstance(self.optimizer, FusedAdamW)
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        overlapped = args.overlap_optimizer_with_forward is True
+        uses = first_uses(stage, weights.trained) if overlapped else {stage: weights.trained}
+        self._parts = [_Part(user, own, build_optimizer(weights, own, args, groups)) for user, own in uses.items()]
+        for part in self._parts:
+            self.state.update(part.optimizer.state)
+            part.optimizer.state = self.state
+        self._schedule = UpdateSchedule(stage, uses, groups.device) if overlapped else None
+        self.optimizers = [part.optimizer for part in self._parts]
+        self._fused = any(isinstance(optimizer, FusedAdamW) for optimizer in self.optimizers)
+        self._inside = all(getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers)
         self._held = [shard.local for shard in weights.trained]
         owned = [float(shard.is_first_copy(groups)) for shard in weights.trained]
         self._owned = torch.tensor(owned, device=groups.device)
@@ -46,22 +74,60 @@ class Update:
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor, lr: float) -> None:
         """Clip by dividing inside of the update, and change nothing where `skip` says so. With an optimizer
-        that cannot do so inside, the host waits for `skip`."""
-        if isinstance(self.optimizer, FusedAdamW):
-            self.optimizer.gradients = dict(zip(self._held, gradients, strict=True))
-        else:
-            for held, gradient in zip(self._held, gradients, strict=True):
-                held.grad = gradient
-        set_learning_rate(self.optimizer, lr)
-        inside = getattr(self.optimizer, "_step_supports_amp_scaling", False)
-        if self._max_norm > 0.0 and inside:
-            self.optimizer.grad_scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-        elif self._max_norm > 0.0:
+        that cannot do so inside, the host waits for `skip`. `finish` must come before the next backward."""
+        if not self._inside:
+            gradients = self._judged(gradients, norm, skip)
+        by_shard = dict(zip(self._weights.trained, gradients, strict=True))
+        found_inf = skip.float()
+        scale = ((norm + 1e-6) / self._max_norm).clamp(min=1.0) if self._max_norm > 0.0 else None
+        updates: dict[nn.Module, PartialUpdate] = {}
+        for user, shards, optimizer in self._parts:
+            set_learning_rate(optimizer, lr)
+            if self._inside:
+                leave_out(optimizer, (), found_inf)
+                optimizer.grad_scale = scale  # type: ignore[attr-defined]
+            run = partial(self._run, shards, optimizer, [by_shard[shard] for shard in shards])
+            updates[user] = PartialUpdate(run, partial(self._release, shards))
+        if self._schedule is not None:
+            self._schedule.start(updates)
+            return
+        for update in updates.values():
+            update.run()
+            update.release()
+
+    def _judged(self, gradients: Sequence[Tensor | None], norm: Tensor, skip: Tensor) -> list[Tensor | None]:
+        """The gradients clipped; none where `skip` says so."""
+        for held, gradient in zip(self._held, gradients, strict=True):
+            held.grad = gradient
+        if self._max_norm > 0.0:
             clip_gradients(self._held, norm, self._max_norm)
-        leave_out(self.optimizer, self._held, skip)
-        self.optimizer.step()
-        if self._fused:
+        if bool(skip):
+            return [None] * len(self._held)
+        return [held.grad for held in self._held]
+
+    @torch.no_grad()
+    def _run(self, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, given: Sequence[Tensor | None]) -> None:
+        if isinstance(optimizer, FusedAdamW):
+            optimizer.gradients = {shard.local: gradient for shard, gradient in zip(shards, given, strict=True)}
+            optimizer.step()
             return  # it has written the weights
-        for held in self._held:
-            held.grad = None
-        self._weights.publish()
+        for shard, gradient in zip(shards, given, strict=True):
+            shard.local.grad = gradient
+        optimizer.step()
+        self._weights.publish(shards)
+
+    def _release(self, shards: Sequence[Shard]) -> None:
+        for shard in shards:
+            shard.local.grad = None
+        self._weights.clear_gradients(shards)
+
+    def finish(self) -> None:
+        """All weights and states are those after the last step, for what runs from now on."""
+        if self._schedule is not None:
+            self._schedule.finish()
+
+    def close(self) -> None:
+        """Release states and hooks."""
+        if self._schedule is not None:
+            self._schedule.close()
+        self.state.clear()

@@ -186,9 +186,9 @@ def _cost_of_copy(engine: Engine) -> str:
 def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """A function for `Engine.use_reference`: fills `reference_logprobs` of batches with responses, and
     `reference_output` where it is asked for, by a frozen copy of the engine's present weights."""
-    args, groups, weights = engine.args, engine.groups.with_whole_experts(), engine.weights()
+    args, groups, weights, own_stage = engine.args, engine.groups.with_whole_experts(), engine.weights(), engine.stage
     stage = materialize(build_stage(args, groups), engine.dtype).eval().requires_grad_(False)
-    for copy, own in zip(stage.modules(), engine.stage.modules(), strict=True):
+    for copy, own in zip(stage.modules(), own_stage.modules(), strict=True):
         if isinstance(copy, Linear) and isinstance(own, Linear):
             copy.product = own.product  # FP8 rounds both alike
         if isinstance(copy, Norm) and isinstance(own, Norm):
@@ -202,7 +202,7 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     read = partial(label_logprobs, group=group, columns=columns, temperature=temperature)
 
     def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
-        with nullcontext() if engine.stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
+        with nullcontext() if own_stage.compiled else eager_blocks(stage):  # as the engine's own stage is run
             return forward_only(stage, batches, args, groups, read, dtype=engine.dtype, shape=shape)
 
     def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
@@ -214,18 +214,19 @@ def frozen_copy(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
 def model_without_adapters(engine: Engine) -> Callable[[list[Batch]], list[Batch]]:
     """`frozen_copy` of nothing: the engine's own weights, for that time without what is trained beside
     them."""
+    stage = engine.stage
 
     def logprobs(batches: list[Batch]) -> list[torch.Tensor]:
-        with without_adapters(engine.stage):
+        with without_adapters(stage):
             return engine.step_logprobs(batches)
 
     def run(batches: list[Batch], read: Read, shape: Callable[[Batch], tuple[int, ...]]) -> list[torch.Tensor]:
-        with without_adapters(engine.stage):
+        with without_adapters(stage):
             return engine.forward_only(batches, read, shape)
 
     def outputs(batches: list[Batch]) -> list[Use]:
         def beside(use: Use, function: Callable[..., Any]) -> Any:
-            with without_adapters(engine.stage):  # the head's copy too
+            with without_adapters(stage):  # the head's copy too
                 return use(function)
 
         return [partial(beside, use) for use in _outputs(run, engine.groups.device, batches)]

@@ -81,7 +81,8 @@ def _curves(rank: int, world_size: int, configs: list[dict[str, Any]]) -> Any:
 
 
 def test_runs_with_apex_equal_those_with_torch() -> None:
-    cells = [(NEOX, {"zero_optimization": {"stage": 1}}), (LLAMA, {"model_parallel_size": 2})]
+    overlapped = {"overlap_optimizer_with_forward": True}  # a FusedAdam for each layer
+    cells = [(NEOX, {"zero_optimization": {"stage": 1}}), (LLAMA, {"model_parallel_size": 2, **overlapped})]
     plain = [config(ADAMW, model, engine="native", train_micro_batch_size_per_gpu=4) for model, _ in cells]
     given = [{**values, **layout, "apex": True} for values, (_, layout) in zip(plain, cells, strict=True)]
     by_rank = run_ranks(_curves, 2, given)

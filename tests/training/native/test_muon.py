@@ -27,7 +27,7 @@ def made(model: dict[str, Any], **params: Any) -> tuple[NeoXArgs, WholeWeights, 
     args = NeoXArgs.from_dict(config(model, optimizer=optimizer, padded_vocab_size=384)).for_world(1)
     groups = ParallelGroups.single()
     weights = WholeWeights(build_stage(args, groups), args, groups, torch.float32)
-    return args, weights, build_optimizer(weights, args, groups)
+    return args, weights, build_optimizer(weights, weights.trained, args, groups)
 
 
 def projections(name: str, weight: Tensor, args: NeoXArgs) -> list[Tensor]:
@@ -114,8 +114,8 @@ def given_gradients(rank: int, world_size: int, layout: dict[str, Any]) -> dict[
                 generator = torch.Generator().manual_seed(mix_seed(step, held.layer, held.name))
                 full = torch.randn(held.spec.shape, generator=generator)
                 held.local.grad = held.slice_of(shard(full, held.spec, groups.rank("tensor"), groups.size("tensor")))
-            engine._update.optimizer.step()
-            engine.shards.publish()
+            engine._update.optimizers[0].step()
+            engine.shards.publish(engine.shards.trained)
         results[model] = Part([], [], groups.rank("tensor"), engine.weights(master=True))
     return results
 
