@@ -4,7 +4,6 @@ A small model trains on the quickstart data through deepy.py. In each phase,
 as soon as `<save>/status.json` names it, the run gets SIGUSR1, as from Slurm.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -16,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
+
 DATA = ROOT / "data" / "quickstart"
 MODEL: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 512, "max_position_embeddings": 512,
@@ -64,7 +68,7 @@ def _phase(save: Path) -> str | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(PHASES))
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
@@ -77,4 +81,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
