@@ -1,7 +1,6 @@
 """Writes the tables of keys in docs/from-other-stacks.md from the file that hints are made of; --check: are
 they stale?"""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -9,6 +8,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megatron.neox_arguments.validation.other_stacks import TABLES  # noqa: E402
+from megatron.process import run_command  # noqa: E402
+from megatron.process.command_parser import CommandParser  # noqa: E402
 from tools.docs.generated_page import write_or_check  # noqa: E402
 
 PAGE = ROOT / "docs" / "from-other-stacks.md"
@@ -17,7 +18,7 @@ END = "<!-- end of keys -->\n"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = CommandParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 when the tables are stale")
     options = parser.parse_args()
     tables = "\n" + TABLES.read_text(encoding="utf-8") + "\n"
@@ -25,4 +26,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
