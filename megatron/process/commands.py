@@ -3,6 +3,7 @@
 import atexit
 import io
 import os
+import select
 import signal
 import stat
 import sys
@@ -19,22 +20,31 @@ def run_command(main: Callable[[], object]) -> NoReturn:
 
     When the reader of its stdout or stderr has gone, as `| head` does, the command is unwound at its next
     write, so that it removes temporary files and ends its processes. Then the process ends by SIGPIPE, in
-    silence, as other Unix programs do.
+    silence, as other Unix programs do. An error of its own is told and ends it as ever.
     """
     open_streams()
     _notice_closed_pipes()
     threading.excepthook = _silent_threads
+    os.register_at_fork(after_in_child=outlive_readers)  # its parent is told of a BrokenPipeError, and ends
     ended: object = None
+    problem: BaseException | None = None
+    is_gone = False
     try:
-        try:
-            ended = main()
-        finally:
-            with suppress(OSError):  # a full disk, which the interpreter tells of
-                sys.stdout.flush()
+        ended = main()
     except _ReaderGone:
-        pass
-    if gone := [pipe for pipe in _pipes() if pipe.reader_gone]:  # maybe seen by a thread
+        is_gone = True
+    except SystemExit as ending:
+        ended = ending.code
+    except BaseException as other:
+        problem, is_gone = other, isinstance(other, BrokenPipeError) and bool(_without_reader())
+    with suppress(OSError, _ReaderGone):  # OSError: a full disk, which the interpreter tells of
+        sys.stdout.flush()
+    gone = _without_reader()
+    if is_gone or gone and problem is None and not ended:
         _end_by_sigpipe(gone)
+    _leave(gone)  # what went wrong comes first
+    if problem is not None:
+        raise problem
     sys.exit(ended)  # type: ignore[arg-type]
 
 
@@ -93,6 +103,18 @@ def _pipes() -> list[_Pipe]:
     return [raw for stream in (sys.stdout, sys.stderr) if isinstance(raw := _raw(stream), _Pipe)]
 
 
+def _without_reader() -> list[_Pipe]:
+    """The pipes that nobody reads, of a command that ends then."""
+    found = []
+    for pipe in _pipes():
+        if pipe.ends_command:
+            poll = select.poll()
+            poll.register(pipe.fileno(), 0)  # of errors alone: its other end is closed
+            if pipe.reader_gone or poll.poll(0):
+                found.append(pipe)
+    return found
+
+
 def _silent_threads(told: threading.ExceptHookArgs) -> None:
     """Of a thread that ends: nothing is said where nobody reads."""
     if told.exc_type is not _ReaderGone:
@@ -104,12 +126,17 @@ def _raw(stream: Any) -> Any:
     return getattr(buffer, "raw", buffer)
 
 
-def _end_by_sigpipe(gone: Sequence[_Pipe]) -> NoReturn:
-    """What Python does at its end, and the end by a signal, which a shell calls 141."""
+def _leave(gone: Sequence[_Pipe]) -> None:
+    """Let what is still written to these go nowhere."""
     for pipe in gone:
-        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what threads and functions of `atexit` still write
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, pipe.fileno())
         os.close(nowhere)
+
+
+def _end_by_sigpipe(gone: Sequence[_Pipe]) -> NoReturn:
+    """What Python does at its end, and the end by a signal, which a shell calls 141."""
+    _leave(gone)  # threads and functions of `atexit` may still write
     threading._shutdown()  # type: ignore[attr-defined]  # as `end_process`
     atexit._run_exitfuncs()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -14,6 +14,8 @@ from tests.launch.runs import DEEPY, ROOT, environment, write_script
 # Writes as a command does, within its own handling of errors; what it leaves says how it was unwound.
 COMMAND = """
 import sys, threading
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from megatron.process import outlive_readers, run_command
 def write(how):
@@ -22,13 +24,25 @@ def write(how):
         thread.start()
         thread.join()
         print("more")
+    if how == "executor":
+        with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+            list(pool.map(write, ["many"] * 4))
+    if how == "pool":
+        with get_context("fork").Pool(2) as pool:
+            pool.map(write, ["many"] * 4)
     for number in range(100_000 if how == "many" else 3):
-        print(number, file=sys.stderr if how == "stderr" else sys.stdout)
+        print(number)
 def main():
     how = sys.argv[1]
     if how == "run":
         outlive_readers()
         how = "many"
+    if how in ("executor", "pool"):
+        write(how)
+    if how == "bug":
+        raise ValueError("of its own")
+    if how == "error":
+        sys.exit("error: of its own")
     try:
         write(how)
     except OSError as problem:
@@ -57,6 +71,18 @@ def test_a_command_ends_by_sigpipe(how: str, unbuffered: list[str], tmp_path: Pa
     ended = read_by_nobody([sys.executable, *unbuffered, "-c", COMMAND, how], tmp_path)
     assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "")
     assert (tmp_path / "unwound").exists()
+
+
+@pytest.mark.parametrize("how", ["executor", "pool"])
+def test_a_command_whose_processes_write_ends_so_too(how: str, tmp_path: Path) -> None:
+    ended = read_by_nobody([sys.executable, "-c", COMMAND, how], tmp_path)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, "") and not (tmp_path / "unwound").exists()
+
+
+@pytest.mark.parametrize("how", ["bug", "error"])
+def test_an_error_of_its_own_is_told(how: str, tmp_path: Path) -> None:
+    ended = read_by_nobody([sys.executable, "-c", COMMAND, how], tmp_path)
+    assert ended.returncode == 1 and "of its own" in ended.stderr and "Broken" not in ended.stderr
 
 
 def test_a_run_outlives_its_readers(tmp_path: Path) -> None:
