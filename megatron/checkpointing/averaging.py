@@ -11,7 +11,7 @@ from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.manifest import Manifest, check_model, model_keys
 from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.saved_config import load_checkpoint_args
 from megatron.checkpointing.tensor_files import FileRecord, copy_file, save_tensors
 from megatron.checkpointing.weights import load_weights, save_layer
@@ -49,8 +49,7 @@ def average(
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     specs, sharded_args = layer_params(args), args.replace(model_parallel_size=manifest.layout.tensor)
     needed = sum(record.size for name, record in manifest.files.items() if not layout.is_optimizer_file(name))
-    temporary = begin_checkpoint_if_space(save, manifest.iteration, needed)
-    try:
+    with new_checkpoint(save, manifest.iteration, needed) as temporary:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             mean = _mean(opened, args, layer)
@@ -72,8 +71,6 @@ def average(
             validation_loss=None,
         )
         return publish(temporary, save, made.iteration, made, {})
-    finally:
-        end_checkpoint(temporary)
 
 
 def _manifest(checkpoint: OpenCheckpoint) -> Manifest:

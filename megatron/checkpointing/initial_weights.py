@@ -12,7 +12,7 @@ from megatron.checkpointing import layout
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord
 from megatron.checkpointing.weights import save_layer
@@ -46,8 +46,7 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProg
         raise CheckpointError(f"{save}: holds other weights or a run; give another save")
     needed = 4 * sum(_size(spec) for layer in specs.values() for spec in layer)
     pipe = args.pp
-    temporary = begin_checkpoint_if_space(save, 0, needed * (1 if pipe else 2), check_space)
-    try:
+    with new_checkpoint(save, 0, needed * (1 if pipe else 2), check_space) as temporary:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             whole = {spec.name: initial_whole(spec, layer, args) for spec in specs[layer]}
@@ -64,10 +63,6 @@ def write_initial_weights(args: NeoXArgs, tokenizer: str | None, each: LayerProg
             optimizer=False,
         )  # fmt: skip
         return publish(temporary, save, 0, manifest, args.config_files)
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        end_checkpoint(temporary)
 
 
 def _already(final: Path, save: Path) -> Manifest | None:

@@ -7,8 +7,8 @@ earlier checkpoints and `latest` as they were; names of unfinished folders begin
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path, PurePath
 
@@ -37,28 +37,31 @@ def begin_checkpoint(save: str | Path, iteration: int) -> Path:
     return temporary
 
 
-def begin_checkpoint_if_space(
+@contextmanager
+def new_checkpoint(
     save: Path, iteration: int, needed: int, check_free: Callable[[Path, int], None] = need_free
-) -> Path:
-    """`begin_checkpoint`, once it is known that `needed` bytes are free.
+) -> Iterator[Path]:
+    """`begin_checkpoint`, once it is known that `needed` bytes are free; within, `publish` is called.
 
-    check_free: raises CheckpointError where they are not. Raises CheckpointError for a folder that cannot be
-    written.
+    check_free: raises CheckpointError where they are not. Where anything fails, nothing is left: neither the
+    temporary folder nor `save` and its parents, as far as they were made here. Raises CheckpointError for
+    what cannot be written.
     """
+    made = [folder for folder in (save, *save.parents) if not folder.exists()]
+    temporary = None
     try:
         save.mkdir(parents=True, exist_ok=True)
         check_free(save, needed)
-        return begin_checkpoint(save, iteration)
+        temporary = begin_checkpoint(save, iteration)
+        yield temporary
     except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror}); give another folder") from problem
-
-
-def end_checkpoint(temporary: Path) -> None:
-    """Remove what `begin_checkpoint_if_space` made and `publish` has not renamed, and `save` where nothing
-    else is in it: a command that failed leaves no folder."""
-    shutil.rmtree(temporary, ignore_errors=True)
-    with suppress(OSError):  # not empty
-        temporary.parent.rmdir()
+        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
+    finally:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # not empty
+            for folder in made:
+                folder.rmdir()
 
 
 def _settle(aside: Path) -> None:

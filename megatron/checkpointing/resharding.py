@@ -22,7 +22,7 @@ from megatron.checkpointing.neox_optimizer import NeoXOptimizer
 from megatron.checkpointing.opening import OpenCheckpoint, open_checkpoint, verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.parameter_names import to_file_names
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.tensor_files import FileRecord, copy_file, load_tensors, save_tensors
 from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.checkpointing.weights import gather_layers, load_weights, save_layer
@@ -75,8 +75,7 @@ def reshard(
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
     check_sizes(specs, to.tensor)
     size = sum(file.stat().st_size for file in source.rglob("*") if file.is_file())
-    temporary = begin_checkpoint_if_space(save, layout.step_of(source), size * (2 if sequential else 1))
-    try:
+    with new_checkpoint(save, layout.step_of(source), size * (2 if sequential else 1)) as temporary:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             weights = load_weights(opened, args, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
@@ -96,8 +95,6 @@ def reshard(
         made = replace(ours, layout=to, model=model_keys(args), optimizer=with_state, files=files)
         configs = {} if (source / "configs").is_dir() else args.config_files
         return publish(temporary, save, made.iteration, made, configs)
-    finally:
-        end_checkpoint(temporary)
 
 
 def _optimizer_state(checkpoint: OpenCheckpoint, args: NeoXArgs, wanted: bool) -> OptimizerFiles | NeoXOptimizer:

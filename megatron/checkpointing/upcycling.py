@@ -17,7 +17,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.exporting import LayerProgress, check_space, no_progress
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys
 from megatron.checkpointing.opening import open_checkpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import (
     PRECISIONS,
     bare_state,
@@ -143,8 +143,7 @@ def upcycle(
     specs = layer_params(args)
     check_sizes(specs, args.tp)
     needed = sum(torch.Size(spec.shape).numel() * dtype.itemsize for layer in specs.values() for spec in layer)
-    temporary = begin_checkpoint_if_space(save, 0, needed, check_space)
-    try:
+    with new_checkpoint(save, 0, needed, check_space) as temporary:
         records: list[FileRecord] = []
         for layer in each(sorted(specs), len(specs)):
             whole = load_weights(opened, dense, layers=[layer], tensor_rank=0, tensor_size=1)[layer]
@@ -163,10 +162,6 @@ def upcycle(
         added = {key: given[key] for key in given if key in keys_of(MoEKeys)}
         text = f"# what was added to the model of {source}\n{yaml.safe_dump(added, sort_keys=False)}"
         return publish(temporary, save, 0, made, {EXPERTS_FILE: text})
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        end_checkpoint(temporary)
 
 
 def _blocks(args: NeoXArgs) -> list[int]:

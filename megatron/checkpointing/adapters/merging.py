@@ -22,7 +22,7 @@ from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.checkpointing.huggingface.model_files import CONFIG
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, save_tensors, write_bytes
 from megatron.checkpointing.weights import local_layer_state, save_layer
@@ -178,8 +178,7 @@ def _publish(
     size = sum(
         file.stat().st_size for file in (base.path if below is None else source.path).iterdir() if file.is_file()
     )
-    temporary = begin_checkpoint_if_space(save, iteration, size)
-    try:
+    with new_checkpoint(save, iteration, size) as temporary:
         records, kinds = write(temporary)
         records += write_model_files(temporary, [bare_state(args, iteration)], sequential=False)
         for name, content in _carried(base, source).items():
@@ -203,10 +202,6 @@ def _publish(
         )  # fmt: skip
         text = f"# {run_id}\n{yaml.safe_dump(given, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"adapter.yml": text})
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        end_checkpoint(temporary)
 
 
 def _carried(base: BaseWeights, source: AdapterSource) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from megatron.checkpointing.huggingface.folder import HFFolder, weight_bytes
 from megatron.checkpointing.huggingface.logit_check import LogitComparison, compare_logits, plain_args
 from megatron.checkpointing.manifest import Manifest, ParallelLayout, model_keys, read_manifest
 from megatron.checkpointing.opening import OpenCheckpoint
-from megatron.checkpointing.publish import begin_checkpoint_if_space, end_checkpoint, publish
+from megatron.checkpointing.publish import new_checkpoint, publish
 from megatron.checkpointing.resharding import PRECISIONS, bare_state, write_model_files
 from megatron.checkpointing.tensor_files import FileRecord, OneBehind, SyncBeside
 from megatron.checkpointing.weights import load_weights, local_layer_state, save_layer
@@ -78,8 +78,7 @@ def import_hf(
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1) + weight_bytes(folder.carried, dtype)
-    temporary = begin_checkpoint_if_space(save, iteration, needed, check_space)
-    try:
+    with new_checkpoint(save, iteration, needed, check_space) as temporary:
         records: list[FileRecord] = []
         layers, plain = _by_layer(tensors, sorted(specs)), plain_args(args)
 
@@ -118,10 +117,6 @@ def import_hf(
         )  # fmt: skip
         text = f"# {where.name}, of HuggingFace: {parity}\n{yaml.safe_dump(given, sort_keys=False)}"
         return publish(temporary, save, iteration, manifest, {"hf_model.yml": text}), parity
-    except OSError as problem:
-        raise CheckpointError(f"{save}: cannot be written ({problem.strerror or problem})") from problem
-    finally:
-        end_checkpoint(temporary)
 
 
 def _by_layer(tensors: Iterator[tuple[int, str, Tensor]], layers: Iterable[int]) -> Iterator[dict[str, Tensor]]:
