@@ -33,7 +33,7 @@ BUILDS = {"cu130": (13, 0), "cu128": (12, 8), "cu126": (12, 6)}  # newest first,
 _WITHOUT_CU128 = ("cu130", "cu126")  # releases after 2.11
 CAPABILITIES = {  # that a build has code for; each runs newer minor ones of its major number too
     "cu126": ((5, 0), (6, 0), (7, 0), (7, 5), (8, 0), (8, 6), (9, 0)),
-    "cu128": ((7, 0), (7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
+    "cu128": ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
     "cu130": ((7, 5), (8, 0), (8, 6), (9, 0), (10, 0), (12, 0)),
 }
 PLATFORMS = ("linux-x86_64", "linux-aarch64", "macosx-arm64")
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.cuda:
         major, minor = options.cuda.split(".")
         driver = int(major), int(minor)
-    elif not options.cpu:  # the package itself cannot be imported yet
+    elif not options.cpu:  # alone: `megatron.launch` imports more than the standard library
         asked = runpy.run_path(str(Path(__file__).with_name("cuda_driver.py")))
         driver, devices = asked["driver_cuda"](), asked["capabilities"]()
     python = sys.version_info[:2]

@@ -40,7 +40,8 @@ def test_the_build_of_a_machine(python, platform, driver, wanted, pin, index, cu
 @pytest.mark.parametrize(("driver", "wanted", "devices", "chosen"), [
     ((12, 8), None, [(10, 0)], "torch==2.11.0+cu128"),  # B200
     ((13, 0), None, [(10, 3), (9, 0)], "torch==2.13.0"),  # B300 beside H100
-    ((13, 0), "2.11.0", [(7, 0)], "torch==2.11.0+cu128"),  # V100: CUDA 13 has left it
+    ((13, 0), "2.11.0", [(7, 0)], "torch==2.11.0+cu126"),  # V100: later builds have left it
+    ((12, 8), None, [(7, 0)], "torch==2.11.0+cu126"),
     ((13, 0), None, [(7, 0)], "torch==2.13.0+cu126"),
     ((12, 8), None, [(6, 1)], "torch==2.11.0+cu126"),
     ((12, 7), None, [(10, 0)], "10.0 12.7 2.11.0"),

@@ -72,6 +72,7 @@ def convert(options: argparse.Namespace) -> None:
 
     from megatron.checkpointing import CheckpointError
     from megatron.checkpointing.huggingface import HFFolder, find_hf, import_hf, import_plan
+    from megatron.checkpointing.huggingface.importing import TOKENIZER_JSON
 
     if options.tp < 1 or options.pp < 0 or options.iteration < 0:
         raise CheckpointError("--tp must be at least 1, --pp and --iteration at least 0")
@@ -96,6 +97,12 @@ def convert(options: argparse.Namespace) -> None:
     if options.dry_run:
         print_plan({f"{output}/{name}": size for name, size in import_plan(folder, **how).items()})
         return
+    kept = Path(output) / TOKENIZER_JSON
+    if options.save_tokenizer == "if there" and save_tokenizer and kept.exists():
+        if kept.read_bytes() != (path / "tokenizer.json").read_bytes():
+            raise CheckpointError(
+                f"{kept}: another tokenizer is there; --save-tokenizer replaces it, --no-save-tokenizer leaves it"
+            )
     path, parity = import_hf(folder, output, save_tokenizer=save_tokenizer, each=progress_then_check, **how)
     names, config = WEIGHT_NAMINGS[options.names], path / "configs" / "hf_model.yml"
     print(f"{path}: {options.tp} tensor ranks, names {names}; its configuration is {config}")

@@ -46,6 +46,8 @@ _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 # te_layernorm_mlp puts tanh in the place of erf, and 1e-5 or 1e-8 in the place of a norm's epsilon.
 _FREE_UNDER_TE = (*_FREE, "te_layernorm_mlp", "bias_gelu_fusion")
 
+TOKENIZER_JSON = "tokenizer/tokenizer.json"  # of `save`
+
 LoadLayers = Callable[..., dict[int, dict[str, Tensor]]]
 
 
@@ -77,6 +79,8 @@ def import_hf(
     _check_target(save / layout.step_tag(iteration))
     specs = layer_params(args)
     companions = _companion_files(folder, chat_template)
+    if save_tokenizer and "tokenizer.json" not in companions:
+        raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
     needed = weight_bytes(folder.shapes, dtype) * (2 if pipe == 0 else 1) + weight_bytes(folder.carried, dtype)
     with new_checkpoint(save, iteration, needed, check_space) as temporary:
         records: list[FileRecord] = []
@@ -105,7 +109,7 @@ def import_hf(
             records.append(write_carried(folder, temporary / HF_SUBFOLDER / CARRIED, f"{HF_SUBFOLDER}/{CARRIED}"))
         given = {**keys, "precision": {"bf16": "bfloat16"}.get(PRECISIONS[dtype], PRECISIONS[dtype])}
         if save_tokenizer:
-            given |= _save_tokenizer(save, companions, folder)
+            given |= {"tokenizer_type": "HFTokenizer", "vocab_file": str((save / TOKENIZER_JSON).resolve())}
         free, where = _FREE_UNDER_TE if naming == "te" else _FREE, Path(folder.origin)
         model = {key: value for key, value in model_keys(args).items() if key not in free}
         manifest = Manifest(
@@ -116,7 +120,13 @@ def import_hf(
             config=given, files={record.name: record for record in records}, optimizer=False,
         )  # fmt: skip
         text = f"# {where.name}, of HuggingFace: {parity}\n{yaml.safe_dump(given, sort_keys=False)}"
-        return publish(temporary, save, iteration, manifest, {"hf_model.yml": text}), parity
+        path = publish(temporary, save, iteration, manifest, {"hf_model.yml": text})
+        if save_tokenizer:
+            ours = {
+                name: content for name, content in companions.items() if is_of_tokenizer(name) or name == GENERATION
+            }
+            write_companion_files(ours, (save / TOKENIZER_JSON).parent)
+        return path, parity
 
 
 def _by_layer(tensors: Iterator[tuple[int, str, Tensor]], layers: Iterable[int]) -> Iterator[dict[str, Tensor]]:
@@ -226,14 +236,6 @@ def _asked(folder: HFFolder, keys: Mapping[str, Any]) -> set[str]:
         asked |= set() if may_be_wide(name) else of_one
         of_one.clear()
     return asked
-
-
-def _save_tokenizer(save: Path, companions: Mapping[str, bytes], folder: HFFolder) -> dict[str, str]:
-    if "tokenizer.json" not in companions:
-        raise CheckpointError(f"{folder.origin}: has no tokenizer.json to save; leave --save-tokenizer out")
-    target = save / "tokenizer"
-    write_companion_files({n: c for n, c in companions.items() if is_of_tokenizer(n) or n == GENERATION}, target)
-    return {"tokenizer_type": "HFTokenizer", "vocab_file": str((target / "tokenizer.json").resolve())}
 
 
 # -- as the start of a run -----------------------------------------------------------------------------------
