@@ -13,6 +13,7 @@ import torch
 
 from megatron.checkpointing import CheckpointError
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
+from megatron.checkpointing.families import from_hf
 from megatron.checkpointing.huggingface import HFFolder, find_hf
 from tests.checkpointing.family_models import CASES, random_model
 from tests.data.preprocessing.chat_tokenizers import CHATML, fast_tokenizer
@@ -86,6 +87,58 @@ def test_the_line_names_the_field(path: tuple[str, ...], value: Any, tmp_path: P
     (folder / "config.json").write_text(with_field(config, path, value))
     said = imported(folder, tmp_path / "neox")
     assert said is not None and "\n" not in said and path[-1] in said and str(folder) in said
+
+
+@pytest.mark.parametrize(("case", "spelt"), [
+    ("llama 3", {"hidden_size": 32.0, "attention_bias": 0, "num_key_value_heads": 4.0, "pretraining_tp": 1}),
+    ("llama 3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "type": None, "factor": 2}}),
+    ("qwen 2", {"max_window_layers": -1}), ("qwen 2 moe", {"decoder_sparse_step": 1.0}),
+    ("olmo 1", {"attention_bias": None}),
+])  # fmt: skip
+def test_unusual_spellings_are_read(case: str, spelt: dict[str, Any], tmp_path: Path) -> None:
+    folder = folder_of(case, tmp_path / "model")
+    plain = HFFolder(folder)
+    config = json.loads((folder / "config.json").read_text()) | spelt
+    (folder / "config.json").write_text(json.dumps(config))
+    read = HFFolder(folder)
+    keys = from_hf(read.config, read.get)[0]
+    ropes = ("rope_scaling", "rotary_emb_base")  # which one of the cases has otherwise
+    assert from_hf(plain.config, plain.get)[0] | dict.fromkeys(ropes) == keys | dict.fromkeys(ropes)
+    assert all(type(value) is not float for name, value in keys.items() if name in ("hidden_size", "num_kv_heads"))
+
+
+@pytest.mark.parametrize("config", [
+    {"model_type": "gemma3n", "text_config": {"intermediate_size": [1, 2]}},
+    {"model_type": "exaone4", "sliding_window_pattern": "LLLG"},
+    {"model_type": "openelm", "num_key_value_heads": [3, 4]},
+])  # fmt: skip
+def test_another_family_is_named_whatever_its_fields(config: dict[str, Any], tmp_path: Path) -> None:
+    folder = folder_of("llama 3", tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": 90, **config}))
+    said = imported(folder, tmp_path / "neox")
+    assert said is not None and config["model_type"] in said and "expected" not in said
+
+
+@pytest.mark.product
+def test_any_value_in_any_field(tmp_path: Path) -> None:
+    """Drawn by hypothesis: refused in words, or taken, as `test_a_field_of_another_type`."""
+    hypothesis = pytest.importorskip("hypothesis")
+    from hypothesis import strategies
+
+    folder = folder_of("llama 3", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    simple = strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text()
+    values = (
+        simple | strategies.lists(simple, max_size=3) | strategies.dictionaries(strategies.text(), simple, max_size=2)
+    )
+
+    @hypothesis.settings(max_examples=200, deadline=None)
+    @hypothesis.given(path=strategies.sampled_from(list(fields(config))), value=values)
+    def check(path: tuple[str, ...], value: Any) -> None:
+        (folder / "config.json").write_text(with_field(config, path, value))
+        imported(folder, tmp_path / "neox")
+
+    check()
 
 
 def test_companions_of_another_kind(tmp_path: Path) -> None:

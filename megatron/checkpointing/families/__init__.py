@@ -23,7 +23,7 @@ from megatron.checkpointing.families.convert import (
 )
 from megatron.checkpointing.families.experts import ExpertRows, rows_of_experts
 from megatron.checkpointing.families.family import gives_score
-from megatron.checkpointing.families.field_types import check_adapter_fields, check_fields
+from megatron.checkpointing.families.field_types import check_adapter_fields, check_fields, plain_values
 from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
     stored_name,
@@ -56,6 +56,7 @@ __all__ = [
     "text_config",
     "text_names",
     "to_hf",
+    "plain_values",
     "whole_config",
     "with_fields",
 ]

@@ -11,12 +11,17 @@ from megatron.checkpointing.errors import CheckpointError
 Test = Callable[[Any], bool]
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def _is_whole(value: Any) -> bool:
+    """A float without a fraction too: `plain_values` makes an int of it."""
+    return not isinstance(value, bool) and (isinstance(value, int) or isinstance(value, float) and value.is_integer())
 
 
 def _is_size(value: Any) -> bool:
-    return _is_count(value) and value > 0
+    return _is_whole(value) and value > 0
+
+
+def _is_index(value: Any) -> bool:
+    return _is_whole(value) and value >= 0
 
 
 def _is_number(value: Any) -> bool:
@@ -28,6 +33,10 @@ def _is_limit(value: Any) -> bool:
     """Two numbers, of which transformers 5 writes an infinite one as an object."""
     infinite = {"__float__": "Infinity"}
     return isinstance(value, list | tuple) and len(value) == 2 and all(n == infinite or _is_number(n) for n in value)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool) or value in (0, 1) and isinstance(value, int)
 
 
 def _is_token(value: Any) -> bool:
@@ -47,17 +56,18 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
     (
         "a whole number above 0",
         _is_size,
-        "chunk_size conv_kernel decoder_sparse_step experts_per_token expand hidden_size head_dim "
+        "chunk_size conv_kernel experts_per_token expand hidden_size head_dim "
         "initial_context_length intermediate_size mamba_head_dim mamba_num_heads max_position_embeddings "
-        "moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size n_ctx n_embd n_group n_groups "
+        "moe_latent_size n_ctx n_embd n_group n_groups "
         "n_head n_inner n_layer n_positions num_attention_heads num_heads num_hidden_layers num_key_value_heads "
         "original_max_position_embeddings sliding_window_pattern _sliding_window_pattern ssm_state_size state_size "
         "no_rope_layer_interval attention_head_dim topk_group vocab_size num_labels",
     ),
     (
         "a whole number",
-        _is_count,
-        "max_window_layers n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
+        _is_whole,
+        "decoder_sparse_step max_window_layers moe_intermediate_size moe_shared_expert_intermediate_size "
+        "n_routed_experts n_shared_experts num_experts num_experts_per_tok num_local_experts "
         "shared_expert_intermediate_size sliding_window moe_num_experts first_k_dense_replace",
     ),
     (
@@ -73,7 +83,7 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
     ),
     (
         "true or false",
-        lambda value: isinstance(value, bool),
+        _is_flag,
         "attention_bias attention_out_bias mlp_bias norm_topk_prob output_router_logits post_norm qk_norm qkv_bias "
         "rope_interleaved scale_attn_weights tie_word_embeddings truncate use_bias use_bidirectional_attention "
         "use_conv_bias use_parallel_residual use_qk_norm use_sliding_window",
@@ -85,7 +95,7 @@ _TYPES: tuple[tuple[str, Test, str], ...] = (
         "model_type rope_type type torch_dtype dtype",
     ),
     ("a list of texts", _list_of(_is_text), "architectures layer_types layers_block_type"),
-    ("a list of whole numbers", _list_of(_is_count), "mlp_only_layers no_rope_layers"),
+    ("a list of whole numbers", _list_of(_is_index), "mlp_only_layers no_rope_layers"),
     ("a list of numbers", _list_of(_is_number), "long_factor short_factor"),
     ("two numbers", _is_limit, "time_step_limit"),
     (
@@ -126,10 +136,26 @@ def check_fields(config: Mapping[str, Any], where: str) -> None:
     """Raise CheckpointError, naming the field, for one of config.json that has another type than models of
     any family have there; so, too, of `text_config` and of the tables of rotary positions. where: the
     file."""
-    _check(config, where, _TYPES, _NEVER_NULL)
+    never_null = _NEVER_NULL if config.get("rope_type") is None else _NEVER_NULL[:-1]  # its old name beside it
+    _check(config, where, _TYPES, never_null)
     for name in ("text_config", "rope_parameters", "rope_scaling", "full_attention", "sliding_attention"):
         if config.get(name) is not None:
             check_fields(config[name], f"{where}: {name}")
+
+
+def plain_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json that `check_fields` takes, with an int for each whole number that it writes as a float
+    (4096.0), and true or false for 1 or 0."""
+    kinds = {name: test for _, test, names in _TYPES for name in names.split()}
+
+    def plain(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return plain_values(value)
+        if kinds.get(name) in (_is_size, _is_whole) and isinstance(value, float):
+            return int(value)
+        return bool(value) if kinds.get(name) is _is_flag and value is not None else value
+
+    return {name: plain(name, value) for name, value in config.items()}
 
 
 def check_adapter_fields(config: Mapping[str, Any], where: str) -> None:

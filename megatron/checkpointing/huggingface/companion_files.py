@@ -16,7 +16,7 @@ from typing import Any
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import check_fields, text_config
 from megatron.checkpointing.huggingface.folder import LEGAL, TEMPLATES
-from megatron.checkpointing.huggingface.model_files import CONFIG, read_json
+from megatron.checkpointing.huggingface.model_files import CONFIG, read_config, read_json
 from megatron.checkpointing.tensor_files import FileRecord, write_bytes
 from megatron.data.files import sync
 from megatron.neox_arguments import NeoXArgs
@@ -73,8 +73,8 @@ def read_companion_files(folder: str | Path, tokenizer: Mapping[str, bytes] | No
     files = {file.relative_to(path).as_posix(): file.read_bytes() for file in found}
     for name in _OBJECTS:
         if name in files:
-            content = read_json(path / name)
-            if name in (CONFIG, GENERATION):
+            content = read_config(path) if name == CONFIG else read_json(path / name)
+            if name == GENERATION:
                 check_fields(content, str(path / name))
     if tokenizer is not None and tokenizer.get("tokenizer.json") != files.get("tokenizer.json"):
         return {name: content for name, content in files.items() if not is_of_tokenizer(name)}

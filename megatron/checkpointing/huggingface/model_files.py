@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import check_fields
+from megatron.checkpointing.families import FAMILIES, TEXT_TOWERS, check_fields, plain_values
 from megatron.neox_arguments.errors import lfs_pointer_error
 
 CONFIG = "config.json"
@@ -28,10 +28,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """The config.json of a model's folder. Raises CheckpointError, also for a field of another type than
-    models have there."""
+    models have there, of a family that is read here."""
     config = read_json(folder / CONFIG)
+    model_type = config.get("model_type")
+    if isinstance(model_type, str) and model_type not in (*FAMILIES, *TEXT_TOWERS):
+        return config  # whose fields may be of other types; who reads the family refuses it
     check_fields(config, str(folder / CONFIG))
-    return config
+    return plain_values(config)
 
 
 def other_kind(path: Path) -> str:
