@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import FAMILIES, from_hf, text_config
+from megatron.checkpointing.families.family import Config
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
 from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader
@@ -66,14 +67,21 @@ def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
 def family_below(path: str | Path | None) -> str | None:
     """The family of the weights below adapters by the config.json that came with them; None where they came
     without one, or cannot be had. path: a checkpoint, or a HuggingFace folder or name on the Hub."""
-    if path is None:
-        return None
     try:
-        folder = find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER
-        model_type = text_config(read_config(folder)).get("model_type")
+        model_type = text_config(config_below(path)).get("model_type")
     except CheckpointError:
         return None
     return model_type if model_type in FAMILIES else None
+
+
+def config_below(path: str | Path | None) -> Config:
+    """The config.json that came with the weights below adapters, as of `family_below`; {} without one."""
+    try:
+        if path is None:
+            return {}
+        return read_config(find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER)
+    except CheckpointError:
+        return {}
 
 
 @dataclass(frozen=True)
