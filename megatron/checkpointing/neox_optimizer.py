@@ -122,7 +122,7 @@ class NeoXOptimizer:
         if not parts[0]:
             return {}
         state: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
-        old = has_old_rows(self._facts.block, attention_of(self.args, layer), self.args.compat_gqa_rows)
+        old = has_old_rows(self._facts.blocks, attention_of(self.args, layer), self.args.compat_gqa_rows)
         rows = "pre1315" if old else "post1315"
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:
