@@ -116,10 +116,10 @@ class CheckpointDescription:
     """What the files of a checkpoint say of it without a configuration.
 
     layout, names: the layout of the files and the naming of tensors, in words. blocks: the names of the
-    tensors of all blocks, which in a hybrid are of several kinds, and of what follows them. tensor_size: number of tensor ranks that wrote it. dtypes: of all weights
-    but those of `wide`, which may be fp32 beside others in 16 bits (`may_be_wide`), by NeoX layer index and
-    name. vocab_rows: rows of the embedding over all ranks. ffn_size: inner width of the first MLP; None where no
-    file says it.
+    tensors of all blocks, which in a hybrid are of several kinds, and of what follows them. tensor_size:
+    number of tensor ranks that wrote it. dtypes: of all weights but those of `wide`, which may be fp32 beside
+    others in 16 bits (`may_be_wide`), by NeoX layer index and name. vocab_rows: rows of the embedding over
+    all ranks. ffn_size: inner width of the first MLP; None where no file says it.
     """
 
     layout: str

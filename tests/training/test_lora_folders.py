@@ -1,5 +1,5 @@
-"""Adapters trained here over HuggingFace folders whose first block may have none, or around which there is a model
-of images: peft loads what is written over the same folder, and its logits are ours."""
+"""Adapters trained here over HuggingFace folders whose first block may have none, or around which there is a
+model of images: peft loads what is written over the same folder, and its logits are ours."""
 
 import json
 import warnings

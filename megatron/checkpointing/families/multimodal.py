@@ -50,7 +50,8 @@ def text_config(config: Config) -> dict[str, Any]:
     if gives_score(config):
         raise CheckpointError(f"config.json: a reward model with images ({model_type}) is not supported")
     shared = {name: config[name] for name in _SHARED if config.get(name) is not None}
-    fields = {"vocab_size": towers[family], **shared, **text}
+    # As in transformers, what the whole says comes before what its part says.
+    fields = {"vocab_size": towers[family], **text, **shared}
     return {**fields, "model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
@@ -119,7 +120,7 @@ def whole_config(text: Config, before: Config, same_model: bool) -> dict[str, An
     inner |= {name: value for name, value in own.items() if name not in (*_SHARED, "architectures")}
     for name in _SHARED:
         if name in text:
-            place = inner if name in inner and name not in whole else whole
+            place = inner if name in inner and whole.get(name) is None else whole
             if name in place or text[name] is not None and name not in ("torch_dtype", "dtype"):
                 place[name] = text[name]
     named = "dtype" if "dtype" in before else "torch_dtype"
