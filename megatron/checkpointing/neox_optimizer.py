@@ -141,7 +141,7 @@ class NeoXOptimizer:
             return {}
         state: State = {"step": torch.tensor(max(rank.step for rank in self._ranks))}
         attention = attention_of(self.args, layer)
-        old = has_old_rows(self._facts.block, attention, self.args.compat_gqa_rows)
+        old = has_old_rows(self._facts.blocks, attention, self.args.compat_gqa_rows)
         rows = "pre1315" if old else "post1315"
         for key in parts[0]:
             if key == MASTER and self._facts.dtypes == {torch.float32}:

@@ -64,12 +64,12 @@ def reshard(
     to = replace(to, precision=ours.layout.precision)
     state = _optimizer_state(opened, args, optimizer)
     with_state, specs = optimizer and bool(state), layer_params(args)
-    asked = frozenset(_file_names(args, specs[2], naming))
+    asked = frozenset(name for layer in specs if layer >= 2 for name in _file_names(args, layer, specs[layer], naming))
     if final.exists():
         existing = read_manifest(final)
         wanted = (to, ours.run_id, with_state)
         same = existing is not None and (existing.layout, existing.run_id, existing.optimizer) == wanted
-        if same and describe_checkpoint(final).block == asked and bool(layout.layer_files(final)) != sequential:
+        if same and describe_checkpoint(final).blocks == asked and bool(layout.layer_files(final)) != sequential:
             verify(final)
             return final
         raise CheckpointError(f"{final}: is there already; remove it, or choose another folder")
@@ -145,9 +145,9 @@ def _samples(source: Path, args: NeoXArgs) -> int:
     return int(state.get("global_samples") or layout.step_of(source) * (args.train_batch_size or 0))
 
 
-def _file_names(args: NeoXArgs, block: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
-    """The names of a block's tensors under `naming`. Raises CheckpointError where they have no such names."""
-    return to_file_names(2, {spec.name: torch.empty(spec.shape, device="meta") for spec in block}, args, naming)
+def _file_names(args: NeoXArgs, layer: int, specs: Sequence[ParamSpec], naming: str | None) -> Iterable[str]:
+    """The names of a layer's tensors under `naming`. Raises CheckpointError where they have no such names."""
+    return to_file_names(layer, {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}, args, naming)
 
 
 def check_sizes(specs: Mapping[int, Sequence[ParamSpec]], tensor_size: int) -> None:

@@ -115,16 +115,16 @@ def open_weight_files(checkpoint: str | Path | OpenCheckpoint) -> WeightFiles:
 class CheckpointDescription:
     """What the files of a checkpoint say of it without a configuration.
 
-    layout, names: the layout of the files and the naming of tensors, in words. block: the names of the
-    tensors of the first block. tensor_size: number of tensor ranks that wrote it. dtypes: of all weights
-    but those of `wide`, which may be fp32 beside others in 16 bits (`may_be_wide`), by NeoX layer index and
-    name. vocab_rows: rows of the embedding over all ranks. ffn_size: inner width of the MLP; None where no
-    file says it.
+    layout, names: the layout of the files and the naming of tensors, in words. blocks: the names of the
+    tensors of all blocks, which in a hybrid are of several kinds, and of what follows them. tensor_size:
+    number of tensor ranks that wrote it. dtypes: of all weights but those of `wide`, which may be fp32 beside
+    others in 16 bits (`may_be_wide`), by NeoX layer index and name. vocab_rows: rows of the embedding over
+    all ranks. ffn_size: inner width of the first MLP; None where no file says it.
     """
 
     layout: str
     names: str
-    block: frozenset[str]
+    blocks: frozenset[str]
     tensor_size: int
     dtypes: frozenset[torch.dtype]
     vocab_rows: int
@@ -141,14 +141,16 @@ def describe_checkpoint(path: str | Path) -> CheckpointDescription:
     every = {(layer, n): t.dtype for layer, state in states.items() for n, t in state.items() if isinstance(t, Tensor)}
     wide = {place: dtype for place, dtype in every.items() if may_be_wide(place[1])}
     dtypes = frozenset(dtype for place, dtype in every.items() if place not in wide)
-    embedding, block = source.tensors(0, 0).get("word_embeddings.weight"), source.tensors(2, 0)
+    embedding = source.tensors(0, 0).get("word_embeddings.weight")
+    blocks = [(name, value) for layer, state in states.items() if layer >= 2 for name, value in state.items()]
     if embedding is None:
         raise CheckpointError(f"{path}: layer 0 holds no word_embeddings.weight; not a model of GPT-NeoX")
     down = "mlp.linear2.weight"
-    ffn = next((t.shape[1] * source.tensor_size for n, t in block.items() if our_name(n, (down,)) == down), None)
+    ffn = next((t.shape[1] * source.tensor_size for n, t in blocks if our_name(n, (down,)) == down), None)
     rows = embedding.shape[0] * source.tensor_size
-    names = naming_of(block)
-    return CheckpointDescription(layout_name, names, frozenset(block), source.tensor_size, dtypes, rows, ffn, wide)
+    of_blocks = frozenset(name for name, _ in blocks)
+    names = naming_of(of_blocks)
+    return CheckpointDescription(layout_name, names, of_blocks, source.tensor_size, dtypes, rows, ffn, wide)
 
 
 def describe_layout(path: str | Path, args: NeoXArgs) -> str:
@@ -159,7 +161,7 @@ def describe_layout(path: str | Path, args: NeoXArgs) -> str:
     grouped = [a for a in (attention_of(args, n + 2) for n in range(args.num_layers)) if a and a.kv_heads < a.heads]
     if not grouped:
         return words
-    old = has_old_rows(facts.block, grouped[0], rows_key(Path(path), args))
+    old = has_old_rows(facts.blocks, grouped[0], rows_key(Path(path), args))
     return f"{words}, rows of grouped queries as {'before' if old else 'since'} #1315"
 
 

@@ -15,13 +15,17 @@ from torch import Tensor
 
 from megatron.checkpointing import CheckpointError, find_checkpoint, load_checkpoint_args, load_weights, read_manifest
 from megatron.checkpointing.adapters import AdapterSource, export_peft, open_adapter, open_base, open_with_base
+from megatron.checkpointing.adapters.exporting import compare_with_peft
 from megatron.checkpointing.adapters.merging import compare_merged, unmerged_logits, write_adapters, write_merged
+from megatron.checkpointing.families import TEXT_TOWERS
 from megatron.checkpointing.huggingface import HFFolder, export_hf, import_hf
 from megatron.checkpointing.huggingface.logit_check import our_logits
 from megatron.model.weight_map import adapter_params
 from tests.checkpointing.family_models import VOCAB, random_model
 from tests.checkpointing.family_runs import TOKENS, logits_by_layout
 from tests.checkpointing.golden import fails
+from tests.checkpointing.test_multimodal import MODELS as MULTIMODAL
+from tests.checkpointing.test_multimodal import folder as multimodal_folder
 from tests.marks import with_more
 
 BOUND = 2e-5  # absolute, of fp32 logits of order 1
@@ -29,12 +33,14 @@ ATTENTION = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 
 
 class Case(NamedTuple):
-    """family: of `family_models.CASES`. lora: of peft's LoraConfig. tokens: added to the vocabulary."""
+    """family: of `family_models.CASES`, or of `test_multimodal.MODELS`. lora: of peft's LoraConfig. tokens:
+    added to the vocabulary. steps: those of AdamW on one batch in peft."""
 
     family: str
     lora: dict[str, Any]
     tokens: int = 0
     changes: dict[str, Any] = {}
+    steps: int = 0
 
 
 ALL: dict[str, Any] = {"target_modules": "all-linear"}
@@ -53,12 +59,32 @@ CASES: dict[str, Case] = {
     "gpt oss attention": Case("gpt oss", ATTENTION),
     "llama copies": Case("llama wide", {**ATTENTION, "modules_to_save": ["embed_tokens", "lm_head"], "use_dora": True}),
 }  # fmt: skip
-FIRST = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
-MORE = ("llama attention", "llama copies", "qwen 2 moe attention", "gpt oss attention", "gpt 2 lora", "phi 3 dora")
+FIRST: tuple[str, ...] = ("gpt_neox rslora copies", "gpt_neox tied", "llama dora", "llama tied added tokens")
+MORE: tuple[str, ...] = (
+    "llama attention",
+    "llama copies",
+    "qwen 2 moe attention",
+    "gpt oss attention",
+    "gpt 2 lora",
+    "phi 3 dora",
+)
 OTHERS = [
     *("mistral", "qwen 3", "smollm 3", "olmo 2", "olmo 3", "gemma 3", "gpt 2", "qwen 2", "olmo 1", "gemma 2", "phi 3"),
     *("phi 3 short", "ministral 3", "granite", "glm 4", "cohere 2", "starcoder 2", "apertus", "seed oss"),
 ]
+# Of a multimodal model the vision tower has modules of the same names.
+INSIDE = {"target_modules": r".*language_model\..*\.(q_proj|k_proj|o_proj|gate_proj|down_proj)"}
+CASES |= {
+    "gemma 3 inside copies": Case(
+        "gemma3", {**INSIDE, "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, steps=2
+    ),
+    "ministral 3 inside dora": Case("mistral3", {**INSIDE, "use_dora": True}, steps=2),
+    "mistral inside": Case("mistral3 with mistral", INSIDE, steps=2),
+    "nemotron h": Case("nemotron h", {"target_modules": [*ATTENTION["target_modules"], "mixer.up_proj"]}, steps=2),
+    "nemotron h dora": Case("nemotron h latent", {**ATTENTION, "use_dora": True}, steps=2),
+}  # fmt: skip
+FIRST += ("gemma 3 inside copies", "nemotron h")
+MORE += ("ministral 3 inside dora", "mistral inside", "nemotron h dora")
 for _family in OTHERS:
     CASES |= {f"{_family} lora": Case(_family, ALL), f"{_family} dora": Case(_family, {**ALL, "use_dora": True})}
 
@@ -66,7 +92,10 @@ for _family in OTHERS:
 @torch.no_grad()
 def trained(folder: Path, case: Case) -> Tensor:
     """Write `folder/model`, and `folder/peft`: what peft saves of an adapter. Returns peft's logits."""
-    random_model(case.family, **case.changes).save_pretrained(folder / "model")
+    if case.family in MULTIMODAL:
+        multimodal_folder(folder / "model", case.family, torch.float32)
+    else:
+        random_model(case.family, **case.changes).save_pretrained(folder / "model")
     model = alone(folder / "model")
     if case.tokens:
         model.resize_token_embeddings(VOCAB + case.tokens)
@@ -79,13 +108,25 @@ def trained(folder: Path, case: Case) -> Tensor:
     if model.config.tie_word_embeddings and "modules_to_save" in case.lora:
         embedding, head = tuned.get_input_embeddings(), tuned.get_output_embeddings()
         head.modules_to_save.default.weight.copy_(embedding.modules_to_save.default.weight)
+    take_steps(tuned, case.steps)
     tuned.save_pretrained(str(folder / "peft"))
     return tuned(TOKENS).logits
 
 
+def take_steps(tuned: Any, count: int) -> None:
+    optimizer = torch.optim.AdamW([param for param in tuned.parameters() if param.requires_grad], lr=1e-2)
+    for _ in range(count):
+        with torch.enable_grad():
+            tuned(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def alone(path: Path) -> Any:
     """A model of transformers, without an adapter."""
-    return transformers.AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    is_whole = json.loads((path / "config.json").read_text())["model_type"] in TEXT_TOWERS
+    auto = transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(path, attn_implementation="eager")
 
 
 def merged_logits(merged: Path) -> Tensor:
@@ -116,10 +157,12 @@ def furthest(ours: Tensor, theirs: Tensor) -> float:
 def test_peft_both_ways(tmp_path: Path, name: str) -> None:
     case = CASES[name]
     theirs = trained(tmp_path, case)
-    assert (alone(tmp_path / "model")(TOKENS).logits - theirs[..., :VOCAB]).abs().max() > 0.1, "it does nothing"
+    before = alone(tmp_path / "model")(TOKENS).logits
+    assert (before - theirs[..., : before.shape[-1]]).abs().max() > 0.1, "it does nothing"
     base, (source,) = open_with_base([tmp_path / "peft"])
     assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
     compare_merged(base, source)
+    compare_with_peft(base, source)
 
     made = write_adapters(base, source, tmp_path / "ours")
     base, (again,) = open_with_base([made])
@@ -253,3 +296,44 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
     fails("adapters alone, .*base/global_step0", load_checkpoint_args, adapters)
     assert read_manifest(adapters).base["path"] == str(find_checkpoint(made).resolve())  # type: ignore
     assert open_adapter(adapters).iteration == 0
+
+
+def test_names_of_a_multimodal_model_in_either_way(tmp_path: Path) -> None:
+    """As files are published, which older transformers had in memory; what text leaves untrained."""
+    theirs = trained(tmp_path, CASES["mistral inside"])
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    inside, published = "base_model.model.model.language_model.", "base_model.model.language_model.model."
+    tower = "base_model.model.model.vision_tower.transformer.layers.0.attention.q_proj"
+    renamed = {name.replace(inside, published): value for name, value in tensors.items()}
+    assert renamed.keys().isdisjoint(tensors)
+    unseen = {f"{tower}.lora_A.weight": torch.ones(4, 16), f"{tower}.lora_B.weight": torch.zeros(16, 4)}
+    for stored in (renamed, {**tensors, **unseen}):
+        save_file(stored, file)
+        base, (source,) = open_with_base([tmp_path / "peft"])
+        assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+    save_file({**tensors, **unseen, f"{tower}.lora_B.weight": torch.ones(16, 4)}, file)
+    fails(re.escape(tower), open_with_base, [tmp_path / "peft"])
+    save_file(tensors, file)
+
+    # The names of the language model alone, over the multimodal folder.
+    base, (source,) = open_with_base([tmp_path / "peft"])
+    export_peft(source, tmp_path / "text", base=str(tmp_path / "model"), family="mistral")
+    written = load_file(tmp_path / "text" / "adapter_model.safetensors")
+    assert written.keys() == {name.replace(inside, "base_model.model.model.") for name in tensors}
+    base, (text,) = open_with_base([tmp_path / "text"])
+    compare_with_peft(base, text)
+
+
+def test_names_of_a_hybrid_as_its_files_have_them(tmp_path: Path) -> None:
+    """Adapters that were trained on the code of a published folder."""
+    theirs = trained(tmp_path, CASES["nemotron h"])
+    file = tmp_path / "peft" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    renamed = {name.replace(".model.model.", ".model.backbone."): value for name, value in tensors.items()}
+    assert renamed.keys().isdisjoint(tensors)
+    save_file(renamed, file)
+    base, (source,) = open_with_base([tmp_path / "peft"])
+    assert furthest(unmerged_logits(base, source, TOKENS), theirs) < BOUND
+    export_peft(source, tmp_path / "out", base=str(tmp_path / "model"))
+    assert load_file(tmp_path / "out" / "adapter_model.safetensors").keys() == tensors.keys()

@@ -352,6 +352,11 @@ def test_models_of_other_families_are_told_the_nearest() -> None:
                           ("GraniteMoeConfig", "mixtral"), ("FlexOlmoConfig", "olmoe")):  # fmt: skip
         assert told(name).startswith(f"config.json is {nearest} ("), name
     assert told("JetMoeConfig").startswith("config.json is ")
+    for name, differs in (("CwmConfig", "window"), ("VaultGemmaConfig", "norms"), ("HunYuanDenseV1Config", "norms"),
+                          ("Emu3Config", "vq_config"), ("InternLM3Config", "biases")):  # fmt: skip
+        assert differs in told(name).partition("): ")[2], name
+    unknown = {**config_of("llama 2").to_dict(), "model_type": "mine"}
+    fails("no field differs.*model_type: llama", family_of, unknown)
     assert told("Qwen2VLConfig").startswith("config.json: text_config is qwen2 ")
     fails("model_type: resnet .*gpt_neox, gpt2, llama", family_of, {"model_type": "resnet"})
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron.checkpointing import CheckpointError, read_manifest
 from megatron.checkpointing.families import from_hf
-from megatron.checkpointing.huggingface import HFFolder, export_hf
+from megatron.checkpointing.huggingface import HFFolder, declared_eos_ids, export_hf, read_companion_files
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from tests.checkpointing.test_huggingface import imported, same_bits, tensors_of, there_and_back
 from tests.pool import run_ranks
@@ -88,6 +88,24 @@ def test_names_as_in_memory_and_other_dtypes(tmp_path: Path) -> None:
     renamed[odd] = renamed[odd].float()
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
     assert same_bits(there_and_back(path, tmp_path), renamed)
+
+
+def test_ends_of_texts_are_those_of_the_whole(tmp_path: Path) -> None:
+    """As in transformers, where those of the part count where the whole has none."""
+    path = folder(tmp_path / "model", "gemma3")
+    for whole, own, expected in (([1, 106], 1, (1, 106)), (None, [1, 3], (1, 3))):
+        raw = json.loads((path / "config.json").read_text())
+        raw["eos_token_id"], raw["text_config"]["eos_token_id"] = whole, own
+        (path / "config.json").write_text(json.dumps(raw))
+        (path / "generation_config.json").unlink(missing_ok=True)
+        assert declared_eos_ids(read_companion_files(path)) == expected
+        theirs = transformers.GenerationConfig.from_model_config(transformers.AutoConfig.from_pretrained(path))
+        assert tuple(theirs.eos_token_id) == expected
+        place = tmp_path / f"of_{len(expected)}_{own}"
+        place.mkdir()
+        there_and_back(path, place)
+        back = json.loads((place / "back" / "config.json").read_text())
+        assert (back["eos_token_id"], back["text_config"]["eos_token_id"]) == (whole, own)
 
 
 def test_a_tied_head_that_is_in_the_file_is_none(tmp_path: Path) -> None:

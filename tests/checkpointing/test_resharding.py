@@ -1,7 +1,9 @@
 """Resharding holds one layer in memory, however large the checkpoint."""
 
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 
 from megatron.checkpointing import Manifest, ParallelLayout, layer_file, model_file, model_keys, optimizer_file
@@ -9,22 +11,23 @@ from megatron.checkpointing.opening import verify
 from megatron.checkpointing.optimizer_files import OptimizerFiles
 from megatron.checkpointing.publish import begin_checkpoint, publish
 from megatron.checkpointing.tensor_files import save_tensors
+from megatron.checkpointing.weight_files import describe_checkpoint
 from megatron.model.weight_map import layer_params
 from megatron.neox_arguments import NeoXArgs
 from tests.checkpointing.golden import assert_same, whole
 from tests.live_bytes import LiveBytes
 from tools.ckpts import reshard
 
-CONFIG = {"num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64,
+CONFIG: dict[str, Any] = {"num_layers": 24, "hidden_size": 64, "num_attention_heads": 8, "seq_length": 64,
           "max_position_embeddings": 64, "padded_vocab_size": 128, "norm": "layernorm", "pos_emb": "rotary",
           "train_micro_batch_size_per_gpu": 1}  # fmt: skip
 # Weights in fp32, master and two moments, each whole and cut.
 LAYER_BYTES = 2 * 4 * 4 * 12 * 64 * 64
 
 
-def synthetic(save: Path) -> Path:
+def synthetic(save: Path, config: dict[str, Any] = CONFIG) -> Path:
     """A checkpoint as a run at tensor 1 would write it."""
-    args = NeoXArgs.from_dict(CONFIG)
+    args = NeoXArgs.from_dict(config)
     temporary = begin_checkpoint(save, 7)
     records = [save_tensors({"iteration": 7}, temporary / model_file(0))]
     for layer, specs in layer_params(args).items():
@@ -33,7 +36,7 @@ def synthetic(save: Path) -> Path:
         records.append(save_tensors(weights, temporary / layer_file(layer, 0)))
         records.append(save_tensors(moments, temporary / optimizer_file(layer, 0)))
     manifest = Manifest(run_id="r", iteration=7, consumed_samples=7, layout=ParallelLayout(1, 1, 1, 1, "bf16", 1),
-                        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=CONFIG,
+                        model=model_keys(args), seed=1, tokenizer=None, data={}, versions={}, created="", config=config,
                         files={record.name: record for record in records})  # fmt: skip
     return publish(temporary, save, 7, manifest, {})
 
@@ -50,3 +53,15 @@ def test_peak_memory_is_about_a_layer(tmp_path: Path) -> None:
     assert_same(whole(made, args), weights)
     for spec in layer_params(args)[5]:
         assert torch.equal(OptimizerFiles(made).read(5, spec, 0, 1)["exp_avg_sq"], weights[5][spec.name] * 2)
+
+
+def test_names_are_those_of_every_block_of_a_hybrid(tmp_path: Path) -> None:
+    """The first block, without MLP and attention, has the same names under all."""
+    blocks = {"num_layers": 2, "attention_config": ["mamba2", "global"], "mamba_head_dim": 8, "activation": "swiglu"}
+    source, made = synthetic(tmp_path / "from", {**CONFIG, **blocks}), tmp_path / "to" / "global_step7"
+    command = ["--input_dir", str(source), "--output_dir", str(tmp_path / "to"), "--tp", "2", "--names"]
+    reshard.main([*command, "llama"])
+    assert "w1" in describe_checkpoint(made).names
+    reshard.main([*command, "llama"])
+    with pytest.raises(SystemExit, match="is there already"):
+        reshard.main([*command, "neox"])

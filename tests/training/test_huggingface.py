@@ -108,6 +108,22 @@ def test_a_run_with_experts_starts_from_a_folder_and_writes_one(ranks: int, keys
     assert sum(not torch.equal(after[name], before[name]) for name in before) > 0.9 * len(before)
 
 
+def test_biases_of_experts_begin_at_zero_on_a_folder_as_on_its_checkpoint(tmp_path: Path) -> None:
+    more = {"vocab_size": 384, "max_position_embeddings": 32, "num_hidden_layers": 2}
+    odd_model("mixtral", **more).save_pretrained(tmp_path / "model")
+    source = HFFolder(tmp_path / "model")
+    model = from_hf(source.config, source.get)[0]
+    del model["padded_vocab_size"]
+    import_hf(source, tmp_path / "made")
+    every = []
+    for load in ("model", "made"):
+        values = given(tmp_path / f"from_{load}", tmp_path / load, model, moe_router_bias_update_rate=0.01)
+        every.append(run_ranks(run_to_end, 1, {**values, "padded_vocab_size": None})[0][1])
+    for layer, tensors in every[0].items():
+        assert all(value.equal(every[1][layer][name]) for name, value in tensors.items())
+    assert every[0][2]["mlp.router.expert_bias"].abs().min() > 0
+
+
 def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None:
     model = folder(tmp_path / "model", vocab=350, tokenizer=False)
     run_ranks(run_to_end, 1, given(tmp_path / "run", model, save_hf=2, train_iters=3, checkpoint_factor=5))
@@ -118,6 +134,22 @@ def test_new_tokens_get_rows_and_save_hf_every_few_steps(tmp_path: Path) -> None
     assert rows.shape[0] == VOCABULARY and torch.equal(rows[:350], source_rows)
     torch.testing.assert_close(rows[350:], source_rows.mean(0).expand(30, -1))
     assert json.loads((made / "global_step3" / "config.json").read_text())["vocab_size"] == VOCABULARY
+
+
+def test_an_imported_adapter_leaves_the_padded_vocabulary_to_the_run(tmp_path: Path) -> None:
+    model = folder(tmp_path / "model", vocab=350, tokenizer=False)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    lora = {"r": 2, "lora_alpha": 4, "target_modules": ["query_key_value"], "init_lora_weights": False}
+    peft.get_peft_model(plain, peft.LoraConfig(task_type="CAUSAL_LM", **lora)).save_pretrained(str(tmp_path / "peft"))
+    adapter.main(["import", "--adapter", str(tmp_path / "peft"), "--output_dir", str(tmp_path / "made")])
+    manifest = read_manifest(find_checkpoint(tmp_path / "made"))
+    assert manifest is not None and manifest.model["padded_vocab_size"] == 384
+    keys = {"r": 2, "alpha": 4, "target": ["query_key_value"]}
+    weights = run_ranks(run_to_end, 1, given(tmp_path / "run", tmp_path / "made", lora=keys,
+                                             make_vocab_size_divisible_by=10))[0][1]  # fmt: skip
+    assert len(weights[0]["word_embeddings.weight"]) == VOCABULARY
+    run_ranks(run_to_end, 2, given(tmp_path / "cut", tmp_path / "run", lora=keys, finetune=True,
+                                   padded_vocab_size=400, model_parallel_size=2))  # fmt: skip
 
 
 def test_an_imported_checkpoint_starts_a_run_in_its_own_folder(tmp_path: Path) -> None:

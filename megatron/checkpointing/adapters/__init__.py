@@ -6,11 +6,13 @@ weights below adapters, `sources.py` adapters of either kind, `merging.py` and `
 
 from megatron.checkpointing.adapters.base import (
     BaseWeights,
+    adapter_model,
     base_record,
     checkpoint_folder,
     family_below,
     known_digests,
     open_base,
+    saved_rows,
 )
 from megatron.checkpointing.adapters.exporting import compare_with_peft, export_peft
 from megatron.checkpointing.adapters.merging import compare_merged, write_adapters, write_merged
@@ -29,6 +31,7 @@ __all__ = [
     "AdapterSource",
     "BaseWeights",
     "PeftFolder",
+    "adapter_model",
     "base_record",
     "check_base",
     "check_peft_names",
@@ -45,6 +48,7 @@ __all__ = [
     "open_base",
     "open_with_base",
     "peft_vocab_size",
+    "saved_rows",
     "write_adapters",
     "write_merged",
 ]

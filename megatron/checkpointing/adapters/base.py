@@ -12,13 +12,14 @@ from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import FAMILIES, from_hf, text_config
+from megatron.checkpointing.families.family import Config
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER
 from megatron.checkpointing.huggingface.folder import HFFolder, find_hf, has_hf_score, is_hf
-from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader
+from megatron.checkpointing.huggingface.importing import LoadLayers, hf_loader, vocab_size_from_hf
 from megatron.checkpointing.huggingface.logit_check import plain_args
 from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.layout import LATEST, find_checkpoint, is_tag
-from megatron.checkpointing.manifest import read_manifest
+from megatron.checkpointing.manifest import Manifest, read_manifest, saved_model
 from megatron.checkpointing.opening import OpenCheckpoint
 from megatron.checkpointing.saved_config import checkpoint_args
 from megatron.checkpointing.weights import has_score_head, load_weights
@@ -30,6 +31,7 @@ from megatron.tokenizer import padded_vocab_size
 ReadLayer = Callable[[int], dict[str, Tensor]]
 _HF_WEIGHTS = (("*.safetensors", "*.bin"),)
 _OUR_WEIGHTS = ("layer_*",), ("mp_rank_*",)  # the second without a pipeline
+_ROWS = "padded_vocab_size"
 _ROWS_MULTIPLE = 128  # as imports pad the vocabulary
 
 
@@ -66,14 +68,42 @@ def checkpoint_folder(path: str | Path, iteration: int | None = None) -> Path:
 def family_below(path: str | Path | None) -> str | None:
     """The family of the weights below adapters by the config.json that came with them; None where they came
     without one, or cannot be had. path: a checkpoint, or a HuggingFace folder or name on the Hub."""
-    if path is None:
-        return None
     try:
-        folder = find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER
-        model_type = text_config(read_config(folder)).get("model_type")
+        model_type = text_config(config_below(path)).get("model_type")
     except CheckpointError:
         return None
     return model_type if model_type in FAMILIES else None
+
+
+def config_below(path: str | Path | None) -> Config:
+    """The config.json that came with the weights below adapters, as of `family_below`; {} without one."""
+    try:
+        if path is None:
+            return {}
+        return read_config(find_hf(path) if is_hf(path) else checkpoint_folder(path) / HF_SUBFOLDER)
+    except CheckpointError:
+        return {}
+
+
+def adapter_model(manifest: Manifest) -> Mapping[str, Any]:
+    """`Manifest.model`; of adapters alone over a HuggingFace model without the rows of vocabulary, which a
+    run pads at will, unless copies of embedding or head have them."""
+    copies = (manifest.model.get("lora") or {}).get("modules_to_save")
+    below = None if manifest.base is None or copies else manifest.base["path"]
+    if below is None or not is_hf(below):
+        return manifest.model
+    return {key: value for key, value in manifest.model.items() if key != _ROWS}
+
+
+def saved_rows(path: Path, args: NeoXArgs, tokens: int) -> int | None:
+    """`padded_vocab_size` for a run that starts from a checkpoint, by this or by the HuggingFace model below
+    its adapters; None where neither says it. tokens: of the run's tokenizer. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    saved = saved_model(path) if manifest is None else adapter_model(manifest)
+    if manifest is None or manifest.base is None or _ROWS in saved:
+        return saved.get(_ROWS)
+    below = (args.lora or {}).get("base") or manifest.base["path"]
+    return vocab_size_from_hf(find_hf(below), args, tokens)[0] if is_hf(below) else manifest.model.get(_ROWS)
 
 
 @dataclass(frozen=True)

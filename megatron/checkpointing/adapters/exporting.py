@@ -5,16 +5,17 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpointing.adapters.base import BaseWeights, checkpoint_folder, family_below
+from megatron.checkpointing.adapters.base import BaseWeights, checkpoint_folder, config_below, family_below
 from megatron.checkpointing.adapters.merging import some_tokens, unmerged_logits
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, write_peft
 from megatron.checkpointing.adapters.sources import AdapterSource
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import TEXT_TOWERS, is_multimodal
+from megatron.checkpointing.huggingface.by_transformers import auto_class
 from megatron.checkpointing.huggingface.companion_files import (
     companion_files_of,
     is_of_tokenizer,
@@ -28,6 +29,7 @@ from megatron.checkpointing.huggingface.exporting import (
     put_in_place,
 )
 from megatron.checkpointing.huggingface.folder import HFFolder, is_hf
+from megatron.checkpointing.huggingface.model_files import read_config
 from megatron.checkpointing.manifest import read_manifest
 from megatron.data.files import sync
 from megatron.model.weight_map import adapter_params
@@ -64,16 +66,19 @@ def export_peft(
     """Write adapters as the folder `output` in peft's format, with the tokenizer of the run.
 
     base: the name of the model below, which peft loads; None: as the checkpoint says. family: as of
-    `hf_config`; None: that of the model below. dtype: of what is written; None: as it is stored. notes:
-    further files by name. An earlier one is replaced. Raises CheckpointError."""
+    `export_hf`; None: that of the model below, with the names of all of it where that is multimodal. dtype:
+    of what is written; None: as it is stored. notes: further files by name. An earlier one is replaced.
+    Raises CheckpointError."""
     source.verify()
     output = Path(output).resolve()
     layers = sorted(adapter_params(source.args))
     recorded = None if source.manifest is None else source.manifest.base
     # One that holds both began with the weights that `load` names.
     below = source.args.load if recorded is None else recorded["path"]
-    named, family = base or base_name(below), family or family_below(below)
-    kinds = {value.dtype for value in source.read(2).values()}
+    named = base or base_name(below)
+    in_wrapper = family in TEXT_TOWERS or family is None and is_multimodal(config_below(named) or config_below(below))
+    family = family_below(below) if family is None or family in TEXT_TOWERS else family
+    kinds = {value.dtype for layer in layers for value in source.read(layer).values()}
     files, vocab = _companions(source)
     temporary = begin_folder(output, sum(file.stat().st_size for file in source.path.iterdir() if file.is_file()))
     try:
@@ -84,7 +89,7 @@ def export_peft(
 
         write_peft(
             temporary, source.args, read, dtype or max(kinds, key=lambda kind: kind.itemsize), family=family,
-            base=named, vocab_size=vocab,
+            base=named, vocab_size=vocab, in_wrapper=in_wrapper,
         )  # fmt: skip
         write_companion_files({**files, **(notes or {})}, temporary)
         sync(temporary)
@@ -146,14 +151,16 @@ def compare_with_peft(base: BaseWeights, source: AdapterSource) -> PeftCompariso
         ) from None
     with tempfile.TemporaryDirectory() as spare:
         model_folder = base.path if base.is_hf else Path(spare) / "model"
-        adapter = source.path if source.manifest is None else Path(spare) / "adapter"
+        adapter = source.path
         if not base.is_hf:
             export_hf(base.path, base.args, model_folder, dtype=torch.float32, tokenizer=False, check=False)
-        if source.manifest is not None:
+        config = read_config(model_folder)
+        if source.manifest is not None or PeftFolder(source.path).is_multimodal is not is_multimodal(config):
+            adapter = Path(spare) / "adapter"
             export_peft(source, adapter, base=str(model_folder), dtype=torch.float32)
         rows = HFFolder(model_folder).vocab_size
         scores = bool(source.args.score_head)
-        auto: Any = transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM
+        auto = auto_class(transformers, config, scores)
         more = {"num_labels": 1, "pad_token_id": -1} if scores else {}
         model = auto.from_pretrained(model_folder, dtype=torch.float32, attn_implementation="eager", **more)
         own = PeftFolder(adapter).vocab_size

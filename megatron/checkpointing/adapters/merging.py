@@ -17,6 +17,7 @@ from megatron.checkpointing.adapters.base import BaseWeights
 from megatron.checkpointing.adapters.peft_folder import PeftFolder
 from megatron.checkpointing.adapters.sources import AdapterSource, merged_reader
 from megatron.checkpointing.errors import CheckpointError
+from megatron.checkpointing.families import with_vocab_size
 from megatron.checkpointing.huggingface.carried_tensors import CARRIED, carried_writer
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, is_of_tokenizer, read_companion_files
 from megatron.checkpointing.huggingface.logit_check import our_logits
@@ -82,7 +83,7 @@ def compare_merged(base: BaseWeights, source: AdapterSource) -> MergeComparison:
     after = our_logits(args, merged_reader(base.read, [(source, 1.0)], torch.float32), tokens)
     difference, largest = (before - after).abs().max().item(), before.abs().max().item()
     stored = None
-    if any(value.dtype != torch.float32 for value in base.read(2).values()):
+    if any(value.dtype != torch.float32 for layer in layer_params(args) for value in base.read(layer).values()):
         rounded = our_logits(args, merged_reader(base.read, [(source, 1.0)]), tokens)
         stored = (before - rounded).abs().max().item()
     comparison = MergeComparison(str(source.path), difference, largest, stored)
@@ -226,6 +227,5 @@ def _resized(files: Mapping[str, bytes], rows: int | None) -> dict[str, bytes]:
     with; {} without one."""
     if rows is None or CONFIG not in files:
         return {}
-    config = json.loads(files[CONFIG])
-    config["vocab_size"] = max(rows, config.get("vocab_size") or 0)
+    config = with_vocab_size(json.loads(files[CONFIG]), rows)
     return {CONFIG: (json.dumps(config, indent=2) + "\n").encode()}

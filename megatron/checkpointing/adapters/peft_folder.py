@@ -23,7 +23,7 @@ from megatron.checkpointing.adapters.peft_names import (
     vocabulary_modules,
 )
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import check_adapter_fields
+from megatron.checkpointing.families import check_adapter_fields, names_a_wrapper, text_modules, text_name
 from megatron.checkpointing.families.family import Family
 from megatron.checkpointing.huggingface.folder import SafetensorsFile, write_weights
 from megatron.checkpointing.huggingface.model_files import read_json
@@ -66,7 +66,9 @@ def peft_vocab_size(path: str | Path) -> int:
 
 
 class PeftFolder:
-    """A folder in peft's format. Raises CheckpointError that names what has no counterpart here."""
+    """A folder in peft's format. is_multimodal: it was trained on the class of a multimodal model, of whose
+    adapters those of the language model are read, by the names that they have in it alone. Raises
+    CheckpointError that names what has no counterpart here."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -78,8 +80,9 @@ class PeftFolder:
             raise CheckpointError(f"{self.path}: holds no {WEIGHTS}{old if list(self.path.glob('*.bin')) else ''}")
         self.file = SafetensorsFile(self.path / WEIGHTS)
         # Below a copy peft sometimes saves what it was made of.
-        names = [name for name in self.file.shapes if ".original_module." not in name]
-        self._stored: Mapping[str, str] = {_today(name): name for name in names}
+        names = {_today(name): name for name in self.file.shapes if ".original_module." not in name}
+        self.is_multimodal = any(names_a_wrapper(name.removeprefix(PREFIX)) for name in names)
+        self._stored: Mapping[str, str] = self._of_language_model(names) if self.is_multimodal else names
 
     @property
     def base(self) -> str | None:
@@ -103,6 +106,25 @@ class PeftFolder:
                 f"{where}: init_lora_weights: {begun} changes the weights below the adapter; save it with peft's "
                 "path_initial_model_for_weight_conversion, which makes a plain one of it"
             )
+
+    def _of_language_model(self, names: Mapping[str, str]) -> dict[str, str]:
+        """The stored tensors of the language model by their names in it alone. names: those of a multimodal
+        model, by today's names. Raises CheckpointError for other parts of which an adapter changes the
+        output: one whose B is zero, as text alone leaves it, does not."""
+        own = {name: text_name(name.removeprefix(PREFIX)) for name in names}
+        others = [name for name, text in own.items() if text is None]
+        trained = [
+            name for name in others
+            if ".lora_A." not in name and not (".lora_B." in name and not self.file.get(names[name]).any())
+        ]  # fmt: skip
+        if trained:
+            more = f" and {len(trained) - _SHOWN} more" if len(trained) > _SHOWN else ""
+            raise CheckpointError(
+                f"{self.path}: {', '.join(sorted(trained)[:_SHOWN])}{more}: adapters of the model of images, of which "
+                "only the language model is here; train with target_modules of that alone, such as "
+                f"{text_modules(['q_proj', 'v_proj'])}"
+            )
+        return {PREFIX + text: names[name] for name, text in own.items() if text is not None}
 
     def _names(self, end: str) -> list[str]:
         return [name.removeprefix(PREFIX).removesuffix(end) for name in self._stored if name.endswith(end)]
@@ -180,14 +202,17 @@ class PeftFolder:
         return lambda layer: {of.spec.name: self._read(of) for of in by_layer.get(layer, ())}
 
     def _read(self, tensor: PeftTensor) -> Tensor:
-        there = [key for key in tensor.keys if key in self._stored]
+        there = self._there(tensor)
         whole = self.file.get(self._stored[there[0]]).clone()
         return _padded(whole, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(whole)
+
+    def _there(self, tensor: PeftTensor) -> list[str]:
+        return [key for key in (*tensor.keys, *tensor.older) if key in self._stored]
 
     def _check_tensors(self, args: NeoXArgs, tensors: Iterable[PeftTensor]) -> None:
         problems, unknown = [], set(self._stored)
         for tensor in tensors:
-            there = [key for key in tensor.keys if key in self._stored]
+            there = self._there(tensor)
             unknown -= set(there)
             if not there:
                 problems.append(f"missing {tensor.keys[0]}")
@@ -227,12 +252,15 @@ def _padded(whole: Tensor, rows: int) -> Tensor:
     return torch.cat([whole, mean.expand(rows - len(whole), -1)])
 
 
-def peft_config(args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], base: str | None) -> dict[str, Any]:
-    """adapter_config.json of the adapters of a model. base: the name of the model below."""
+def peft_config(
+    args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], base: str | None, in_wrapper: bool
+) -> dict[str, Any]:
+    """adapter_config.json of the adapters of a model. base: the name of the model below. in_wrapper: as of
+    `write_peft`."""
     assert args.lora is not None
     lora, keys = args.lora, [key.removeprefix(PREFIX) for tensor in tensors for key in tensor.keys]
     named = [key.removesuffix(".lora_A.weight") for key in keys if key.endswith(".lora_A.weight")]
-    modules = [short_name(family, module) for module in named]
+    modules = list(dict.fromkeys(short_name(family, module) for module in named))
     copies = [key.split(".")[-2] for key in keys if ".lora_" not in key]
     alpha = float(lora["alpha"])
     return {
@@ -244,7 +272,7 @@ def peft_config(args: NeoXArgs, family: Family, tensors: Iterable[PeftTensor], b
         "r": lora["r"],
         "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "lora_dropout": lora["dropout"],
-        "target_modules": list(dict.fromkeys(modules)),
+        "target_modules": text_modules(modules) if in_wrapper else modules,
         "use_rslora": lora["rslora"],
         "use_dora": lora["dora"],
         "bias": "none",
@@ -265,15 +293,17 @@ def write_peft(
     family: str | None = None,
     base: str | None = None,
     vocab_size: int | None = None,
+    in_wrapper: bool = False,
 ) -> None:
     """Write the two files of peft's format into an existing folder.
 
     layers: whole tensors of each NeoX layer of adapters, by our names. dtype: of what is written. family: as
     of `family_of_adapters`. base: the name of the model below. vocab_size: rows that copies of the vocabulary
-    keep; None: all. Raises CheckpointError.
+    keep; None: all. in_wrapper: the model below is a multimodal one, which this is the language model of.
+    Raises CheckpointError.
     """
     its_family = family_of_adapters(args, family)
-    tensors = peft_tensors(args, its_family)
+    tensors = [tensor.within_wrapper() if in_wrapper else tensor for tensor in peft_tensors(args, its_family)]
     by_name = {(tensor.layer, tensor.spec.name): tensor for tensor in tensors}
     shapes = {
         key: tuple(part.shape)
@@ -288,7 +318,7 @@ def write_peft(
 
     size = sum(math.prod(shape) for shape in shapes.values()) * dtype.itemsize
     write_weights(folder, shapes, dtype, each(), limit=size + 1, whole=WEIGHTS)
-    (folder / CONFIG).write_text(json.dumps(peft_config(args, its_family, tensors, base), indent=2) + "\n")
+    (folder / CONFIG).write_text(json.dumps(peft_config(args, its_family, tensors, base, in_wrapper), indent=2) + "\n")
 
 
 def _parts(tensor: PeftTensor, whole: Tensor, vocab_size: int | None) -> Iterator[tuple[str, Tensor]]:

@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, hf_config, is_of_family
+from megatron.checkpointing.families import FAMILIES, hf_config, is_of_family, memory_name
 from megatron.checkpointing.families.family import SCORE, Family, TensorMapping
 from megatron.model.specs import AttentionSpec
 from megatron.model.weight_map import adapter_params, attention_of, named_params
@@ -33,7 +33,8 @@ class PeftTensor:
     """A parameter of ours and the tensors that peft has for it.
 
     layer: its NeoX index. keys: their names in peft's file. split: what the whole parameter is in them, in
-    their order; join: its inverse, of one that has a name. vocabulary: rows are tokens.
+    their order; join: its inverse, of one that has a name. vocabulary: rows are tokens. older: their names
+    where modules are called as in files, by the code of a published folder.
     """
 
     layer: int
@@ -42,6 +43,11 @@ class PeftTensor:
     split: Callable[[Tensor], tuple[Tensor, ...]]
     join: Callable[[Tensor], Tensor] = lambda value: value
     vocabulary: bool = False
+    older: tuple[str, ...] = ()
+
+    def within_wrapper(self) -> "PeftTensor":
+        """The same with the names that it has in a multimodal model."""
+        return replace(self, keys=tuple(PREFIX + memory_name(key.removeprefix(PREFIX)) for key in self.keys))
 
 
 def family_of_adapters(args: NeoXArgs, family: str | None = None) -> Family:
@@ -94,7 +100,7 @@ def _own_targets(family: Family) -> list[str]:
 def short_name(family: Family, module: str) -> str:
     """How peft's target_modules name a module: by its last part, or by two where another linear has that."""
     last = module.rpartition(".")[2]
-    sharing = [row for row in family.rows if row.ours in _WHOLE and _last(row.theirs[0]) == last]
+    sharing = {row.ours for row in family.rows for name in row.theirs if name.endswith(f".{last}{_WEIGHT}")}
     return ".".join(module.split(".")[-2:]) if len(sharing) > 1 else last
 
 
@@ -103,9 +109,9 @@ def _last(name: str) -> str:
 
 
 def _row_of(family: Family, module: str) -> TensorMapping | None:
-    """The mapping of the weight of a module, by its name."""
+    """The mapping of the weight of a module, by its name in memory or in files."""
     general = re.sub(r"\.\d+\.", ".{}.", f"{module}{_WEIGHT}", count=1)
-    return next((row for row in family.rows if general in row.theirs), None)
+    return next((row for row in family.rows if general in (*row.theirs, *map(family.memory_name, row.theirs))), None)
 
 
 def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
@@ -120,7 +126,7 @@ def peft_tensors(args: NeoXArgs, family: Family) -> list[PeftTensor]:
         for spec in params:
             linear, dot, rest = spec.name.partition(".lora.")
             if not dot:
-                found.append(_copied(layer, spec, args, rows))
+                found.append(_copied(layer, spec, args, rows, family))
                 continue
             name, part = rest.split(".")
             whole = specs[layer, f"{linear}{_WEIGHT}"].shape[0] == specs[layer, f"{linear}.lora.{name}.lora_B"].shape[0]
@@ -139,14 +145,17 @@ def _of_linear(
     attention: AttentionSpec | None,
     family: Family,
 ) -> PeftTensor:
-    modules = _modules(row, layer)
+    modules, older = _modules(row, layer, family)
     if whole:  # one A for all rows: each module has it, and its own rows of B
         keys = _keys(modules, _PARTS[part])
+        older_keys = _keys(older, _PARTS[part])
         if part == "lora_A":
-            return PeftTensor(layer, spec, keys, _repeated(len(modules)))
+            return PeftTensor(layer, spec, keys, _repeated(len(modules)), older=older_keys)
         join, split = row.transform.join, row.transform.split
-        return PeftTensor(layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention))
-    modules = [module for module in modules if module.endswith(f".{name}")]
+        return PeftTensor(
+            layer, spec, keys, lambda v: split(v, attention), lambda v: join([v], attention), older=older_keys
+        )
+    modules, older = ([module for module in of if module.endswith(f".{name}")] for of in (modules, older))
     if not modules:
         own = row.theirs[0].removesuffix(_WEIGHT).rpartition(".")[2]
         raise CheckpointError(
@@ -154,22 +163,29 @@ def _of_linear(
             f"of its rows; write lora.target: [{', '.join(_own_targets(family))}], or some of these, or merge the "
             "adapter into the weights (tools/ckpts/adapter.py merge)"
         )
-    return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1))
+    return PeftTensor(layer, spec, _keys(modules, _PARTS[part]), _repeated(1), older=_keys(older, _PARTS[part]))
 
 
-def _copied(layer: int, spec: ParamSpec, args: NeoXArgs, rows: Mapping[str, TensorMapping]) -> PeftTensor:
+def _copied(
+    layer: int, spec: ParamSpec, args: NeoXArgs, rows: Mapping[str, TensorMapping], family: Family
+) -> PeftTensor:
     """Of a copy that is trained in the place of a weight; that of a tied embedding is the head's too."""
     if spec.name == SCORE.ours:
         return PeftTensor(layer, spec, (f"{PREFIX}{SCORE.theirs[0]}",), _repeated(1))
     own = _COPIES[spec.name]
     names = [own] if args.no_weight_tying or args.score_head or own != "word_embeddings" else [own, "final_linear"]
-    modules = [module for name in names for module in _modules(rows[f"{name}{_WEIGHT}"], layer)]
+    named = [_modules(rows[f"{name}{_WEIGHT}"], layer, family) for name in names]
+    modules, older = ([module for of in each for module in of] for each in zip(*named, strict=True))
     modules += [_HEADS[0]] if modules[-1] == _HEADS[1] else []
-    return PeftTensor(layer, spec, _keys(modules, "weight"), _repeated(len(modules)), vocabulary=True)
+    keys, older_keys = _keys(modules, "weight"), _keys(older, "weight")
+    return PeftTensor(layer, spec, keys, _repeated(len(modules)), vocabulary=True, older=older_keys)
 
 
-def _modules(row: TensorMapping, layer: int) -> list[str]:
-    return [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
+def _modules(row: TensorMapping, layer: int, family: Family) -> tuple[list[str], list[str]]:
+    """The modules of a weight by their names in memory, and by those in files where these are others."""
+    stored = [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
+    own = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
+    return own, [] if own == stored else stored
 
 
 def _keys(modules: list[str], part: str) -> tuple[str, ...]:

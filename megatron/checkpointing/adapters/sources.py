@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.checkpointing.adapters.base import BaseWeights, ReadLayer, checkpoint_folder, open_base
+from megatron.checkpointing.adapters.base import BaseWeights, ReadLayer, adapter_model, checkpoint_folder, open_base
 from megatron.checkpointing.adapters.peft_folder import PeftFolder, is_peft
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.huggingface.companion_files import HF_SUBFOLDER, read_companion_files
@@ -95,7 +95,7 @@ def open_adapter(path: str | Path, over: NeoXArgs | None = None, iteration: int 
     saved = checkpoint_args(source)
     args = plain_args((over or saved).replace(lora=_section(saved)))
     if over is not None:
-        check_model(manifest.model, args, str(source))
+        check_model(adapter_model(manifest), args, str(source))
     if manifest.base is not None:
         params = adapter_params(args)
         return AdapterSource(source, args, partial(_read, opened, args, params), manifest, checkpoint=opened)

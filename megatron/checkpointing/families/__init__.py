@@ -26,10 +26,16 @@ from megatron.checkpointing.families.family import gives_score
 from megatron.checkpointing.families.field_types import check_adapter_fields, check_fields, plain_values
 from megatron.checkpointing.families.multimodal import (
     TEXT_TOWERS,
+    is_multimodal,
+    memory_name,
+    names_a_wrapper,
     stored_name,
     text_config,
+    text_modules,
+    text_name,
     text_names,
     whole_config,
+    with_vocab_size,
 )
 from megatron.checkpointing.families.registry import FAMILIES, family_of
 
@@ -47,16 +53,22 @@ __all__ = [
     "hf_config",
     "hf_names",
     "hf_shapes",
+    "is_multimodal",
     "is_of_family",
+    "memory_name",
+    "names_a_wrapper",
+    "text_modules",
     "is_same_model",
     "lacks_prefix",
     "canonical_config",
     "rows_of_experts",
     "stored_name",
     "text_config",
+    "text_name",
     "text_names",
     "to_hf",
     "plain_values",
     "whole_config",
     "with_fields",
+    "with_vocab_size",
 ]

@@ -224,6 +224,11 @@ class Family:
         each = range(experts) if self.stacks_experts(name) else (0,)
         return [[one.format(block and block[1], expert=expert) for one in foreign] for expert in each]
 
+    def memory_name(self, name: str) -> str:
+        """The name that a tensor of files has in a model in memory; both with {} for the number of the
+        block."""
+        return next((own for own, stored in self.in_memory.items() if stored == (name,)), name)
+
     def stacks_experts(self, name: str) -> bool:
         """Whether a tensor of a model in memory is that of all experts of a block, each of which has some in
         files."""

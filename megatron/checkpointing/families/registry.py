@@ -65,6 +65,12 @@ _OTHERS = {
     "gemma3n_text": ("gemma3_text", "embeddings of each layer, several residual streams, shared keys and values"),
     "cohere": ("cohere2", "no windows, positions in all layers, in some sizes norms of queries and keys"),
     "glm": ("glm4", "no norms behind attention and MLP"),
+    "hunyuan_v1_dense": ("qwen3", "norms of queries and keys behind their rotation, a rotary base with an alpha"),
+    "cwm": ("llama", "a window in three of four layers"),
+    "internlm3": ("llama", "code of its own with names of its own for biases (qkv_bias, bias); else LLaMA's"),
+    "iquestcoder": ("llama", "code of its own; else LLaMA's, so that model_type: llama in config.json reads it"),
+    "vaultgemma": ("gemma2", "no norms behind attention and MLP"),
+    "bert-generation": ("gpt_neox", "norms behind attention and MLP, learned positions, kinds of tokens (BERT's)"),
     "helium": ("llama", "neighbours that rotate together"),
     "ernie4_5": ("llama", "neighbours that rotate together"),
     "arcee": ("llama", "relu2 without a gate"),
@@ -102,11 +108,24 @@ def family_of(config: Config) -> str:
     nearest, differences = nearest_family(fields)
     shown = ", ".join(differences[:_SHOWN])
     more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    told = f"it differs in {shown}{more}" if differences else "no field differs, so the code of the models may"
+    told = f"it differs in {shown}{more}"
+    if not differences and isinstance(inner, Mapping):
+        told = f"its language model may be one, what is around it has names that are not known: {_around(config)}"
+    elif not differences:
+        told = (
+            "no field differs, so the code of the models does: compare the names of its tensors and its modelling_*.py "
+            f"with {nearest.model_type}'s; where both are the same, write model_type: {nearest.model_type}"
+        )
     raise CheckpointError(
         f"config.json: model_type: {model_type} is not supported; nearest to {where} is {nearest.model_type} "
         f"({nearest.title}): {told}"
     )
+
+
+def _around(config: Config) -> str:
+    """What stands beside the language model in a config.json of several models, in words."""
+    parts = sorted(name for name in config if name.endswith("_config") and name != "text_config")
+    return f"{', '.join(parts) or 'no other part'}; give a folder of the language model alone"
 
 
 def nearest_family(config: Config) -> tuple[Family, list[str]]:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from megatron.checkpointing.errors import CheckpointError
-from megatron.checkpointing.families import FAMILIES, TEXT_TOWERS, family_of, gives_score
-from megatron.checkpointing.families.family import Family
+from megatron.checkpointing.families import FAMILIES, family_of, gives_score, is_multimodal, text_name
+from megatron.checkpointing.families.family import Config, Family
 from megatron.checkpointing.huggingface.dequantize import weight_dtype
 from megatron.checkpointing.huggingface.folder import HFFolder
 from megatron.checkpointing.tensor_files import readable_size
@@ -28,7 +28,6 @@ from megatron.mpu.memory import free_host_memory
 
 # Modules whose weights transformers' mixers with a state read without calling them.
 _READ_BY_PARENT = ("conv1d", "dt_proj")
-_TEXT_TOWER = "model.language_model."  # how names of a multimodal model's language model begin in memory
 _SHOWN = 4
 
 Stored = Mapping[str, list[list[str]]]
@@ -81,11 +80,15 @@ def _class_of(transformers: Any, folder: HFFolder) -> tuple[Any, Any]:
         config = transformers.AutoConfig.for_model(**folder.config)
     # The kernel for experts, which else is transformers 5's choice, does not take all sizes.
     config._experts_implementation = "eager"
-    if gives_score(folder.config):
-        return transformers.AutoModelForSequenceClassification, config
-    if config.model_type in TEXT_TOWERS:
-        return transformers.AutoModelForImageTextToText, config
-    return transformers.AutoModelForCausalLM, config
+    return auto_class(transformers, config.to_dict(), gives_score(folder.config)), config
+
+
+def auto_class(transformers: Any, config: Config, scores: bool) -> Any:
+    """The auto class that loads a model. config: its config.json, of a multimodal model all of it; scores:
+    whether it is to be a reward model."""
+    if scores:
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForImageTextToText if is_multimodal(config) else transformers.AutoModelForCausalLM
 
 
 def _without_weights(auto: Any, config: Any) -> Any:
@@ -150,13 +153,13 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
     """Raises CheckpointError for a parameter of the model that is not in the files."""
     family, tensors = FAMILIES[family_of(folder.config)], dict(model.state_dict(keep_vars=True))
     head = model.get_output_embeddings()
-    is_whole = model.config.model_type in TEXT_TOWERS
+    is_whole = is_multimodal(model.config.to_dict())
     aliases: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         aliases.setdefault(id(tensor), []).append(name)
 
     def groups(name: str) -> list[list[str]]:
-        known = name.replace(_TEXT_TOWER, "model.", 1) if is_whole else name
+        known = (text_name(name) or name) if is_whole else name
         names = [known]
         # transformers 5 calls GPT-NeoX's head otherwise in memory than in files
         if head is not None and model.get_submodule(name.rpartition(".")[0]) is head:
@@ -167,7 +170,7 @@ def _stored_names(folder: HFFolder, model: Any) -> Stored:
 
     stored: dict[str, list[list[str]]] = {}
     for name, tensor in tensors.items():
-        if is_whole and not name.startswith((_TEXT_TOWER, "lm_head.")):
+        if is_whole and text_name(name) is None:
             continue
         # Its own tensor first: one that is tied may have one, too.
         candidates = map(groups, (name, *aliases[id(tensor)]))

@@ -21,6 +21,7 @@ from megatron.checkpointing.families import (
     hf_config,
     hf_names,
     hf_shapes,
+    is_multimodal,
     is_same_model,
     stored_name,
     to_hf,
@@ -219,7 +220,7 @@ def _prepare(
         if kept is None or extras.whole.get("model_type") != family:
             raise CheckpointError(f"{source}: was not imported from a {family} model, whose other parts it would need")
         family = None
-    is_part = extras.whole.get("model_type") in TEXT_TOWERS
+    is_part = is_multimodal(extras.whole)
     same = kept is not None and (family is None or (family == kept and not is_part))
     carried = carried_tensors(source / HF_SUBFOLDER) if same else None
     family = family or kept

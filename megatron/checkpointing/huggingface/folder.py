@@ -23,9 +23,9 @@ from torch import Tensor
 from megatron.checkpointing.errors import CheckpointError
 from megatron.checkpointing.families import (
     FAMILIES,
-    TEXT_TOWERS,
     ExpertRows,
     gives_score,
+    is_multimodal,
     lacks_prefix,
     rows_of_experts,
     text_config,
@@ -161,7 +161,7 @@ class HFFolder:
         self.shapes: Mapping[str, tuple[int, ...]] = stored | {name: of.shape for name, of in self._packed.items()}
         self._names: Mapping[str, str] = {}
         self._experts: Mapping[str, ExpertRows] = {}
-        if file_config.get("model_type") in TEXT_TOWERS:
+        if is_multimodal(file_config):
             self._names = text_names(self.shapes)
             own = set(self._names.values())
             self.carried = {name: shape for name, shape in self.shapes.items() if name not in own}

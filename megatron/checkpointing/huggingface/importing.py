@@ -41,6 +41,7 @@ from megatron.tokenizer import padded_vocab_size
 
 _RECORD = 500  # bytes that torch.save writes beside those of a tensor, about
 _ROWS_MULTIPLE = 128  # make_vocab_size_divisible_by, unless a run says otherwise
+_BIASES = "moe_router_bias_update_rate"
 # Of the model's keys in a manifest those that HuggingFace does not fix: a run sets them at will.
 _FREE = ("scalenorm_epsilon", "opt_pos_emb_offset", "rpe_max_distance")
 # te_layernorm_mlp puts tanh in the place of erf, and 1e-5 or 1e-8 in the place of a norm's epsilon.
@@ -271,6 +272,9 @@ def hf_loader(path: str | Path, args: NeoXArgs, *, new_head: bool = False) -> Lo
         for layer, name, value in tensors:
             local = shard(value, specs[layer][name], tensor_rank, tensor_size)
             loaded[layer][name] = local.clone(memory_format=torch.contiguous_format)
+        for layer, of in loaded.items():  # a bias of experts that the model did not have was 0 there
+            missing = [spec for name, spec in specs.get(layer, {}).items() if not spec.trained and name not in of]
+            of |= {spec.name: torch.zeros(spec.local_shape(tensor_size)) for spec in missing}
         return loaded
 
     return load
@@ -301,6 +305,8 @@ def _check_same_model(theirs: NeoXArgs, ours: NeoXArgs, where: str, new_head: bo
     # How long texts may be is the run's choice.
     if theirs.pos_emb in ("rotary", "none") and theirs.attends and not scaled:
         wanted["max_position_embeddings"] = now.get("max_position_embeddings")
+    if now.get(_BIASES) and wanted.get(_BIASES) is False:  # they begin at 0
+        wanted[_BIASES] = True
     if new_head:
         of_head = ("no_weight_tying", "score_head", "final_logit_softcapping", "logit_scale")
         wanted |= {key: now[key] for key in of_head}

@@ -28,6 +28,7 @@ from megatron.checkpointing import (
     verify_finite,
     zero_file,
 )
+from megatron.checkpointing.adapters import adapter_model
 from megatron.checkpointing.huggingface import has_hf_score, load_hf_weights, vocab_size_from_hf
 from megatron.checkpointing.layout import model_files
 from megatron.checkpointing.resharding import PRECISIONS
@@ -181,7 +182,7 @@ class Checkpointer(CheckpointWriter):
         new_head = begins and bool(self.args.score_head)
         new_head = new_head and not on_rank_zero(self.groups, lambda: self._has_score(path))
         if manifest is not None:
-            check_model(manifest.model, self.args, str(path), new_head)
+            check_model(adapter_model(manifest), self.args, str(path), new_head)
         layers = {spec.index for spec in self.engine.stage.specs if spec.kind != "head" or self.args.no_weight_tying}
         if not self.args.no_weight_tying and self.groups.is_last_stage:
             layers.add(0)

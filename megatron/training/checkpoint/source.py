@@ -16,9 +16,9 @@ from megatron.checkpointing import (
     list_checkpoints,
     read_latest,
     read_manifest,
-    saved_model,
     step_of,
 )
+from megatron.checkpointing.adapters import saved_rows
 from megatron.checkpointing.huggingface import (
     HF_SUBFOLDER,
     HFFolder,
@@ -134,7 +134,7 @@ def adopt_vocabulary(args: NeoXArgs, source: CheckpointSource, vocab_size: int) 
         return args
     if source.is_hf:
         return args.replace(padded_vocab_size=vocab_size_from_hf(source.path, args, vocab_size)[0])
-    size = saved_model(source.path).get("padded_vocab_size")
+    size = saved_rows(source.path, args, vocab_size)
     if not size:
         return args
     if size < vocab_size:

@@ -1,0 +1,74 @@
+"""Adapters trained here over HuggingFace folders whose first block may have none, or around which there is a
+model of images: peft loads what is written over the same folder, and its logits are ours."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpointing.adapters import open_with_base, write_merged
+from megatron.checkpointing.adapters.exporting import compare_with_peft
+from megatron.checkpointing.adapters.merging import unmerged_logits
+from megatron.checkpointing.families import from_hf
+from megatron.checkpointing.huggingface import HFFolder
+from megatron.checkpointing.layout import step_tag
+from tests.checkpointing.family_models import random_model
+from tests.checkpointing.family_runs import TOKENS
+from tests.checkpointing.test_adapters import MULTIMODAL, alone, furthest, merged_logits, multimodal_folder
+from tests.pool import run_ranks
+from tests.training.runs import GOLDEN, TABLE, cells, config, run_to_end
+
+BOUND, STEPS = 1e-5, 2
+# By family, as of `test_adapters.Case`: what has adapters.
+TARGETS: dict[str, list[str]] = {
+    "gemma3": ["q_proj", "v_proj", "down_proj"], "mistral3": ["q_proj", "o_proj"], "mistral3 with mistral": ["q_proj"],
+    "gemma 3": ["q_proj", "down_proj"], "ministral 3": ["q_proj"], "mistral": ["q_proj", "down_proj"],
+    "nemotron h": ["q_proj", "o_proj"], "nemotron h dense": ["q_proj", "up_proj"], "mixtral": ["q_proj", "v_proj"],
+}  # fmt: skip
+
+
+def model_folder(path: Path, family: str) -> Path:
+    if family in MULTIMODAL:
+        return multimodal_folder(path, family, torch.float32)
+    random_model(family, vocab_size=384).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("family", "layout"), cells(
+    [("gemma3", "plain"), ("nemotron h", "pp2")],
+    [("mistral3", "tp2"), ("nemotron h dense", "zero3"), ("mixtral", "plain")],
+    [("mistral3 with mistral", "plain"), ("gemma 3", "plain"), ("ministral 3", "plain"), ("mistral", "plain"),
+     ("nemotron h", "tp2 sp"), ("nemotron h dense", "zero3, deepspeed")],
+))  # fmt: skip
+def test_peft_loads_what_was_trained_here(family: str, layout: str, tmp_path: Path) -> None:
+    path, save = model_folder(tmp_path / "model", family), tmp_path / "save"
+    folder, (ranks, keys) = HFFolder(path), TABLE[layout]
+    model = {key: value for key, value in from_hf(folder.config, folder.get)[0].items() if key != "padded_vocab_size"}
+    values = config(model, keys, {
+        "save": str(save), "load": str(path), "train_iters": STEPS, "checkpoint_factor": 1, "save_hf": STEPS,
+        "vocab_file": str(GOLDEN / "dataset" / "hf_tokenizer"), "lora": {"r": 4, "alpha": 8, "target": TARGETS[family]},
+    })  # fmt: skip
+    run_ranks(run_to_end, ranks, values)
+    exported = save / "huggingface" / step_tag(STEPS)
+    base, (source,) = open_with_base([save / step_tag(STEPS)])
+    ours = unmerged_logits(base, source, TOKENS)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        tuned = peft.PeftModel.from_pretrained(alone(path), str(exported)).eval()
+    assert not [one for one in warned if "missing" in str(one.message).lower()], warned
+    written: dict[str, Any] = load_file(exported / "adapter_model.safetensors")
+    there = peft.get_peft_model_state_dict(tuned)
+    assert there.keys() == written.keys() and all(there[name].equal(value) for name, value in written.items())
+    assert json.loads((exported / "adapter_config.json").read_text())["base_model_name_or_path"] == str(path)
+    with torch.no_grad():
+        theirs = tuned(input_ids=TOKENS).logits
+        assert (alone(path)(input_ids=TOKENS).logits - theirs).abs().max() > 10 * BOUND, "it does nothing"
+    assert furthest(ours, theirs) < BOUND
+    compare_with_peft(base, source)
+    merged, _ = write_merged(base, [(source, 1.0)], tmp_path / "merged")
+    assert furthest(merged_logits(merged), theirs) < BOUND
