@@ -15,6 +15,7 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
+from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
@@ -156,6 +157,11 @@ def to_file_names(
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
     _check_names(mlp, args)
+    if te_attention and min(as_tuple(args.kv_heads)) < args.tp:
+        raise CheckpointError(
+            f"Transformer-Engine's rows of queries, keys and values are of whole key-value heads, of which {args.tp} "
+            "tensor ranks have parts; choose other names, or fewer ranks"
+        )
     table = (
         *(_TE_MHA if te_attention else ()),
         *_MLP[mlp],

@@ -209,7 +209,7 @@ class Stage(nn.Module):
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
         """(key-value heads of this rank, head_dim) of each layer that has a cache."""
-        return {layer: (spec.kv_heads // self.tensor_size, spec.head_dim) for layer, spec in self.attention.items()}
+        return {layer: (spec.kv_heads_on(self.tensor_size), spec.head_dim) for layer, spec in self.attention.items()}
 
     # -- what blocks are given -------------------------------------------------------------------------------
 
