@@ -15,7 +15,6 @@ from megatron.checkpointing.errors import CheckpointError
 from megatron.model.specs import AttentionSpec, has_one_norm, rotary_spec
 from megatron.model.weight_map import attention_of, unused_params
 from megatron.neox_arguments import NeoXArgs
-from megatron.neox_arguments.frozen import as_tuple
 from megatron.neox_arguments.keys.weight_names import WEIGHT_NAMINGS
 
 Pairs = tuple[tuple[str, str], ...]
@@ -157,11 +156,6 @@ def to_file_names(
     mlp = naming or ("te" if args.te_layernorm_mlp else "neox")
     te_attention = naming == "te" if naming else args.te_mha
     _check_names(mlp, args)
-    if te_attention and min(as_tuple(args.kv_heads)) < args.tp:
-        raise CheckpointError(
-            f"Transformer-Engine's rows of queries, keys and values are of whole key-value heads, of which {args.tp} "
-            "tensor ranks have parts; choose other names, or fewer ranks"
-        )
     table = (
         *(_TE_MHA if te_attention else ()),
         *_MLP[mlp],
@@ -224,6 +218,11 @@ def _groups_together(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     if queries == 1:
         return qkv
     kv = len(qkv) // (queries + 2)
+    if kv % attention.head_dim:
+        raise CheckpointError(
+            "Transformer-Engine's rows are of whole key-value heads, and here tensor ranks share "
+            f"the {attention.kv_heads}; write the names of neox, or for fewer ranks"
+        )
     parts, width = qkv.split([queries * kv, kv, kv]), attention.head_dim
     return torch.cat([part.unflatten(0, (kv // width, -1, width)) for part in parts], 1).flatten(0, 2)
 

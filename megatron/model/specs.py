@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
-from megatron.mpu import LoraSpec, share_out
+from megatron.mpu import LoraSpec
 from megatron.neox_arguments import NeoXArgs
 from megatron.neox_arguments.resolved import FULL_BLOCKS
 from megatron.neox_arguments.values.adapters import adapter_names, copied_modules, lora_scale
@@ -121,16 +121,6 @@ class AttentionSpec:
     backend: str
     parallel_residual: bool
     lora: LoraSpec | None = None
-
-    @property
-    def alternating(self) -> bool:
-        """Whether the rows of queries, keys and values alternate, head by head: where there are as many of
-        each."""
-        return self.kv_heads == self.heads
-
-    def kv_heads_on(self, tensor_size: int) -> int:
-        """Key-value heads that each of so many tensor ranks attends to; more ranks than heads share them."""
-        return share_out(self.kv_heads, tensor_size)[0]
 
     @property
     def biased(self) -> bool:

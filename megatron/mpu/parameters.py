@@ -76,11 +76,12 @@ class ParamSpec:
 
 
 def share_out(number: int, ranks: int) -> tuple[int, int]:
-    """(heads of a tensor rank, ranks that share each) where `ranks` tensor ranks have `number` heads, or groups
-    of heads: one of the two is 1.
+    """(heads of a tensor rank, ranks that share each) where `number` key-value heads, or groups of Mamba 2,
+    are dealt out to so many tensor ranks: one of the two is 1.
 
-    Ranks that share a head have equal, neighbouring slices of its parameters, as of any cut one, and gather
-    what these make of a token (`gather_from_sharers`)."""
+    Ranks that share a head have equal slices of its parameters, cut as any others, and gather what these make
+    of a token (`gather_from_sharers`): no parameter is held twice.
+    """
     return max(1, number // ranks), max(1, ranks // number)
 
 

@@ -29,7 +29,8 @@ from megatron.mpu import (
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
 
-    Tensor ranks that outnumber the key-value heads have a slice of one each and gather it whole for their queries.
+    Tensor ranks that outnumber the key-value heads have a slice of one each, and gather it whole for their
+    queries.
 
     Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
     use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; of attention_sinks
@@ -54,7 +55,7 @@ class SelfAttention(nn.Module):
         size = groups.size("tensor")
         self.heads, self.head_dim, self.group = spec.heads // size, spec.head_dim, groups.group("tensor")
         self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
-        self.alternating = spec.alternating
+        self.alternating = spec.kv_heads == spec.heads
         self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
         self.backends = backends
         allocate(self, self._own_params(spec), groups, "sinks")
@@ -74,9 +75,10 @@ class SelfAttention(nn.Module):
         query, kv = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         # MHA rows are [q|k|v] per head, so a contiguous cut gives a rank its heads; GQA rows are [Q|K|V] per
         # rank.
-        blocks, of_each_head = ((3 * query,), (spec.head_dim,) * 3) if spec.alternating else ((query, kv, kv), ())
+        alternating = spec.kv_heads == spec.heads
+        blocks, of_each_head = ((3 * query,), (spec.head_dim,) * 3) if alternating else ((query, kv, kv), ())
         names, pattern, rows = ("q_proj", "k_proj", "v_proj"), of_each_head or blocks, query + 2 * kv
-        split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, cut=not spec.alternating)
+        split = adapters_of(spec.lora, rows, "query_key_value", names, pattern, cut=not alternating)
         whole = adapters_of(spec.lora, spec.hidden, "o_proj")
         return (
             LinearSpec(spec.hidden, rows, "column", spec.bias, blocks, projections=of_each_head, adapters=split),

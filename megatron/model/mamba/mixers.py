@@ -218,8 +218,9 @@ class _TimeStep(nn.Module):
 class Mamba2(nn.Module):
     """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out; parameters as of mamba_ssm:
     `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B and C, `dt_bias`, `A_log` and `D`
-    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each; those that
-    outnumber the groups have a slice of the B and C of one, and gather them whole for their heads."""
+    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each;
+    those that outnumber the groups have a slice of the B and C of one, and gather them whole for their
+    heads."""
 
     Spec = Mamba2Spec
     spec = staticmethod(mamba2_spec)

@@ -210,7 +210,7 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 
 def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
-    """Check that each tensor rank has whole heads of queries, and as many key-value heads or an equal slice of
+    """Check that each tensor rank has whole heads of queries, and whole key-value heads or an equal slice of
     one."""
     tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
     if args.num_attention_heads % tp:
