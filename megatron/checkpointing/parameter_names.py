@@ -218,6 +218,11 @@ def _groups_together(qkv: Tensor, attention: AttentionSpec) -> Tensor:
     if queries == 1:
         return qkv
     kv = len(qkv) // (queries + 2)
+    if kv % attention.head_dim:
+        raise CheckpointError(
+            "Transformer-Engine's rows are of whole key-value heads, and here tensor ranks share "
+            f"the {attention.kv_heads}; write the names of neox, or for fewer ranks"
+        )
     parts, width = qkv.split([queries * kv, kv, kv]), attention.head_dim
     return torch.cat([part.unflatten(0, (kv // width, -1, width)) for part in parts], 1).flatten(0, 2)
 

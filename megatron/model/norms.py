@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 from megatron.model.norm_functions import TORCH_NORMS, NormFunctions
 from megatron.model.specs import AttentionSpec, HeadNormSpec, NormSpec
-from megatron.mpu import ParallelGroups, ParamSpec, allocate, copy_to_tensor, reduce_from_tensor
+from megatron.mpu import (
+    ParallelGroups,
+    ParamSpec,
+    allocate,
+    copy_to_tensor,
+    gather_from_sharers,
+    reduce_from_tensor,
+    share_out,
+)
 
 
 def _gain(spec: NormSpec | HeadNormSpec) -> str:
@@ -117,7 +125,8 @@ class _HeadNorm(nn.Module):
         super().__init__()
         self.eps, self.zero_centered = spec.eps, spec.zero_centered
         self.group, self.size = groups.group("tensor"), groups.size("tensor")
-        self.shape = (heads // self.size, spec.head_dim)
+        number, self.sharers = share_out(heads, self.size)
+        self.shape = (number, spec.head_dim)
         allocate(self, self.params(spec, heads), groups, "bias")
 
     @staticmethod
@@ -128,7 +137,8 @@ class _HeadNorm(nn.Module):
         return 1.0 + scale.float() if self.zero_centered else scale
 
     def _mean(self, x: Tensor) -> Tensor:
-        """The mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`.
+        """The mean over all heads of all tensor-parallel ranks, `[..., 1, 1]`; heads that ranks share count
+        equally often.
 
         Each rank uses the whole sum for its own heads, so gradients are summed as well.
         """
@@ -189,9 +199,9 @@ class WideRMSNorm(_HeadNorm):
         return (ParamSpec("scale", (width,), 0, (width,), _gain(spec)),)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
+        wide, scale = x.float(), gather_from_sharers(self.scale, self.group, self.sharers)
         root = (self._mean(wide.square()) + self.eps).rsqrt()
-        return (wide * root * self._gain(self.scale).view(self.shape)).to(x.dtype)
+        return (wide * root * self._gain(scale).view(self.shape)).to(x.dtype)
 
 
 class PerHeadRMSNorm(_HeadNorm):

@@ -42,7 +42,7 @@ from megatron.model.specs import (
 )
 from megatron.model.trainable import lowest_trained
 from megatron.model.weight_map import block_specs
-from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed
+from megatron.mpu import HeadInput, Linear, ParallelGroups, copy_to_tensor, gather_from_sequence, mix_seed, share_out
 from megatron.mpu.fp8 import DelayedScaling
 from megatron.neox_arguments import NeoXArgs
 
@@ -209,7 +209,8 @@ class Stage(nn.Module):
     @property
     def _cached(self) -> dict[int, tuple[int, int]]:
         """(key-value heads of this rank, head_dim) of each layer that has a cache."""
-        return {layer: (spec.kv_heads // self.tensor_size, spec.head_dim) for layer, spec in self.attention.items()}
+        size = self.tensor_size
+        return {layer: (share_out(spec.kv_heads, size)[0], spec.head_dim) for layer, spec in self.attention.items()}
 
     # -- what blocks are given -------------------------------------------------------------------------------
 

@@ -138,6 +138,17 @@ def gather_from_sequence(x: Tensor, group: Group) -> Tensor:
     return x if group is None else _Mapping.apply(x, group, all_gather, _reduce_scatter)
 
 
+def gather_from_sharers(x: Tensor, group: Group, sharers: int) -> Tensor:
+    """Concatenate the last dimension over this rank's `sharers` neighbours among the tensor ranks, of which
+    each uses the whole in its own way: the gradient of a rank's part is summed over them. The identity for
+    one."""
+    if sharers == 1 or group is None:
+        return x
+    parts = gather_from_sequence(x.unsqueeze(0), group)
+    first = dist.get_rank(group) // sharers * sharers
+    return torch.cat(parts[first : first + sharers].unbind(0), -1)
+
+
 def scatter_to_sequence(x: Tensor, group: Group) -> Tensor:
     """Keep this rank's part of a replicated `[seq, ...]`; the gradient is gathered (whole on every rank)."""
     return x if group is None else _Mapping.apply(x, group, _own_chunk, all_gather)

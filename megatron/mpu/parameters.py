@@ -75,6 +75,16 @@ class ParamSpec:
         return groups.is_first_stage or self.stages(groups) is None
 
 
+def share_out(number: int, ranks: int) -> tuple[int, int]:
+    """(heads of a tensor rank, ranks that share each) where `number` key-value heads, or groups of Mamba 2,
+    are dealt out to so many tensor ranks: one of the two is 1.
+
+    Ranks that share a head have equal slices of its parameters, cut as any others, and gather what these make
+    of a token (`gather_from_sharers`): no parameter is held twice.
+    """
+    return max(1, number // ranks), max(1, ranks // number)
+
+
 def with_prefix(name: str, specs: Iterable[ParamSpec]) -> tuple[ParamSpec, ...]:
     """The same parameters as those of a submodule: with `name.` before their names."""
     return tuple(replace(spec, name=f"{name}.{spec.name}") for spec in specs)

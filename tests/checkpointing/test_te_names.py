@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
-from megatron.checkpointing import layer_file, load_weights, local_layer_state, save_tensors
+from megatron.checkpointing import CheckpointError, layer_file, load_weights, local_layer_state, save_tensors
 from megatron.checkpointing.families import hf_config, to_hf
 from megatron.data import Batch
 from megatron.model import build_stage, layer_params
@@ -172,3 +172,12 @@ def test_a_norm_without_parameters_has_an_empty_file(tmp_path: Path) -> None:
     (path / layer_file(5, 0)).unlink()
     assert_same(whole(path, args), weights)
     assert not list(build_stage(args, ParallelGroups.single()).layers["5"].parameters())
+
+
+def test_ranks_that_share_a_head_have_no_rows_of_transformer_engine() -> None:
+    args = small(**{**GATED, "num_kv_heads": 1})
+    weights, specs = random_weights(args)[2], layer_params(args)[2]
+    local = {spec.name: shard(weights[spec.name], spec, 1, 2) for spec in specs}
+    with pytest.raises(CheckpointError, match="whole key-value heads"):
+        local_layer_state(2, local, args, tensor_rank=1, tensor_size=2, naming="te")
+    assert local_layer_state(2, weights, args, tensor_rank=0, tensor_size=1, naming="te")

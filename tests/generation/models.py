@@ -16,7 +16,9 @@ _HEADS = {"mamba_head_dim": 16, "mamba_num_groups": 2, "mamba_state_dim": 8, "ma
 _KINDS = ["mamba", "attention", "mamba2", "mlp", "flash"]
 MAMBA: dict[str, Any] = {**_ALL, "attention_config": [[["mamba"], 4]], "num_layers": 4}
 MAMBA_2: dict[str, Any] = {**MAMBA, **_HEADS, "attention_config": [[["mamba2"], 4]]}
-HYBRID = {**MAMBA_2, "attention_config": _KINDS, "num_layers": 5, "pos_emb": "rotary", "num_kv_heads": 2}
+# One head of keys, one group of heads: tensor ranks share them.
+_ONE = {"num_kv_heads": 1, "mamba_num_groups": 1}
+HYBRID = {**MAMBA_2, **_ONE, "attention_config": _KINDS, "num_layers": 5, "pos_emb": "rotary"}
 STATE_MODELS = {"mamba": MAMBA, "mamba 2": MAMBA_2, "hybrid": HYBRID}
 # A tied head likes to say the last token again, and never ends.
 UNTIED = {name: {**values, "no_weight_tying": True} for name, values in MODELS.items()}

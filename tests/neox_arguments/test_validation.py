@@ -29,7 +29,8 @@ TABLE = """
 - [{pos_emb: rotary, rotary_pct: 0.2}, {rotary_pct: 0.25}, rotary_pct, 3 16 head_dim even]
 - [{model_parallel_size: 3, intermediate_size: 96}, {model_parallel_size: 2}, model_parallel_size,
    3 num_attention_heads 4]
-- [{model_parallel_size: 4, num_kv_heads: 2}, {model_parallel_size: 2}, model_parallel_size, 4 num_kv_heads 2]
+- [{model_parallel_size: 2, num_attention_heads: 6, head_dim: 8, num_kv_heads: 3}, {num_kv_heads: 1},
+   model_parallel_size, 2 num_kv_heads 3]
 - [{model_parallel_size: 2, padded_vocab_size: 101}, {padded_vocab_size: 102}, padded_vocab_size,
    101 model_parallel_size 2]
 - [{pipe_parallel_size: 3}, {pipe_parallel_size: 2}, pipe_parallel_size, 3 num_layers 2]

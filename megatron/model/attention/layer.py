@@ -3,6 +3,7 @@ positions. Another mixer is a class with the members of `block.SubLayer` and an 
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from megatron.model.attention.backend_choice import AttentionBackends
@@ -12,11 +13,24 @@ from megatron.model.cache import LayerCache
 from megatron.model.norms import head_norms
 from megatron.model.positions import RelativePositionBias, apply_rope
 from megatron.model.specs import AttentionSpec, attention_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, adapters_of, allocate, with_prefix
+from megatron.mpu import (
+    Linear,
+    LinearSpec,
+    ParallelGroups,
+    ParamSpec,
+    adapters_of,
+    allocate,
+    gather_from_sharers,
+    share_out,
+    with_prefix,
+)
 
 
 class SelfAttention(nn.Module):
     """Multi-head or grouped-query attention over this rank's heads; `[seq, batch, hidden]` in and out.
+
+    Tensor ranks that outnumber the key-value heads have a slice of one each, and gather it whole for their
+    queries.
 
     Parameters `query_key_value` (rows [q|k|v] per head for MHA, [Q|K|V] per rank for GQA) and `dense`; of
     use_qk_layernorm `qk_layernorm`, or with use_separate_qk_norms `q_norm` and `k_norm`; of attention_sinks
@@ -39,7 +53,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         size = groups.size("tensor")
-        self.heads, self.kv_heads, self.head_dim = spec.heads // size, spec.kv_heads // size, spec.head_dim
+        self.heads, self.head_dim, self.group = spec.heads // size, spec.head_dim, groups.group("tensor")
+        self.kv_width, self.sharers = spec.kv_heads * spec.head_dim // size, share_out(spec.kv_heads, size)[1]
+        self.alternating = spec.kv_heads == spec.heads
         self.scale, self.softcap, self.clip, self.dropout_p = spec.scale, spec.softcap, spec.clip, spec.dropout
         self.backends = backends
         allocate(self, self._own_params(spec), groups, "sinks")
@@ -99,11 +115,13 @@ class SelfAttention(nn.Module):
         return self.dense
 
     def _split(self, qkv: Tensor) -> Sequence[Tensor]:
-        if self.kv_heads == self.heads:
+        """Queries, keys and values `[seq, batch, heads, head_dim]` of this rank's `[seq, batch, rows]`."""
+        if self.alternating:
             return qkv.unflatten(-1, (self.heads, 3 * self.head_dim)).chunk(3, dim=-1)
-        query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        parts = qkv.split([query, kv, kv], dim=-1)
-        return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
+        q, k, v = qkv.split([self.heads * self.head_dim, self.kv_width, self.kv_width], dim=-1)
+        if self.sharers > 1:
+            k, v = gather_from_sharers(torch.stack([k, v]), self.group, self.sharers).unbind(0)
+        return [part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v)]
 
     def core(
         self,

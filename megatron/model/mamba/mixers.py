@@ -18,7 +18,17 @@ from megatron.model.mamba.inputs import StateInputs
 from megatron.model.mamba.packages import ScanKernels
 from megatron.model.mamba.selective_scan import selective_scan
 from megatron.model.specs import Mamba2Spec, MambaSpec, norm_spec
-from megatron.mpu import Linear, LinearSpec, ParallelGroups, ParamSpec, allocate, copy_to_tensor, with_prefix
+from megatron.mpu import (
+    Linear,
+    LinearSpec,
+    ParallelGroups,
+    ParamSpec,
+    allocate,
+    copy_to_tensor,
+    gather_from_sharers,
+    share_out,
+    with_prefix,
+)
 from megatron.neox_arguments import NeoXArgs
 
 
@@ -208,7 +218,9 @@ class _TimeStep(nn.Module):
 class Mamba2(nn.Module):
     """Mamba 2's mixer over this rank's heads, `[seq, batch, hidden]` in and out; parameters as of mamba_ssm:
     `in_proj` (rows of the gate z, x, B, C, time steps), `conv1d` over x, B and C, `dt_bias`, `A_log` and `D`
-    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each."""
+    `[heads]`, the gated norm's `norm.weight`, `out_proj`. Tensor ranks have whole groups of heads each;
+    those that outnumber the groups have a slice of the B and C of one, and gather them whole for their
+    heads."""
 
     Spec = Mamba2Spec
     spec = staticmethod(mamba2_spec)
@@ -223,8 +235,9 @@ class Mamba2(nn.Module):
         super().__init__()
         size = groups.size("tensor")
         self.mixer_spec, self.kernels = spec, backends
-        inner, self.head_dim, self.groups = spec.inner // size, spec.head_dim, spec.groups // size
-        shared = self.groups * spec.state
+        inner, self.head_dim, self.group = spec.inner // size, spec.head_dim, groups.group("tensor")
+        self.groups, self.sharers = share_out(spec.groups, size)
+        shared = spec.groups * spec.state // size
         self.projected, self.convolved = (inner, inner + 2 * shared, spec.heads // size), (inner, shared, shared)
         self.chunk, self.limit, self.state_fp32 = spec.chunk, spec.time_step_limit, spec.state_fp32
         own, conv, norm = self._own(spec)
@@ -232,7 +245,7 @@ class Mamba2(nn.Module):
         into, out = self._linears(spec)
         self.in_proj = Linear(into, groups, sequence_parallel)
         self.conv1d = Convolution(conv, groups, backends.convolution)
-        self.norm = GatedNorm(norm, self.groups, spec.norm_eps, groups)
+        self.norm = GatedNorm(norm, spec.groups, spec.norm_eps, groups)
         self.out_proj = Linear(out, groups, sequence_parallel)
 
     @staticmethod
@@ -294,6 +307,8 @@ class Mamba2(nn.Module):
         z, xbc, dt = self.in_proj(x).split(self.projected, dim=-1)
         x, b, c = self.conv1d(xbc, inputs, cache).split(self.convolved, dim=-1)
         x = x.unflatten(2, (-1, self.head_dim))
+        if self.sharers > 1:
+            b, c = gather_from_sharers(torch.stack([b, c]), self.group, self.sharers).unbind(0)
         b, c = (each.unflatten(2, (self.groups, -1)) for each in (b, c))
         a, dtype = -torch.exp(self.A_log.float()), torch.float32 if self.state_fp32 else x.dtype
         if self.kernels.chunked is not None and cache is None:
@@ -318,15 +333,20 @@ class GatedNorm(nn.Module):
     weight: nn.Parameter
 
     def __init__(self, params: tuple[ParamSpec, ...], number: int, eps: float, groups: ParallelGroups) -> None:
-        """number: groups of heads on this rank."""
+        """number: groups of heads, over all tensor ranks."""
         super().__init__()
-        self.number, self.eps = number, eps
+        self.number, self.sharers = share_out(number, groups.size("tensor"))
+        self.group, self.eps = groups.group("tensor"), eps
         allocate(self, params, groups)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """y, z: `[seq, batch, channels/T]`; fp32."""
         gated = (y * F.silu(z.float())).unflatten(2, (self.number, -1))
-        return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(2) * self.weight.float()
+        if self.sharers == 1:
+            return F.rms_norm(gated, gated.shape[-1:], eps=self.eps).flatten(2) * self.weight.float()
+        squares = gather_from_sharers(gated.square().mean(-1, keepdim=True), self.group, self.sharers)
+        root = (squares.mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (gated * root).flatten(2) * self.weight.float()
 
 
 def _steps(dt: Tensor, inputs: StateInputs, limit: tuple[float, float] | None = None) -> Tensor:

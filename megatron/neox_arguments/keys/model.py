@@ -30,7 +30,8 @@ class ModelKeys:
     num_attention_heads: int = key(REQUIRED, "Number of attention heads", ge=1)
     num_kv_heads: int | tuple[int, ...] | None = key(
         None,
-        "Key-value heads (GQA, MQA); a list: of each layer, a shorter one repeats; unset: num_attention_heads",
+        "Key-value heads (GQA, MQA); a list: of each layer, a shorter one repeats; unset: num_attention_heads. More "
+        "tensor ranks than heads share them",
         ge=1,
     )
     compat_gqa_rows: Literal["pre1315", "post1315"] | None = new_key(

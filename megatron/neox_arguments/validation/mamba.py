@@ -60,6 +60,19 @@ def _hybrid(args: ResolvedArgs, kinds: set[str], problems: ErrorCollector) -> No
         problems.add("pos_emb", f"rpe is one table of all blocks, of which {place} has some without attention")
 
 
+def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that each tensor rank has whole heads, in whole groups or within one."""
+    heads, groups, state = args.mamba2_heads, args.mamba_num_groups, args.mamba_state_dim or 128
+    ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
+    if heads % args.tp:
+        problems.add("mamba_num_heads", f"{heads} heads of Mamba 2 are not a multiple of {ranks}")
+    elif groups % args.tp and args.tp % groups:
+        problems.add("mamba_num_groups", f"{groups} is neither a multiple nor a divisor of {ranks}")
+    elif groups * state % args.tp:
+        sharers = args.tp // groups
+        problems.add("mamba_state_dim", f"{state} is not a multiple of {sharers}, the ranks of a group under {ranks}")
+
+
 def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
     heads, groups, inner = args.mamba2_heads, args.mamba_num_groups, args.mamba_inner_size
     if (
@@ -72,9 +85,8 @@ def _heads(args: ResolvedArgs, problems: ErrorCollector) -> None:
         problems.add("mamba_head_dim", f"{args.mamba_head_dim} does not divide mamba_expand x hidden_size, {inner}")
     elif heads % groups:
         problems.add("mamba_num_groups", f"{groups} does not divide the {heads} heads")
-    elif groups % args.tp:
-        ranks = f"model_parallel_size {args.cite('model_parallel_size')}"
-        problems.add("mamba_num_groups", f"{groups} is not a multiple of {ranks}: each rank has whole groups of heads")
+    else:
+        _heads_of_ranks(args, problems)
     limit = args.mamba_time_step_limit
     if limit is not None and (len(limit) not in (1, 2) or list(limit) != sorted(limit)):
         problems.add("mamba_time_step_limit", f"expected [low, high] or [low], got {list(limit)}")

@@ -190,14 +190,9 @@ def _qk_layernorm(args: ResolvedArgs, problems: ErrorCollector) -> None:
 
 def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     """Check that the model can be split over tensor-parallel ranks and pipeline stages."""
-    tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
-    if not args.attends:
-        pass
-    elif tp > least and args.num_kv_heads is not None:
-        problems.add(key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}; use at most {least}")
-    elif args.num_attention_heads % tp or any(heads % tp for heads in as_tuple(args.kv_heads)):
-        name = "num_attention_heads" if args.num_attention_heads % tp else "num_kv_heads"
-        problems.add(key, f"{tp} does not divide {name} {args.cite(name)}")
+    tp, key = args.tp, "model_parallel_size"
+    if args.attends:
+        _heads_of_ranks(args, problems)
     if args.padded_vocab_size is not None and args.padded_vocab_size % tp:
         problems.add("padded_vocab_size", f"{args.padded_vocab_size} is not a multiple of {key} {args.cite(key)}")
     if args.pp > args.num_layers:
@@ -212,6 +207,24 @@ def validate_parallel(args: ResolvedArgs, problems: ErrorCollector) -> None:
     method = args.pipe_partition_method
     if method.lower() not in ("uniform", "parameters") and not method.lower().startswith("type:"):
         problems.add("pipe_partition_method", f'expected uniform, parameters or type:REGEX, got "{method}"')
+
+
+def _heads_of_ranks(args: ResolvedArgs, problems: ErrorCollector) -> None:
+    """Check that each tensor rank has whole heads of queries, and whole key-value heads or an equal slice of
+    one."""
+    tp, key, least = args.tp, "model_parallel_size", min(as_tuple(args.kv_heads))
+    if args.num_attention_heads % tp:
+        problems.add(key, f"{tp} does not divide num_attention_heads {args.cite('num_attention_heads')}")
+    elif any(heads % tp and tp % heads for heads in as_tuple(args.kv_heads)):
+        problems.add(key, f"{tp} is neither a divisor nor a multiple of num_kv_heads {args.cite('num_kv_heads')}")
+    elif any(args.head_dim * heads % tp for heads in as_tuple(args.kv_heads)):
+        dimensions = f"{args.head_dim} dimensions (head_dim) they do not divide"
+        problems.add(key, f"{tp} ranks would share {least} key-value heads, whose {dimensions}; use {least}")
+    elif least < tp and args.te_mha:
+        problems.add(
+            key, f"{tp} is more than num_kv_heads {args.cite('num_kv_heads')}, which Transformer-Engine's rows have no "
+            f"place for; remove te_mha ({args.origin('te_mha')}), or use {least}",
+        )  # fmt: skip
 
 
 def validate_trainable(args: ResolvedArgs, problems: ErrorCollector) -> None:

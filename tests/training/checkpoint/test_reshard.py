@@ -30,13 +30,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cut": (2, TP2 | {"moe_expert_tensor_parallel": "cut"}), "whole": (2, TP2),
 }  # fmt: skip
 MODELS = {"neox": NEOX | {"no_weight_tying": True}, "llama, tied": LLAMA, "rpe": RPE, "experts": LLAMA | MOE}
+MODELS["one head"] = LLAMA | {"num_kv_heads": 1}
 MODELS["lion"] = NEOX | {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}}
 # Model, precision; after a step of one process each layout for two steps, the last one to the end.
 CHAINS: dict[str, tuple[str, ...]] = {
     "a pipeline": ("rpe", "fp32", "tp2 x pp2", "one process"),
     "tied": ("llama, tied", "bfloat16", "pp2", "dp2 zero2"),
     "experts": ("experts", "fp32", "ep2", "one process"),
-    "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),  # more
+    "shared heads": ("one head", "fp32", "whole", "tp4", "one process"),  # more
+    "stages": ("neox", "fp32", "dp4 zero3", "dp4 zero1", "tp4"),
     "experts and stages": ("experts", "fp32", "ep4 zero1", "ep2 zero3"),
     "more pipelines": ("rpe", "fp32", "pp4", "tp2 x pp2", "dp4"),  # product
     "tied, more ranks": ("llama, tied", "bfloat16", "tp2 x pp2", "dp4 zero1"),
@@ -59,7 +61,7 @@ def values(save: Path, layout: str, model: str, precision: str, **more: Any) -> 
     return config(ADAMW, MODELS[model], LAYOUTS[layout][1], kv, common, schedule, {"save": str(save), **more})
 
 
-@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:5], NAMES[5:]))
+@pytest.mark.parametrize("name", cells(NAMES[:3], NAMES[3:6], NAMES[6:]))
 def test_goes_on(name: str, tmp_path: Path) -> None:
     model, precision, *layouts = CHAINS[name]
     through, save = tmp_path / "through", tmp_path / "run"
