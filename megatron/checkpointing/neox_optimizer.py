@@ -62,8 +62,8 @@ class NeoXOptimizer:
         if len(self._ranks) % self.tensor_size:
             raise CheckpointError(f"{self.path}: {len(self._ranks)} mp_rank files of {self.tensor_size} tensor ranks")
         expected = {spec.name for layer in range(2, args.num_layers + 2) for spec in self._specs[layer]}
-        self._file_names = {our_name(name, expected): name for name in self._facts.block}
-        self._te_mlp = any(name.startswith("mlp.fc1_") for name in self._facts.block)
+        self._file_names = {our_name(name, expected): name for name in self._facts.blocks}
+        self._te_mlp = any(name.startswith("mlp.fc1_") for name in self._facts.blocks)
         self._places = self._walk()
 
     def _check_kind(self) -> None:
