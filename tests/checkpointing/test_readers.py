@@ -246,6 +246,7 @@ OPENED_BY = {
     "tools/ckpts/adapter.py merge": "adapter.py merge",
     "tools/ckpts/adapter.py verify": "adapter.py verify",
     "tools/ckpts/inspect_checkpoints.py show": "inspect_checkpoints.py",
+    "tools/ckpts/inspect_checkpoints.py compare": "inspect_checkpoints.py",
 }
 # Who reads a file of tensors without opening a checkpoint, and why that is right.
 RAW_READERS = {

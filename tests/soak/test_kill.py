@@ -111,8 +111,8 @@ def goes_on_from_signal(number: signal.Signals, layout: str, step: int, to: int,
     if number == signal.SIGTERM:
         start()
         state = json.loads((save / "status.json").read_text())
-        # Other ranks hear of it one step later; then the run may be over already.
-        stopped = min(step + (ranks > 1), STEPS)
+        # Other ranks hear of it one step later, or after a save; then the run may be over already.
+        stopped = min(step + (ranks > 1 and step % SAVE_EVERY > 0), STEPS)
         assert (state["iteration"], state["status"]) == (stopped, "stopped" if stopped < STEPS else "finished"), what
         assert stopped == STEPS or number.name in state["reason"]
     else:

@@ -139,9 +139,9 @@ def test_skip_leaves_the_step_out_and_is_bounded(tmp_path: Path) -> None:
     values = _values(tmp_path, {}, on_nonfinite="skip", nonfinite_limit=2)
     message, _ = run_ranks(run_poisoned, 1, values, {3, 5}, math.nan)[0]
     assert message is None
-    rows = metric_rows(tmp_path / "run")
+    rows = metric_rows(tmp_path / "run", "iteration")
     assert [row["iteration"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [math.isnan(row["train/lm_loss"]) for row in rows] == [False, False, True, False, True, False]
+    assert [row["train/lm_loss"] is None for row in rows] == [False, False, True, False, True, False]
     message, _ = run_ranks(run_poisoned, 1, {**values, "save": str(tmp_path / "b")}, {3, 4, 5}, math.nan)[0]
     assert re.search("step 4.*on_nonfinite: skip.*3 steps", message)
 

@@ -152,7 +152,7 @@ def test_events_are_found_in_rows_and_files(tmp_path: Path) -> None:
     (run,) = read_runs([save])
     assert [(event.iteration, event.kind, event.text) for event in events_of(run)] == [
         (0, "start", "first start"),
-        (20, "skipped", "2 steps were left out: not finite, or without a trained token"),
+        (20, "skipped", "2 steps were left out: not finite"),
         (40, "restart", "started again, goes on after its row of iteration 40"),
         (50, "save", "global_step50, validation loss 2.5000"),
         (60, "restart", "restart 1 of deepy.py, goes on after its row of iteration 60"),

@@ -144,7 +144,7 @@ def test_an_interrupted_call_leaves_nothing_and_is_made_again(dense: dict[str, P
 
     with mock.patch.object(upcycling, "save_layer", killed), pytest.raises(KeyboardInterrupt):
         made(tmp_path, dense["llama"], EXPERTS)
-    assert layers == [0, 2, 3] and list((tmp_path / "out").iterdir()) == []
+    assert layers == [0, 2, 3] and not (tmp_path / "out").exists()
     verify(made(tmp_path, dense["llama"], EXPERTS))
 
 
