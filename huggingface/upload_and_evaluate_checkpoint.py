@@ -108,6 +108,7 @@ def run(options: argparse.Namespace) -> int:
             keep_converted=options.keep_converted, patience=patience, tasks=tasks,
             include=tuple(options.task_include_path or ()), eval_limit=options.eval_limit,
             tokenizer=tokenizer_of(options), wandb_project=options.wandb_project, wandb_entity=options.wandb_entity,
+            force_eval=options.force_eval,
         )  # fmt: skip
         publish_checkpoint(upload, _say, _WRITTEN_WITHIN_S if options.background else 0.0)
     return 0

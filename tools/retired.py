@@ -1,3 +1,4 @@
+#!/usr/bin/env python3
 """Says what a script of GPT-NeoX or of its fork is called here. Their names are links to this file, or to
 retired.sh, and what each is told stands in docs/from-gpt-neox.md.
 """

@@ -20,11 +20,11 @@ def task_folders(args: NeoXArgs) -> list[Path]:
 
 
 def searched_folders(args: NeoXArgs) -> str:
-    """In one line, where tasks of a user's own are looked for, and where no folder is. Raises ConfigError."""
+    """In one line, where tasks are looked for, and where no folder is. Raises ConfigError."""
     folders = [*_named_folders(args), *_unnamed_folders()]
     absent = [folder for folder in _places() if folder not in folders]
-    found = f"tasks of eval_tasks: lm-eval's own{''.join(f', those in {folder}' for folder in folders)}"
-    return f"{found}; not there: {', '.join(map(str, absent))}" if absent else found
+    found = f"searched for tasks: lm-eval's own{''.join(f', {folder}' for folder in folders)}"
+    return f"{found}; these folders do not exist: {', '.join(map(str, absent))}" if absent else found
 
 
 def warn_of_broken(args: NeoXArgs, logger: logging.Logger) -> None:

@@ -140,7 +140,8 @@ def _manager(args: NeoXArgs, asked: Sequence[str]) -> tuple[TaskManager, list[st
     names = _expand(asked, every)
     unknown = _missing(names, every)
     if unknown:
-        raise ConfigError([*_unknown(args, unknown, every), searched_folders(args), *broken(folders)])
+        lines = list(_unknown(args, unknown, every))
+        raise ConfigError([*lines[:-1], f"{lines[-1]}; {searched_folders(args)}", *broken(folders)])
     return every, names
 
 

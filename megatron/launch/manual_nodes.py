@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron.launch.environment import DEFAULT_PORT, LaunchError, port_of, whole_number
 from megatron.launch.hosts import Node
-from megatron.launch.typed_variables import main_node
+from megatron.launch.typed_variables import main_node_among
 
 if TYPE_CHECKING:
     from megatron.neox_arguments import NeoXArgs
@@ -65,7 +65,8 @@ def find_manual_node(
         return None
     if not 0 <= node_rank < count:
         raise LaunchError(f"node_rank: {node_rank} is outside 0 to {count - 1}; --num_nodes says how many there are")
-    address = args.master_addr or main_node(env) or _first(env, "PET_MASTER_ADDR", "MASTER_ADDR")
+    address = args.master_addr or main_node_among(env, [node.host for node in listed])
+    address = address or _first(env, "PET_MASTER_ADDR", "MASTER_ADDR")
     address = address or (listed[0].host if listed else "127.0.0.1" if count == 1 else None)
     if address is None:
         raise LaunchError(

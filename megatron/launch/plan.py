@@ -15,7 +15,7 @@ from megatron.launch.hosts import Node, carried, hosts_of
 from megatron.launch.manual_nodes import ManualNode, find_manual_node
 from megatron.launch.run import Run, log_dir_of
 from megatron.launch.slurm import allocation, check_gpus, has_slurm, job_port, step_node
-from megatron.launch.typed_variables import check_world, choose_local_ranks, main_node, total_ranks
+from megatron.launch.typed_variables import check_world, choose_local_ranks, main_node_among, total_ranks
 from megatron.neox_arguments.compat.methods import ARGS_FLAG
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ def plan(
             check_gpus(env, visible_gpus(env))
     if launcher == "slurm" and step is None and has_slurm(args, env):
         nodes = allocation(args, env)
-        address = args.master_addr or main_node(env) or env.get("MASTER_ADDR") or nodes[0].host
+        asked = args.master_addr or main_node_among(env, [node.host for node in nodes])
+        address = asked or env.get("MASTER_ADDR") or nodes[0].host
         run = replace(run, launcher="slurm", nodes=nodes, master_addr=address, master_port=port or job_port(env))
     else:
         # A hostfile that nobody named says nothing to somebody who types on each machine.
@@ -123,7 +124,7 @@ def _over_hosts(run: Run, args: "NeoXArgs", listed: Sequence[Node], launcher: st
         raise LaunchError(
             f"launcher: {launcher} is used {where}; pdsh, openmpi and mvapich start ranks on other machines"
         )
-    address = args.master_addr or main_node(env) or listed[0].host
+    address = args.master_addr or main_node_among(env, [node.host for node in listed]) or listed[0].host
     if address in ("localhost", "127.0.0.1") and not all(is_this_machine(node.host) for node in listed):
         address = socket.gethostname()
     environment = carried(env)

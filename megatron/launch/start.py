@@ -30,7 +30,7 @@ from megatron.launch.runners import (
 )
 from megatron.launch.slurm import for_requeued_start, job_exit_code, read_status, srun
 from megatron.launch.ssh_supervisor import SshSupervisor
-from megatron.launch.typed_variables import check_world, main_node
+from megatron.launch.typed_variables import check_world, main_node_among
 from megatron.launch.watch import Outcome, signals_kept
 from megatron.process import say
 
@@ -90,7 +90,7 @@ def dry_run(
     """
     if hosts and node_rank is None:
         nodes = hosts_of(args, hosts, os.environ)
-        address = args.master_addr or main_node(os.environ) or nodes[0].host
+        address = args.master_addr or main_node_among(os.environ, [node.host for node in nodes]) or nodes[0].host
         if all(node.ranks for node in nodes):
             check_world(os.environ, sum(node.ranks or 0 for node in nodes), on_one_machine=False)
         return [f"{host}: {line}" for host, line in manual_node_lines(nodes, words, address, args.master_port)]

@@ -22,7 +22,6 @@ failed or was refused, 2 a wrong command line, 124 stopped by USR1, 130 by Ctrl-
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -39,6 +38,7 @@ from megatron.pipelines.stage_work import StageWork
 from megatron.pipelines.state import REFUSED, State, add_override, is_locked, locked
 from megatron.pipelines.table import rows_of, stage_table
 from megatron.pipelines.verdicts import gates_of, has_moved, judge_stage, read_verdict, requirements_digest
+from megatron.process import outlive_readers, say
 from megatron.process.command_parser import CommandParser
 
 _COMMAND = "deepy.py pipeline"
@@ -112,19 +112,18 @@ def main(argv: Sequence[str]) -> int:
         }  # fmt: skip
         return commands[options.command](options)
     except UserError as problem:
-        sys.stderr.write(problem.error_lines(_COMMAND))
+        say(problem.error_lines(_COMMAND).rstrip("\n"))
         return problem.code if isinstance(problem, StageFailed) else 1
     except OSError as problem:  # of whatever file, which a full disk, a quota or rights keep from us
         if problem.filename is None:
             raise
         why = f"{problem.filename}: {problem.strerror}; make room or give the right there, then `resume` goes on"
-        sys.stderr.write(PipelineError(why).error_lines(_COMMAND))
+        say(PipelineError(why).error_lines(_COMMAND).rstrip("\n"))
         return 1
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(f"pipeline: {line}\n")
-    sys.stderr.flush()
+    say(f"pipeline: {line}")
 
 
 def _place(words: Sequence[str], takes_stage: bool) -> tuple[Pipeline, str | None]:
@@ -181,6 +180,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.dry_run:
         dry_run(pipeline, stages, options_of, lambda line: print(line))
         return 0
+    outlive_readers()
     if options.slurm:
         check_configs(pipeline, stages, options_of, gates_of(pipeline))
         return submit(pipeline, stages, options_of, options.sbatch_options, _say)

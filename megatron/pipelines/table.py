@@ -28,6 +28,7 @@ from megatron.pipelines.state import (
     read_overrides,
 )
 from megatron.pipelines.verdicts import read_verdict
+from megatron.process import say
 
 _COLOURS = {
     FAILED: "bold red",
@@ -82,7 +83,9 @@ class Display:
 
     def print_table(self) -> None:
         """The table once more, as it is at the end."""
-        self._console.print(self._table())
+        with self._console.capture() as shown:  # rich would end this process where nobody reads
+            self._console.print(self._table())
+        say(shown.get().rstrip("\n"))
 
     def _table(self) -> Table:
         return stage_table(self._pipeline, self._state, self._console.is_terminal, works=True)

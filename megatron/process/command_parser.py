@@ -10,12 +10,13 @@ class CommandParser(argparse.ArgumentParser):
     """Every command's parser: a flag is taken by its whole name, and help keeps the lines of its texts.
 
     argparse takes the beginning of a flag for the flag, so that a name of another script's can mean one of
-    ours that does something else. Parsers of subcommands are of this class too.
+    ours that does something else. Parsers of subcommands are of this class too. Who makes one may say
+    otherwise.
     """
 
     def __init__(self, **options: Any) -> None:
         as_written = {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
-        super().__init__(**{**options, **as_written})
+        super().__init__(**{**as_written, **options})
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; where a word is no flag of ours the error names the nearest."""

@@ -396,6 +396,7 @@ def test_names_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         import_hf(HFFolder(folder), tmp_path / "other", save_tokenizer=True)
     for name in ("nowhere/at/all", "/nowhere", "./nowhere"):
         fails(f"{name}: no such folder.*ORG/NAME", find_hf, name)
+    fails("leave --revision v1 out, or write hf://ORG/NAME", find_hf, folder, "v1")
     fails(r"org/name at revision v1: .*hf download org/name", find_hf, "hf://org/name@v1")
     asked = []
 

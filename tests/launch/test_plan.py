@@ -1,6 +1,7 @@
 """Which machines a run has and who starts it, and the command lines that follow."""
 
 import os
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def machine(tmp_path, monkeypatch):
         local = ("here", "localhost", "127.0.0.1").__contains__
         monkeypatch.setattr(f"megatron.launch.{module}.is_this_machine", local)
     monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr("megatron.launch.typed_variables._addresses", lambda host: set())
     (tmp_path / "hosts").write_text("a slots=2\nb slots=4\n")
 
 
@@ -107,6 +109,42 @@ def test_variables_are_taken_however_ranks_are_started(monkeypatch):
         assert planned(env=TYPED, hostfile="hosts", launcher=launcher).master_addr == "10.0.0.9"
     assert planned(env=TYPED, hostfile="hosts", master_addr="b").master_addr == "b"
     assert planned(env=TYPED, **in_a_job(monkeypatch)).master_addr == "10.0.0.9"
+
+
+def test_gpus_says_what_it_chose(monkeypatch, capsys):
+    """In many a shell it is a count."""
+    assert planned(env={"GPUS": "1"}).node.devices == ("1",)
+    assert re.search("GPUS=1 .*: 1\n", capsys.readouterr().err)
+    planned(env={"GPUS": "1"}, include="localhost:0")
+    planned()
+    assert capsys.readouterr().err == "", "where something else chose"
+    with pytest.raises(LaunchError, match="GPUS='8'.*GPU 8"):
+        planned(env={"GPUS": "8"})
+    monkeypatch.setattr("megatron.launch.plan.visible_gpus", lambda env: [])
+    for value in ("8", "all"):
+        assert planned(env={"GPUS": value}, num_gpus=2).node == Node("here", 2)
+        assert f"GPUS={value}" in capsys.readouterr().err
+
+
+def test_the_main_node_is_one_of_the_machines(monkeypatch, capsys):
+    """By name or by what names resolve to; master_addr is not asked."""
+    known = {"a": {"10.0.0.1"}, "b": {"10.0.0.9", "10.1.0.9"}}
+    monkeypatch.setattr("megatron.launch.typed_variables._addresses", lambda host: known.get(host, {host}))
+    job = in_a_job(monkeypatch)
+    monkeypatch.setattr("megatron.launch.plan.has_slurm", lambda args, env: args.launcher == "slurm")
+    for changes in ({"hostfile": "hosts"}, {"hostfile": "hosts", "node_rank": 1}, job):
+        for address in ("a", "10.0.0.9", "10.1.0.9"):
+            assert planned(env={"MAIN_NODE_IP": address}, **changes).master_addr == address
+        with pytest.raises(LaunchError, match="MAIN_NODE_IP=10.0.0.7 .*a, b"):
+            planned(env={"MAIN_NODE_IP": "10.0.0.7"}, **changes)
+        assert planned(env={"MAIN_NODE_IP": "10.0.0.7"}, master_addr="10.0.0.7", **changes).master_addr == "10.0.0.7"
+    monkeypatch.setenv("MAIN_NODE_IP", "10.0.0.7")
+    with pytest.raises(LaunchError, match="MAIN_NODE_IP"):
+        dry_run("train.py", NeoXArgs.from_dict({**BASE, "train_batch_size": 60}), (), None, ["a:2,3", "b:0"])
+    assert capsys.readouterr().err == ""
+    known["b"] = set()
+    assert planned(env=TYPED, hostfile="hosts").master_addr == "10.0.0.9"
+    assert re.search("MAIN_NODE_IP=10.0.0.9 .* b ", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("variable", ["MAIN_NODE_IP", "TOTAL_GPUS"])

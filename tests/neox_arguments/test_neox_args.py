@@ -5,10 +5,12 @@ import dataclasses
 import json
 import operator
 import pickle
+import re
 
 import pytest
 
 from megatron.neox_arguments import ConfigError, NeoXArgs, load
+from megatron.neox_arguments.reports.config_dump import print_config
 from tests.neox_arguments.conftest import TEXT, says
 
 
@@ -108,10 +110,11 @@ def test_clipping_as_written_and_as_neox_read_it(model):
 
 def test_no_save_optim_as_gpt_neox_takes_it_and_as_written(model):
     args = NeoXArgs.from_dict(model | {"no_save_optim": True})
-    assert args.no_save_optim is False and says(*args.startup_notes(), "no_save_optim no effect compat_no_save_optim")
+    assert not args.compat_no_save_optim and says(*args.startup_notes(), "no_save_optim no effect compat_no_save_optim")
     assert NeoXArgs.from_dict(json.loads(args.to_json())["given"]).startup_notes() == args.startup_notes()
+    assert re.search(r"^no_save_optim: +true +# program$", print_config(args), re.M), "as it was given"
     args = NeoXArgs.from_dict(model | {"no_save_optim": True, "compat_no_save_optim": True})
-    assert args.no_save_optim is True and says(*args.startup_notes(), "compat_no_save_optim no_load_optim")
+    assert says(*args.startup_notes(), "compat_no_save_optim no_load_optim")
 
 
 def test_layernorm_without_biases_is_said_since_gpt_neox_has_them(model):

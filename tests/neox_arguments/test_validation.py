@@ -225,6 +225,11 @@ def test_training_refuses_data_in_an_object_store(paths):
     assert "://b/a" in problem and any(f"{key}: " in problem for key in paths)
 
 
+def test_data_are_named_without_a_scheme():
+    (problem,) = problems_of(TRAINABLE | {"data_path": "file:///b/a"}, NeoXArgs.check_training)
+    assert problem.endswith(" /b/a") and "object store" not in problem
+
+
 def test_what_generation_needs():
     enough = {"load": "x", "tokenizer_type": "CharLevelTokenizer", "maximum_tokens": 31}
     for given in (

@@ -14,11 +14,12 @@ from megatron.pipelines.definition import read_pipeline
 from megatron.pipelines.digests import weights_digest
 from megatron.pipelines.options import Options
 from megatron.pipelines.stage_work import StageWork
-from megatron.pipelines.state import PROMOTED, State
+from megatron.pipelines.state import DONE, FAILED, PROMOTED, State
 from megatron.pipelines.table import rows_of
 from megatron.pipelines.verdicts import gates_of
 from tests.launch.runs import DEEPY, ROOT, environment
-from tests.pipelines.small import GATES, pipeline, write_small, write_yaml
+from tests.pipelines.small import GATES, command, pipeline, write_small, write_yaml
+from tests.process.test_commands import read_by_nobody
 
 DATA = {"kind": "data", "outputs": ["made"]}
 
@@ -77,6 +78,17 @@ def test_a_gate_that_is_edited_while_its_stage_runs_is_told(tmp_path: Path, edit
     work.judge_and_promote()
     (line,) = [line for line in said if "gates.yml: edited" in line]
     assert says in line and state["pretrain"].status == PROMOTED, "by the gate as it was"
+
+
+@pytest.mark.parametrize("word", ["run", "resume"])
+def test_it_outlives_who_reads_what_it_says(word: str, tmp_path: Path) -> None:
+    """As `| tee` that has ended: the exit code is that of the stages."""
+    folder = of_commands(tmp_path / "p", "test -e ready && touch made")
+    assert pipeline("run", folder).returncode == 1
+    for code in (1, 0):
+        assert read_by_nobody(command(word, folder), tmp_path, stderr=subprocess.STDOUT).returncode == code
+        assert State(folder)["data"].status == (FAILED if code else DONE)
+        (folder / "ready").touch()
 
 
 def test_nothing_outlives_its_command(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """How commands read their words, and how they end when nobody reads what they write."""
 
+import argparse
 import os
 import signal
 import subprocess
@@ -137,3 +138,10 @@ def test_subcommands_too(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         made.parse_args(["list", "--state", "a"])
     assert "--states?" in capsys.readouterr().err
+
+
+def test_who_makes_a_parser_may_say_otherwise() -> None:
+    made = CommandParser(prog="it.py", allow_abbrev=True, formatter_class=argparse.MetavarTypeHelpFormatter)
+    made.add_argument("--states", type=str)
+    assert made.parse_args(["--state", "a"]).states == "a" and made.formatter_class is argparse.MetavarTypeHelpFormatter
+    assert CommandParser().formatter_class is argparse.RawDescriptionHelpFormatter

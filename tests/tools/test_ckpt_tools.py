@@ -182,6 +182,15 @@ def test_inspect_compares(trained: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert {words[0]: " ".join(words[1:]) for words in lines} == {
         "a": "float32 [2] | float32 [3]", "n/step": "3 | 4", "n/name": "equal", "b": "only in the second",
     }  # fmt: skip
+    nan, later = float("nan"), [f"later_{number}" for number in range(9)]
+    torch.save({"w": torch.tensor([nan, 1.0, 2.0]), "same": torch.tensor([nan, 1.0]), "loss": nan}, copy)
+    torch.save({"w": torch.tensor([nan, 1.0, 4.0]), "same": torch.tensor([nan, 1.0]), "loss": nan,
+                **dict.fromkeys(later, torch.ones(1))}, other)  # fmt: skip
+    inspect_checkpoints.main(["-c", "-d", f"{copy},{other}", "--attributes", "w", "same", "loss", *later])
+    lines = [text.split() for text in capsys.readouterr().out.splitlines() if text.startswith("  ")]
+    assert [words[0] for words in lines] == ["w", *later], "those of the second in its order"
+    assert float(lines[0][-1]) == 2.0
+    torch.save({"a": torch.zeros(2), "n": {"step": 3, "name": "x"}}, copy)
     seen: list[Any] = []
     monkeypatch.setattr("code.interact", lambda banner, local, exitmsg: seen.append(local["checkpoint"]))
     inspect_checkpoints.main([str(copy), "--attributes", "n/step", "-i"])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.runs import ROOT, environment
+from tools.datasets import corpora
 from tools.retired import rows
 
 FOLDERS = ("", "configs/", "huggingface/", "post-training/", "tools/*/")
@@ -58,6 +59,14 @@ def test_in_a_job_slurm_runs_a_copy(tmp_path: Path) -> None:
 def test_names_of_the_corpora() -> None:
     with pytest.raises(ImportError, match="SOURCES"):
         from tools.datasets.corpora import DATA_DOWNLOADERS  # noqa: F401
+    assert not hasattr(corpora, "DATA_DOWNLOADERS") and not hasattr(corpora, "nothing")
+    with pytest.raises(AttributeError, match="SOURCES"):
+        _ = corpora.prepare_dataset
+
+
+def test_links_may_be_typed_without_an_interpreter() -> None:
+    for name, path in LINKS.items():
+        assert os.access(path, os.X_OK) and path.read_bytes().startswith(b"#!"), name
 
 
 def test_requirements_have_gpt_neoxs_names() -> None:

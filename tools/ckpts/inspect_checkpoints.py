@@ -163,7 +163,7 @@ def compare(options: argparse.Namespace) -> None:
     for pair in pairs:
         content = [side.tensors(name) for side, name in zip(opened, pair, strict=True)]
         first, second = (dict(chosen(name, one, options)) for name, one in zip(pair, content, strict=True))
-        texts = {name: difference(first, second, name) for name in [*first, *(set(second) - set(first))]}
+        texts = {name: difference(first, second, name) for name in dict.fromkeys([*first, *second])}
         found |= {asked for asked in options.attributes for name in texts if f"{name}/".startswith(f"{asked}/")}
         shown = {name: text for name, text in texts.items() if text is not None or not options.diff}
         differing += sum(text is not None for text in texts.values())
@@ -180,20 +180,25 @@ def compare(options: argparse.Namespace) -> None:
 
 
 def difference(first: Mapping[str, Any], second: Mapping[str, Any], name: str) -> str | None:
-    """How two checkpoints differ in a leaf; None: not at all."""
+    """How two checkpoints differ in a leaf; None: not at all. NaN is equal to NaN."""
     import torch
 
     if name not in first or name not in second:
         return f"only in the {'first' if name in first else 'second'}"
     one, other = first[name], second[name]
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return None if type(one) is type(other) and one == other else f"{one!r} | {other!r}"
+        nan = isinstance(one, float) and one != one and other != other
+        return None if type(one) is type(other) and (one == other or nan) else f"{one!r} | {other!r}"
     kinds = [f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" for tensor in (one, other)]
     if kinds[0] != kinds[1]:
         return " | ".join(kinds)
     if torch.equal(one, other):
         return None
-    return f"{kinds[0]}  largest difference {float((one.double() - other.double()).abs().max()):.3e}"
+    one, other = one.double(), other.double()
+    equal = (one == other) | (one.isnan() & other.isnan())
+    if bool(equal.all()):
+        return None
+    return f"{kinds[0]}  largest difference {float((one - other).abs().masked_fill(equal, 0).max()):.3e}"
 
 
 def check_found(where: Path | str, options: argparse.Namespace, found: set[str]) -> None:

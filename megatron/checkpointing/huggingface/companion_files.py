@@ -247,11 +247,13 @@ def _own_tokenizer(source: Path, args: NeoXArgs, vocab_is_hf: bool) -> dict[str,
 
 
 def add_tokenizer(folder: Path, tokenizer: str) -> None:
-    """Give a HuggingFace folder that has none a tokenizer: of another folder, of a tokenizer.json, or of a
-    name on the Hub. Raises CheckpointError, also where the model has no row for a token of it."""
+    """Give a HuggingFace folder that has none a tokenizer: of another folder, of a tokenizer.json by whatever
+    name, or of a name on the Hub. Raises CheckpointError, also where the model has no row for a token."""
     place = Path(tokenizer)
-    if place.is_file() or place.is_dir():
-        files = read_companion_files(place if place.is_dir() else place.parent)
+    if place.is_dir():
+        files = read_companion_files(place)
+    elif place.is_file():
+        files = _tokenizer_file(place)
     else:
         files = _from_transformers(tokenizer)
     files = {name: content for name, content in files.items() if is_of_tokenizer(name)}
@@ -259,6 +261,17 @@ def add_tokenizer(folder: Path, tokenizer: str) -> None:
         raise CheckpointError(f"{tokenizer}: holds no tokenizer")
     check_tokens(files, text_config(json.loads((folder / CONFIG).read_bytes()))["vocab_size"], str(tokenizer))
     write_companion_files(files, folder)
+
+
+def _tokenizer_file(file: Path) -> dict[str, bytes]:
+    """A tokenizer.json by whatever name; what stands beside it belongs to it only under that name."""
+    content = read_json(file)
+    if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
+        raise CheckpointError(f"{file}: is no tokenizer.json; name one, or the folder of the tokenizer")
+    if file.name == "tokenizer.json":
+        return read_companion_files(file.parent)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    return {"tokenizer.json": file.read_bytes(), "tokenizer_config.json": _json(config)}
 
 
 def _from_transformers(name: str, key: str = "") -> dict[str, bytes]:

@@ -72,7 +72,10 @@ def find_hf(name: str | Path, revision: str | None = None) -> Path:
     text = str(name)
     if Path(text).is_dir():
         if revision is not None:
-            raise CheckpointError(f"{text}: is a folder here and has no revisions; leave --revision {revision} out")
+            raise CheckpointError(
+                f"{text}: is a folder here and has no revisions; leave --revision {revision} out, or write "
+                "hf://ORG/NAME for a model on the Hub"
+            )
         return Path(text)
     if Path(text).is_file():
         raise CheckpointError(f"{text}: a file, not the folder of a HuggingFace model{other_kind(Path(text))}")

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megatron.neox_arguments.keys.declaration import key, new_key
 
 _MUP = "MuP"
-_MUP_UNREAD = "as the rest of MuP"
+_MUP_UNREAD = "the run stops at start, as with every key of MuP; remove the key"
 _MAMBA_KERNELS = "mamba_backend chooses kernels; the numbers are the same"
 _SAME_LINEARS = "our own linears have the same maths and names on disk"
 _RWKV = "RWKV is not here; GPT-NeoX commit ea7aefd8 has it"
@@ -100,7 +100,7 @@ class MoEKeys:
         False,
         "Load-balancing loss in fp32",
         no_effect="it is always computed in fp32, and so are the router's scores",
-        unread="as there",
+        unread="GPT-NeoX ignores it too",
     )
     moe_jitter_eps: float | None = key(
         None, "topk: the router's input is multiplied by random numbers within 1 +- this in training", ge=0, lt=1

@@ -10,7 +10,8 @@ from megatron.neox_arguments.keys.sections import CommsLogger, CurriculumLearnin
 _GONE = "DeepSpeed 0.19.8 no longer has it; remove it"
 _UNUSED = "GPT-NeoX never reads it; write {} instead"
 _REPEATS = "another value is refused, with both places: one of them had no effect"
-_STOPS = "a run says before its first step what to write or remove"
+_RENAMED = "the run stops at start and names the key to write instead"
+_STOPS = "the run stops at start; remove the key"
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,12 @@ class MadeKeys:
     )
     is_pipe_parallel: bool = key(False, "pipe_parallel_size is at least 1", no_effect="pipe_parallel_size decides")
     dynamic_loss_scale: bool = key(
-        None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides", unread="as there"
+        None, "fp16 without a fixed scale", no_effect="fp16.loss_scale decides", unread="GPT-NeoX ignores it too"
     )
-    loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"), unread=_STOPS)
-    loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"), unread=_STOPS)
-    min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"), unread=_STOPS)
-    hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"), unread=_STOPS)
+    loss_scale: float | None = key(None, "Fixed loss scale", refuse=_UNUSED.format("fp16.loss_scale"), unread=_RENAMED)
+    loss_scale_window: float = key(1000.0, "fp16", refuse=_UNUSED.format("fp16.loss_scale_window"), unread=_RENAMED)
+    min_scale: float = key(1.0, "fp16", refuse=_UNUSED.format("fp16.min_loss_scale"), unread=_RENAMED)
+    hysteresis: int = key(2, "fp16", refuse=_UNUSED.format("fp16.hysteresis"), unread=_RENAMED)
     global_num_gpus: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted", ge=1)
     world_size: int | None = key(None, "Ranks in all", no_effect="the ranks that were started are counted")
     rank: int | None = key(None, "This rank", refuse="whoever starts the ranks says it; remove it")

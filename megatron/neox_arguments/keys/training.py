@@ -167,8 +167,8 @@ class CheckpointKeys:
     no_save_optim: bool = key(
         False,
         "Checkpoints without the optimizer's state",
-        no_effect="as in GPT-NeoX, they have it, and runs go on from them: compat_no_save_optim leaves it out",
-        unread="as there: followed, it would lose a run that is requeued",
+        no_effect="checkpoints keep the optimizer state, as in GPT-NeoX; set compat_no_save_optim to leave it out",
+        unread="GPT-NeoX ignores it too: followed, it would lose a run that is requeued",
     )
     compat_no_save_optim: bool = new_key(
         False,

@@ -21,7 +21,7 @@ def startup_notes(args: ResolvedArgs) -> list[str]:
     """The notes, a line each without its newline; an empty list when there are none."""
     lines = []
     silent = _without_effect(type(args), args.user_values)
-    if args.no_save_optim:  # by compat_no_save_optim
+    if args.compat_no_save_optim:
         silent.pop("no_save_optim", None)
         place = args.origin("compat_no_save_optim")
         lines.append(

@@ -50,7 +50,6 @@ def derive(
     values["world_size"] = None  # for_world says it
     if values["compat_clip_one_is_off"] and values["gradient_clipping"] == 1:
         values["gradient_clipping"] = 0.0
-    values["no_save_optim"] = values["compat_no_save_optim"]
     _dropout(values)
     if values["score_head"] is None:
         values["score_head"] = values["train_impl"] == "rm"

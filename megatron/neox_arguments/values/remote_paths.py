@@ -50,8 +50,11 @@ def remote_path_error(path: str) -> str | None:
 
 def remote_data_error(path: str) -> str | None:
     """What to do with data in an object store, which are mapped into memory here; None for a local path."""
-    if not is_remote(path):
+    scheme = scheme_of(path)
+    if scheme is None:
         return None
+    if scheme.lower() in ("file", "local"):
+        return f"{path}: a path of this machine; write it without the scheme: {path.partition('://')[2]}"
     return (
         f"{path}: data are mapped from a file system, not read from an object store; copy PREFIX.idx and PREFIX.bin "
         "to a disk that each machine sees (aws s3 cp, or fsspec's get), or mount the bucket, and name that path"

@@ -35,7 +35,7 @@ def add_format_flags(parser: argparse.ArgumentParser) -> None:
         help="every checkpoint in both formats, as without it",
     )  # fmt: skip
     parser.add_argument(
-        "--skip-if-exists", "--skip-neox-if-exists", "--force-eval-if-exists", action="store_true",
+        "--skip-if-exists", "--skip-neox-if-exists", action="store_true",
         help="always so: what the Hub has is not sent again, and is evaluated where its scores are not known",
     )  # fmt: skip
 
@@ -59,9 +59,12 @@ def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_delay_flag(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add --upload-delay; what: waits."""
+    """Add --upload-delay; what: waits, in words."""
     parser.add_argument(
-        "--upload-delay", default="0", metavar="SECONDS|random", help=f"until {what}; random: up to 12 hours (0)"
+        "--upload-delay",
+        default="0",
+        metavar="SECONDS|random",
+        help=f"seconds before {what}; random: up to 12 hours (0)",
     )
 
 
@@ -72,6 +75,10 @@ def add_evaluation_flags(parser: argparse.ArgumentParser) -> None:
         "--eval", action="store_true", help="evaluate after the upload (default: if tasks are named)"
     )
     evaluation.add_argument("--skip-eval", action="store_true", help="do not evaluate")
+    parser.add_argument(
+        "--force-eval-if-exists", dest="force_eval", action="store_true",
+        help="evaluate, and log, also where the scores of these tasks are known",
+    )  # fmt: skip
     parser.add_argument(
         "--eval_tasks", "--eval-tasks", nargs="+", metavar="TASK",
         help="commas may stand between; unset: the site's NEOX_EVAL_TASKS; with --eval the run's eval_tasks too, else "

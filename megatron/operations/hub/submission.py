@@ -143,6 +143,7 @@ def sbatch_lines(options: argparse.Namespace, chosen: Chosen, draw: random.Rando
     words = ["--experiment_name", str(chosen.save), "--repository", chosen.repository]
     words += {"both": [], "hf": ["--skip-neox-upload"], "neox": ["--upload-neox-only"]}[formats_of(options)]
     words += ["--eval_tasks", *tasks] if tasks else ["--skip-eval"]
+    words += ["--force-eval-if-exists"] if tasks and options.force_eval else []
     include = [os.path.abspath(path) for path in options.task_include_path or ()]  # a job begins in another folder
     words += ["--task_include_path", *include] if include else []
     words += ["--eval_limit", f"{options.eval_limit:g}"] if options.eval_limit is not None else []
@@ -167,7 +168,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("experiment_name", metavar="EXPERIMENT", help="below the site's NEOX_CHECKPOINT_DIR, or a path")
     parser.add_argument("hf_org", metavar="org", nargs="?", help="unset: the site's NEOX_HUB_ORG")
     add_place_flags(parser)
-    add_delay_flag(parser, "a job may begin, of each 30 s more than of the one before")
+    add_delay_flag(parser, "the first job may start; each later job starts 30 s after the one before")
     parser.add_argument(
         "--delay-between-jobs", type=float, default=0.0, metavar="SECONDS", help="between two submissions (0)"
     )

@@ -30,7 +30,8 @@ class Upload:
     is_last: the step is `train_iters`, and becomes main too. scratch: where converted folders stand until
     they are sent; None: `<save>/hub`. tasks: of the evaluation after the upload; (): there is none.
     tokenizer: a folder, a file or a name on the Hub, published in the place of the checkpoint's own.
-    wandb_project, wandb_entity: where scores are logged too."""
+    wandb_project, wandb_entity: where scores are logged too. force_eval: evaluate also where the scores of
+    these tasks are known."""
 
     save: Path
     step: int
@@ -46,6 +47,7 @@ class Upload:
     tokenizer: str | None = None
     wandb_project: str | None = None
     wandb_entity: str | None = None
+    force_eval: bool = False
 
     @property
     def tag(self) -> str:
@@ -117,7 +119,9 @@ def _publish_hf(upload: Upload, checkpoint: Path, source: str, journal: Journal,
     repository.prepare()
     folder = (upload.scratch or upload.save / FOLDER) / upload.tag
     known = journal.digests(source)
-    has_scores = _scores(journal, upload, source) is not None or not upload.tasks
+    has_scores = not upload.tasks or (_scores(journal, upload, source) is not None and not upload.force_eval)
+    if upload.tasks and has_scores and upload.tracking:
+        say(f"{upload.tag}: its scores are known and are not logged again; --force-eval-if-exists evaluates and logs")
     if known is not None and has_scores and _is_there(repository, upload, known):
         say(f"{upload.tag}: {repository.name} has it already")
     else:

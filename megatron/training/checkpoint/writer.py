@@ -291,7 +291,7 @@ class CheckpointWriter:
             versions={name: version(name) for name in ("torch", "deepspeed")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             config=json.loads(self.args.to_json())["given"],
-            optimizer=not self.args.no_save_optim,
+            optimizer=not self.args.compat_no_save_optim,
             validation_loss=None if not math.isfinite(loss) else loss,
             engine=self.engine.name,
             base=self.base,
@@ -324,7 +324,7 @@ class CheckpointWriter:
         """Refuse to begin a checkpoint that will not fit; what is there stays untouched. Whether it is
         written beside the steps: where that was asked for, and the copy fits into the memory that every
         machine has free."""
-        optimizer = not self.args.no_save_optim
+        optimizer = not self.args.compat_no_save_optim
         per_rank = run_on_all_ranks(self.groups, lambda: self._copies.memory_for(self._bytes(optimizer)))
         needed = sum(rank.size for rank in per_rank)
 
@@ -394,7 +394,7 @@ class CheckpointWriter:
         if groups.rank("data") == 0:
             state = {**self._model_state(progress), **extra}
             yield model_file(self.model_rank), state if _by_parameter(args) else serialised(state)
-        if not args.no_save_optim and _by_parameter(args):
+        if not args.compat_no_save_optim and _by_parameter(args):
             with_params = {layer for layer, _, param in stage_parameters(engine.stage) if param.requires_grad}
             layers = [layer for layer in self._own_layers() if layer in with_params]
             # Every data rank writes some of them.
@@ -402,7 +402,7 @@ class CheckpointWriter:
             for layer, states in engine.gather_state(writers, self._copies.copy):
                 self._copies.wait()
                 yield optimizer_file(layer, tensor_rank), states
-        elif not args.no_save_optim and (layout_state := engine.layout_state()) is not None:
+        elif not args.compat_no_save_optim and (layout_state := engine.layout_state()) is not None:
             name = zero_file(groups.rank("data"), self.model_rank, args.params_dtype == "bf16")
             yield name, serialised(layout_state)
         if groups.world_rank == 0 and ephemeral:
@@ -465,7 +465,7 @@ class CheckpointWriter:
         args = self.args
         return {
             **self.engine.model_state(),
-            **({"optimizer": None} if args.no_save_optim or _by_parameter(args) else {}),
+            **({"optimizer": None} if args.compat_no_save_optim or _by_parameter(args) else {}),
             "lr_scheduler": self.schedule.state_dict(progress.iteration),
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,

@@ -108,6 +108,8 @@ def test_the_forks_words(experiment: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     """Of its batch script: what says what is so, what names other things, and scores that go to W&B."""
     plain = lines()
     assert lines("--upload-neox") == lines("--upload-neox-checkpoint", "--skip-if-exists") == plain
+    assert lines("--force-eval-if-exists") == plain, "where nothing is evaluated"
+    assert "--force-eval-if-exists" in lines("--force-eval-if-exists", "--eval_tasks", "piqa")[0]
     monkeypatch.delenv("NEOX_CHECKPOINT_DIR")
     base = ("--checkpoints-base-dir", str(tmp_path))
     assert [line[-9:] for line in lines(*base)] == [line[-9:] for line in plain]

@@ -234,6 +234,14 @@ def test_another_tokenizer_takes_the_place_of_the_checkpoints(save: Path, tmp_pa
         assert (folder / "model.safetensors").read_bytes() == own["model.safetensors"]
         assert (folder / "chat_template.jinja").read_bytes() == b"another" != own.get("chat_template.jinja")
         assert transformers.AutoTokenizer.from_pretrained(folder)("a lantern").input_ids
+    alone = other / "20B_tokenizer.json"  # beside another one, which is not meant
+    alone.write_text(json.dumps({**json.loads((other / "tokenizer.json").read_text()), "truncation": None}))
+    convert(save / "global_step5", tmp_path / "alone", str(alone))
+    assert (tmp_path / "alone" / "tokenizer.json").read_bytes() == alone.read_bytes()
+    assert not (tmp_path / "alone" / "chat_template.jinja").exists()
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "alone")("a lantern").input_ids
+    with pytest.raises(CheckpointError, match="is no tokenizer.json"):
+        convert(save / "global_step5", tmp_path / "none", str(other / "tokenizer_config.json"))
     with pytest.raises(CheckpointError, match="holds no tokenizer"):
         convert(save / "global_step5", tmp_path / "none", str(save))
 
@@ -256,6 +264,24 @@ def test_scores_go_to_weights_and_biases(last: Upload, tmp_path: Path, monkeypat
     assert (args.use_wandb, args.wandb_project, args.wandb_team) == (True, "Our Evals", "us")
     assert args.wandb_run_name == "tiny=run_global_step5" and "TOTAL_GPUS" not in calls[0]["env"]
     assert last.tracking == {}
+
+
+def test_known_scores_are_made_again_only_if_forced(last: Upload, save: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it is said where Weights & Biases gets none."""
+    made: list[float] = []
+
+    def evaluate(*given: Any) -> dict[str, float]:
+        made.append(len(made) / 2)
+        return {"piqa_acc": made[-1]}
+
+    monkeypatch.setattr("megatron.operations.hub.scores.evaluate_folder", evaluate)
+    upload = replace(last, formats="hf", tasks=("piqa",), wandb_project="evals")
+    for force, count, told in ((False, 1, False), (False, 1, True), (True, 2, False)):
+        said: list[str] = []
+        assert publish_checkpoint(replace(upload, force_eval=force), said.append)
+        assert len(made) == count and any("--force-eval-if-exists" in line for line in said) == told, said
+    values = [line["values"] for line in journal(save, "global_step5") if line["event"] == "scores"]
+    assert values == [{"piqa_acc": 0.0}, {"piqa_acc": 0.5}]
 
 
 @pytest.mark.more
