@@ -4,12 +4,10 @@ Many of these addresses are dead or contested by now: a file put into `<data-dir
 used.
 """
 
-import dis
 import http.client
 import os
 import re
 import shutil
-import sys
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -51,14 +49,11 @@ SOURCES = {
 
 
 def __getattr__(name: str) -> str:
-    """Nothing; but of GPT-NeoX's own names an error says what is here."""
-    text = f"module {__name__!r} has no attribute {name!r}"
-    if name not in ("DATA_DOWNLOADERS", "prepare_dataset"):
-        raise AttributeError(text)
-    text += ": corpora are SOURCES here; prepare_data.prepare fetches one"
-    asking = sys._getframe(1)  # an import would put words of its own in the place of an AttributeError's
-    imports = dis.opname[asking.f_code.co_code[asking.f_lasti]] == "IMPORT_FROM"
-    raise ImportError(text) if imports else AttributeError(text)
+    """Nothing; but of GPT-NeoX's own names an error says what is here. It is one of imports, which put words
+    of their own in the place of an AttributeError's."""
+    if name in ("DATA_DOWNLOADERS", "prepare_dataset"):
+        raise ImportError(f"{name}: corpora are SOURCES of {__name__} here; prepare_data.prepare fetches one")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def parts(address: str) -> list[str]:
