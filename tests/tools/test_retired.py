@@ -60,7 +60,7 @@ def test_names_of_the_corpora() -> None:
     with pytest.raises(ImportError, match="SOURCES"):
         from tools.datasets.corpora import DATA_DOWNLOADERS  # noqa: F401
     assert not hasattr(corpora, "nothing")
-    with pytest.raises(AttributeError, match="SOURCES"):
+    with pytest.raises(ImportError, match="SOURCES"):
         _ = corpora.prepare_dataset
 
 
