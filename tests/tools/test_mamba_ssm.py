@@ -38,7 +38,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "layer": "Mamba2", "d_state": 8, "d_conv": 4, "expand": 2, "headdim": 8, "ngroups": 4, "chunk_size": 5,
         "dt_limit": [0.3, 0.9]}),
     ("mamba 2 biases", {"time_step_limit": (0.0, float("inf"))}, {
-        "layer": "Mamba2", "d_state": 6, "d_conv": 4, "expand": 2, "headdim": 8, "ngroups": 8, "chunk_size": 16,
+        "layer": "Mamba2", "d_state": 8, "d_conv": 4, "expand": 2, "headdim": 8, "ngroups": 1, "chunk_size": 16,
         "conv_bias": False, "bias": True}),
 ])  # fmt: skip
 def test_weights_are_those_of_transformers(case: str, changes: Keys, mixer: Keys, tmp_path: Path) -> None:
