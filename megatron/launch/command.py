@@ -40,7 +40,7 @@ presets and recipes: {presets}
 
 
 def command() -> NoReturn:
-    """What is installed as `neox`."""
+    """Run the `neox` command and end the process."""
     run_command(main)
 
 

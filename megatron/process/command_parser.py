@@ -23,7 +23,7 @@ class CommandParser(argparse.ArgumentParser):
         return self._all_known(*self.parse_known_args(args, namespace))
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As `parse_args`, with words among the flags."""
+        """Parse words that may stand among the flags, as `parse_args` does."""
         return self._all_known(*self.parse_known_intermixed_args(args, namespace))
 
     def _all_known(self, parsed: Any, unknown: Sequence[str]) -> Any:

@@ -116,7 +116,7 @@ def _without_reader() -> list[_Pipe]:
 
 
 def _silent_threads(told: threading.ExceptHookArgs) -> None:
-    """Of a thread that ends: nothing is said where nobody reads."""
+    """Report the exception that ended a thread, unless it is that nobody reads."""
     if told.exc_type is not _ReaderGone:
         threading.__excepthook__(told)
 

@@ -94,7 +94,7 @@ def train(
 
 
 def _end_again(training: Training, operations: Sequence[Callback]) -> None:
-    """What is left to a run that has taken all of its steps."""
+    """Write the status and call the callbacks of a run that has taken all of its steps."""
     training.logger.info(f"nothing left to do: train_iters is {training.args.train_iters}")
     if not ended_as(training, "finished"):  # else the file keeps when that was
         write_status(training, "finished", None)

@@ -111,8 +111,8 @@ class PeftFolder:
         """The stored tensors of the language model by their names in it alone. names: those of a multimodal
         model, by today's names. Raises CheckpointError for other parts of which an adapter changes the
         output: one whose B is zero, as text alone leaves it, does not."""
-        own = {name: text_name(name.removeprefix(PREFIX)) for name in names}
-        others = [name for name, text in own.items() if text is None]
+        inner_names = {name: text_name(name.removeprefix(PREFIX)) for name in names}
+        others = [name for name, text in inner_names.items() if text is None]
         trained = [
             name for name in others
             if ".lora_A." not in name and not (".lora_B." in name and not self.file.get(names[name]).any())
@@ -124,7 +124,7 @@ class PeftFolder:
                 "only the language model is here; train with target_modules of that alone, such as "
                 f"{text_modules(['q_proj', 'v_proj'])}"
             )
-        return {PREFIX + text: names[name] for name, text in own.items() if text is not None}
+        return {PREFIX + text: names[name] for name, text in inner_names.items() if text is not None}
 
     def _names(self, end: str) -> list[str]:
         return [name.removeprefix(PREFIX).removesuffix(end) for name in self._stored if name.endswith(end)]
@@ -202,41 +202,41 @@ class PeftFolder:
         return lambda layer: {of.spec.name: self._read(of) for of in by_layer.get(layer, ())}
 
     def _read(self, tensor: PeftTensor) -> Tensor:
-        there = self._there(tensor)
-        whole = self.file.get(self._stored[there[0]]).clone()
+        keys = self._stored_keys(tensor)
+        whole = self.file.get(self._stored[keys[0]]).clone()
         return _padded(whole, tensor.spec.shape[0]) if tensor.vocabulary else tensor.join(whole)
 
-    def _there(self, tensor: PeftTensor) -> list[str]:
+    def _stored_keys(self, tensor: PeftTensor) -> list[str]:
         return [key for key in (*tensor.keys, *tensor.older) if key in self._stored]
 
     def _check_tensors(self, args: NeoXArgs, tensors: Iterable[PeftTensor]) -> None:
         problems, unknown = [], set(self._stored)
         for tensor in tensors:
-            there = self._there(tensor)
-            unknown -= set(there)
-            if not there:
+            keys = self._stored_keys(tensor)
+            unknown -= set(keys)
+            if not keys:
                 problems.append(f"missing {tensor.keys[0]}")
                 continue
-            shape, wanted = self.file.shapes[self._stored[there[0]]], tensor.spec.shape
+            shape, wanted = self.file.shapes[self._stored[keys[0]]], tensor.spec.shape
             fits = shape[0] <= wanted[0] and shape[1:] == wanted[1:] if tensor.vocabulary else shape == wanted
             if not fits:
                 most = "at most " if tensor.vocabulary else ""
-                problems.append(f"{there[0]}: shape {shape}, not {most}{wanted}")
-            problems += self._tie_problems(args, tensor, there) if tensor.vocabulary else []
+                problems.append(f"{keys[0]}: shape {shape}, not {most}{wanted}")
+            problems += self._tie_problems(args, tensor, keys) if tensor.vocabulary else []
         problems += [f"unknown {key}" for key in sorted(unknown)]
         if problems:
             more = [f"and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
             lines = "\n  ".join([*problems[:_SHOWN], *more])
             raise CheckpointError(f"{self.path}: does not fit the model below it, or not all layers alike:\n  {lines}")
 
-    def _tie_problems(self, args: NeoXArgs, tensor: PeftTensor, there: list[str]) -> list[str]:
+    def _tie_problems(self, args: NeoXArgs, tensor: PeftTensor, keys: list[str]) -> list[str]:
         """A tied embedding is the head too: one of them alone, or two that differ, is another model."""
         if args.no_weight_tying or args.score_head or tensor.layer != 0:
             return []
-        embedding = [key for key in there if "embed_" in key and not key.endswith("embed_out.weight")]
-        heads = [key for key in there if key not in embedding]
+        embedding = [key for key in keys if "embed_" in key and not key.endswith("embed_out.weight")]
+        heads = [key for key in keys if key not in embedding]
         if not embedding or not heads:
-            return [f"{there[0]}: without its tied twin; train both as one (peft's ensure_weight_tying)"]
+            return [f"{keys[0]}: without its tied twin; train both as one (peft's ensure_weight_tying)"]
         one, other = (self.file.get(self._stored[key]) for key in (embedding[0], heads[0]))
         return [] if torch.equal(one, other) else [f"{embedding[0]}, {heads[0]}: differ, but are one here (tied)"]
 

@@ -184,8 +184,8 @@ def _copied(
 def _modules(row: TensorMapping, layer: int, family: Family) -> tuple[list[str], list[str]]:
     """The modules of a weight by their names in memory, and by those in files where these are others."""
     stored = [name.format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
-    own = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
-    return own, [] if own == stored else stored
+    in_memory = [family.memory_name(name).format(layer - 2).removesuffix(_WEIGHT) for name in row.theirs]
+    return in_memory, [] if in_memory == stored else stored
 
 
 def _keys(modules: list[str], part: str) -> tuple[str, ...]:

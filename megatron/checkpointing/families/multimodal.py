@@ -72,8 +72,8 @@ def text_name(name: str) -> str | None:
 
 def names_a_wrapper(name: str) -> bool:
     """Whether a tensor or module is named as within a multimodal model, and not as in a language model."""
-    own = text_name(name)
-    return own is not None and own != name
+    inner_name = text_name(name)
+    return inner_name is not None and inner_name != name
 
 
 def memory_name(name: str) -> str:

@@ -108,17 +108,17 @@ def family_of(config: Config) -> str:
     nearest, differences = nearest_family(fields)
     shown = ", ".join(differences[:_SHOWN])
     more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    told = f"it differs in {shown}{more}"
+    difference = f"it differs in {shown}{more}"
     if not differences and isinstance(inner, Mapping):
-        told = f"its language model may be one, what is around it has names that are not known: {_around(config)}"
+        difference = f"its language model may be one, what is around it has names that are not known: {_around(config)}"
     elif not differences:
-        told = (
+        difference = (
             "no field differs, so the code of the models does: compare the names of its tensors and its modelling_*.py "
             f"with {nearest.model_type}'s; where both are the same, write model_type: {nearest.model_type}"
         )
     raise CheckpointError(
         f"config.json: model_type: {model_type} is not supported; nearest to {where} is {nearest.model_type} "
-        f"({nearest.title}): {told}"
+        f"({nearest.title}): {difference}"
     )
 
 

@@ -57,7 +57,7 @@ class UpdateSchedule:
             stream.wait_event(event)
 
     def wait(self, module: nn.Module) -> None:
-        """What runs from now on sees the new weights of a module."""
+        """Let whatever runs from now on see the new weights of a module."""
         if (update := self._waiting.pop(module, None)) is not None:
             update.run()
             update.release()
